@@ -1,0 +1,1 @@
+"""Ray: router, replica, placement, the OpenAI front end, health and metrics."""

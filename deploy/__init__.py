@@ -1,0 +1,1 @@
+"""What people run and ship: the command line, the demo model, Serve config files."""

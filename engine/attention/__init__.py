@@ -1,0 +1,1 @@
+"""Attention backends behind one interface: write K/V by slot mapping, then attend by block table."""

@@ -1,0 +1,108 @@
+"""One frozen configuration of the engine. Field names are vLLM's flags with underscores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from engine.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+ATTENTION_BACKENDS = ("auto", "reference", "flash")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What one engine runs and how much it may use; checked on construction.
+
+    model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
+    device: "cpu", "cuda" or None for cuda where there is one.
+    max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
+    max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
+    long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
+    num_kv_blocks: KV blocks incl. the null block; None = from memory.
+    gpu_memory_utilization: share of the GPU's memory that the engine may use.
+    kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
+    step_timeout: seconds after which a step or a collective counts as hung.
+
+    Raises `ConfigError` naming the flag.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    tensor_parallel_size: int = 1
+    dtype: str = "auto"
+    device: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    long_prefill_token_threshold: int = 0
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    scheduling_policy: str = "fcfs"
+    attention_backend: str = "auto"
+    step_timeout: float = 30.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name, low in (("max_model_len", 2), ("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), low)
+        _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        _power_of_two("block_size", self.block_size)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.device is not None:
+            _one_of("device", self.device.split(":")[0], DEVICES)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1 (0.9 is usual), not {self.gpu_memory_utilization}",
+                "gpu_memory_utilization",
+            )
+        if self.step_timeout <= 0:
+            raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Columns of the block table: blocks that hold `max_model_len` tokens."""
+        return -(-self.context_len // self.block_size)
+
+    @property
+    def context_len(self) -> int:
+        """`max_model_len`, which must have been resolved against the model."""
+        if self.max_model_len is None:
+            raise ConfigError("max_model_len is not resolved yet; call `resolved` first", "max_model_len")
+        return self.max_model_len
+
+    def resolved(self, **values: Any) -> EngineConfig:
+        """Return a copy with settings that were left open filled in from the model and the machine."""
+        return replace(self, **values)
+
+
+def config_fields() -> tuple[str, ...]:
+    """Names of all settings, in the order of the dataclass."""
+    return tuple(f.name for f in fields(EngineConfig))
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}", name)
+
+
+def _power_of_two(name: str, value: int) -> None:
+    if value < 1 or value & (value - 1):
+        raise ConfigError(f"{name} must be a power of two such as 16, not {value}", name)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {value!r}", name)

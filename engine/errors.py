@@ -1,0 +1,48 @@
+"""Every error that the engine raises on purpose.
+
+SquadronError
+├── ConfigError              a setting is wrong or does not fit; names the flag and a value that works
+├── CheckpointError          a model folder is missing, damaged or unsupported; names file and tensor
+├── InvalidRequestError      one request is wrong; names the field (`param`)
+│   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
+└── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
+"""
+
+
+class SquadronError(Exception):
+    """Base of all errors; `str(error)` is a sentence for the person who can mend it."""
+
+
+class ConfigError(SquadronError):
+    """A setting is wrong or does not fit.
+
+    `flag` is the setting's name as a field of `EngineConfig` (the command line shows it as `--max-model-len`).
+    """
+
+    def __init__(self, message: str, flag: str) -> None:
+        super().__init__(message)
+        self.flag = flag
+
+
+class CheckpointError(SquadronError):
+    """A checkpoint cannot be used: file missing, tensor missing, extra or mis-shaped, unknown architecture."""
+
+
+class InvalidRequestError(SquadronError):
+    """One request is refused; nobody else notices. `param` names the offending field, `code` is stable."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt does not fit the model's context or the whole KV cache."""
+
+    def __init__(self, message: str, param: str = "prompt") -> None:
+        super().__init__(message, param, "context_length_exceeded")
+
+
+class EngineDeadError(SquadronError):
+    """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""

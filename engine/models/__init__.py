@@ -1,0 +1,1 @@
+"""One decoder, described by a small frozen spec per architecture."""

@@ -1,0 +1,169 @@
+"""What crosses the engine's borders each step: inputs going down to the workers, results coming up.
+
+Arrays are numpy: the same structures are packed for the workers and unpacked into tensors by the model runner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.request import FinishReason, Sequence
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step as every rank sees it: model inputs and attention metadata. All arrays are int32, flat, unpadded.
+
+    Reference: the vllm-ascend developer guide on input preparation (DESIGN section 7 has the worked example).
+    """
+
+    input_ids: Ints  # [num_tokens]
+    positions: Ints  # [num_tokens]
+    slot_mapping: Ints  # [num_tokens]  block x block_size + offset, where each token's K/V go
+    query_start_loc: Ints  # [num_reqs + 1]
+    seq_lens: Ints  # [num_reqs]  computed + scheduled
+    num_computed_tokens: Ints  # [num_reqs]
+    block_tables: Ints  # [num_reqs, max blocks of this step]; 0 = null block
+    logits_indices: Ints  # [num_samples]  rows of the hidden states whose logits are wanted
+    copy_blocks: Ints  # [num_copies, 2]  (source, destination): copy-on-write, done before anything is stored
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this step over all requests."""
+        return len(self.input_ids)
+
+    @property
+    def num_reqs(self) -> int:
+        """Sequences in this step."""
+        return len(self.seq_lens)
+
+    @property
+    def max_query_len(self) -> int:
+        """Longest query of the step."""
+        return int(np.diff(self.query_start_loc).max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest key range of the step."""
+        return int(self.seq_lens.max(initial=0))
+
+
+@dataclass(slots=True)
+class SamplingInputs:
+    """What rank 0 needs to choose the tokens; one row per sample, in the order of `StepInputs.logits_indices`.
+
+    Everything here is a function of parameters and token log, so any replica draws the same token.
+    `output_ids`/`prompt_ids` are given only for rows with penalties and are padded with -1; they are None when no row
+    has any. `forbidden` bans tokens for a row (min_tokens keeps the end-of-sequence ids out): row -> token ids.
+    """
+
+    temperature: Floats  # [num_samples]  0 = greedy
+    top_k: Ints  # [num_samples]  0 = off
+    top_p: Floats  # [num_samples]  1 = off
+    min_p: Floats  # [num_samples]  0 = off
+    seeds: NDArray[np.int64]  # [num_samples]
+    choices: Ints  # [num_samples]
+    positions: Ints  # [num_samples]  position of the token being drawn (prompt + outputs so far)
+    repetition_penalty: Floats  # [num_samples]
+    presence_penalty: Floats  # [num_samples]
+    frequency_penalty: Floats  # [num_samples]
+    prompt_ids: Ints | None = None  # [num_samples, longest prompt]
+    output_ids: Ints | None = None  # [num_samples, longest output]
+    forbidden: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    num_logprobs: int = -1  # most logprobs any row wants; 0 = only the chosen token's; -1 = none
+
+    @property
+    def all_greedy(self) -> bool:
+        """Whether every row takes the most likely token."""
+        return not self.temperature.any()
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of one step, from the raw logits in fp32."""
+
+    chosen: Floats  # [num_samples]
+    top_ids: Ints  # [num_samples, k], best first
+    top: Floats  # [num_samples, k]
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """What the model runner of rank 0 returns for one step."""
+
+    token_ids: Ints  # [num_samples]
+    logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one generated token and the best alternatives at its position, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvents:
+    """What the prefix cache gained and lost in one step, by block hash, in order of happening within each list."""
+
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Figures of the engine after a step. Blocks exclude the null block."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_free: int = 0  # free and holding nothing worth keeping
+    kv_blocks_cached: int = 0  # free to take, but findable by the prefix cache
+    prefix_query_tokens: int = 0  # counters since start
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that live sequences hold, 0 to 1."""
+        used = self.kv_blocks_total - self.kv_blocks_free - self.kv_blocks_cached
+        return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of one sequence."""
+
+    sequence: Sequence
+    reason: FinishReason
+    message: str = ""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one engine step brought. `sequences`, `token_ids` (and `logprobs` where wanted) are parallel.
+
+    A sequence that ended with a stop token or its length has that last token in this report as well.
+    """
+
+    step: int
+    sequences: list[Sequence]
+    token_ids: list[int]
+    logprobs: dict[int, TokenLogprob]  # row in `sequences` -> its log-probabilities, for those that asked
+    finished: list[Finish]
+    events: BlockEvents
+    stats: EngineStats
+    num_tokens: int = 0  # tokens computed by this step, prompt and decode

@@ -1,0 +1,82 @@
+"""Requests, the sequences (choices) they run as, and how each of them can end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.sampling_params import SamplingParams
+
+
+class SequenceStatus(Enum):
+    """Where a sequence stands. Preempted sequences are WAITING again, their tokens kept."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended. STOP and LENGTH are what clients see; the others never reach the wire as such."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One accepted request: everything that decides its tokens, and nothing else.
+
+    `seed` keys the sampling noise together with the choice index and the token position. `resume` is the token log
+    of a request that ran elsewhere before: choice index -> output tokens so far. When it is given, only the choices
+    it names are run, each going on at its next position.
+
+    prompt_token_ids: ids of the prompt, at least one.
+    priority: smaller runs earlier (used by the `priority` policy only).
+    arrival_time: seconds on the engine's clock; None = when it is added.
+    cache_salt: secret that separates prefix caches (tenant); equal salts share blocks.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    arrival_time: float | None = None
+    cache_salt: bytes = b""
+    resume: dict[int, tuple[int, ...]] | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One choice of a request. Owned by the scheduler; its tokens live in row `slot` of the token table.
+
+    slot: row in the persistent tables, -1 while it has none.
+    num_prompt_tokens / num_tokens: prompt length; prompt + output so far.
+    num_computed_tokens: positions whose K/V are in the cache.
+    block_table: physical block numbers in logical order.
+    resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
+    """
+
+    request: Request
+    index: int
+    num_prompt_tokens: int
+    num_tokens: int
+    slot: int = -1
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    resume_tokens: list[int] = field(default_factory=list)
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    preemptions: int = 0
+    arrival_time: float = 0.0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens

@@ -1,0 +1,4 @@
+"""Tensor-parallel primitives: groups, collectives, sharded layers, the driver-to-workers channel.
+
+Knows torch and nothing above it.
+"""
