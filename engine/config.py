@@ -65,7 +65,8 @@ class EngineConfig:
             _one_of("device", self.device.split(":")[0], DEVICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
-                f"gpu_memory_utilization must be above 0 and at most 1 (0.9 is usual), not {self.gpu_memory_utilization}",
+                "gpu_memory_utilization must be above 0 and at most 1 (0.9 is usual), "
+                f"not {self.gpu_memory_utilization}",
                 "gpu_memory_utilization",
             )
         if self.step_timeout <= 0:

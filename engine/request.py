@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from engine.sampling_params import SamplingParams
 
@@ -16,7 +16,7 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a sequence ended. STOP and LENGTH are what clients see; the others never reach the wire as such."""
 
     STOP = "stop"
