@@ -1,0 +1,79 @@
+"""The typed error that every ingress (HTTP, gRPC, batch) gives, and how engine errors become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.errors import InvalidRequestError
+
+STATUS_BY_CODE = {
+    "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+    "unauthorized": 401,
+    "rate_limit_exceeded": 429,
+    "overloaded": 429,
+    "no_replica": 503,
+    "replica_lost": 503,
+    "shutting_down": 503,
+    "internal_error": 500,
+}
+
+
+class ApiError(Exception):
+    """One request failed: `{code, message, type, param, retryable, request_id}` in OpenAI's error shape.
+
+    `status` is the HTTP status; `retry_after` (seconds) goes out as `Retry-After` with 429 and 503.
+    Source: OpenAI API reference, error object; FAULTS ("one typed error").
+    """
+
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        retryable: bool | None = None,
+        retry_after: int | None = None,
+        request_id: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status = STATUS_BY_CODE.get(code, 400) if status is None else status
+        self.retryable = self.status in (429, 503) if retryable is None else retryable
+        self.retry_after = retry_after if retry_after is not None else (1 if self.status in (429, 503) else None)
+        self.request_id = request_id
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type for the status."""
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 404:
+            return "not_found_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body: `{"error": {...}}`."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+                "retryable": self.retryable,
+                "request_id": self.request_id,
+            }
+        }
+
+
+def from_invalid_request(error: InvalidRequestError) -> ApiError:
+    """Turn the engine's refusal of one request into the error that its client sees (400)."""
+    return ApiError(error.code, str(error), param=error.param, status=400)

@@ -1,0 +1,42 @@
+"""What the router's front ends (HTTP, gRPC, batch) know of generation: requests in, token chunks out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.report import TokenLogprob
+from engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New tokens of one choice, in order, without gap or repeat over the life of the request.
+
+    finish_reason: "stop" or "length" with the last chunk of the choice, else None.
+    logprobs: one per token where the request asked for them, else empty.
+    num_cached_tokens: prompt tokens that came from the prefix cache (known from the first chunk on).
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+
+
+class TokenSource(Protocol):
+    """Anything that turns a request into tokens: the router's dispatcher, or a fake one in tests."""
+
+    def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+        """Yield chunks until every choice has finished; closing the iterator aborts the request.
+
+        A choice whose text is complete early (stop string) is ended with `finish_choice`.
+        Raises `ApiError` (the request's one terminal error) instead of ending short.
+        """
+        ...
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """End one choice that the caller needs no more tokens of; others of the request go on."""
+        ...
