@@ -1,0 +1,121 @@
+"""Parameters that know how to load their own shard from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.sharding import Piece
+
+
+class WeightSource(Protocol):
+    """One tensor on disk, read by slices; what safetensors' `get_slice` returns fits."""
+
+    def get_shape(self) -> Sequence[int]:
+        """Return the shape of the whole tensor on disk."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the part that a slice or a tuple of slices selects."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """A tensor in memory as a `WeightSource`: for tests and weights that are made, not read."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> Sequence[int]:
+        """Return the tensor's shape."""
+        return tuple(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+
+class ShardedParameter(torch.nn.Parameter):
+    """A parameter that holds this rank's shard and reads exactly that from a checkpoint.
+
+    axis: dimension that is split, None where every rank holds the whole.
+    pieces: the parts along `axis`, in the order in which a fused checkpoint tensor would hold them.
+    loaded_parts: keys of the parts that have been loaded.
+    """
+
+    axis: int | None
+    pieces: tuple[Piece, ...]
+    loaded_parts: set[str | int]
+
+    # nn.Parameter makes its instance in __new__, so there is no __init__ to extend.
+    def __new__(cls, data: Tensor, axis: int | None = None, pieces: Sequence[Piece] = ()) -> ShardedParameter:
+        """Wrap `data`, this rank's shard, which is filled later by `load`."""
+        parameter: ShardedParameter = super().__new__(cls, data, requires_grad=False)
+        parameter.axis = axis
+        parameter.pieces = tuple(pieces)
+        parameter.loaded_parts = set()
+        return parameter
+
+    @property
+    def missing(self) -> tuple[str | int, ...]:
+        """Keys of the parts that nothing was loaded into yet; ("",) for a parameter of one part."""
+        keys = [piece.key for piece in self.pieces] or [""]
+        return tuple(key for key in keys if key not in self.loaded_parts)
+
+    @property
+    def loaded(self) -> bool:
+        """Whether every part has been loaded."""
+        return not self.missing
+
+    @torch.no_grad()
+    def load(self, source: WeightSource, part: str | int | None = None, transposed: bool = False) -> None:
+        """Copy this rank's slice of `source` in, cast to the parameter's dtype; nothing else is read.
+
+        part: key of one piece; None loads the whole, from a tensor that holds all pieces one after another.
+        transposed: the tensor on disk is [in, out], as in GPT-2's Conv1D.
+
+        Raises `ValueError` naming both shapes when the one on disk is another, `KeyError` for an unknown part.
+        """
+        pieces = self.pieces if part is None else (self._piece(part),)
+        self._check(source, pieces, transposed)
+        if self.axis is None:
+            whole = source[:]
+            self.data.copy_(whole.t() if transposed else whole)
+            self.loaded_parts.add("")
+            return
+        before = 0
+        for piece in pieces:
+            self._load_piece(source, piece, before, transposed)
+            before += piece.full
+            self.loaded_parts.add(piece.key)
+
+    def _load_piece(self, source: WeightSource, piece: Piece, before: int, transposed: bool) -> None:
+        if self.axis is None or not piece.size:
+            return
+        disk_axis = self.ndim - 1 - self.axis if transposed else self.axis
+        wanted = slice(before + piece.start, before + piece.start + piece.size)
+        shard = source[(slice(None),) * disk_axis + (wanted,)]
+        self.data.narrow(self.axis, piece.offset, piece.size).copy_(shard.t() if transposed else shard)
+
+    def _piece(self, part: str | int) -> Piece:
+        for piece in self.pieces:
+            if piece.key == part:
+                return piece
+        known = ", ".join(repr(piece.key) for piece in self.pieces)
+        raise KeyError(f"no part {part!r} in this parameter; its parts: {known or 'none, it is whole'}")
+
+    def _check(self, source: WeightSource, pieces: Sequence[Piece], transposed: bool) -> None:
+        expected = list(self.shape)
+        if self.axis is not None:
+            expected[self.axis] = sum(piece.full for piece in pieces)
+        if transposed:
+            expected.reverse()
+        found = tuple(source.get_shape())
+        if found != tuple(expected):
+            raise ValueError(f"the checkpoint's tensor has shape {found}, the model wants {tuple(expected)}")
+
+
+def replicated(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShardedParameter:
+    """Return a parameter of `shape`, zeros until loaded, that every rank holds whole (norms, position embeddings)."""
+    return ShardedParameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
