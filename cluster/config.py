@@ -1,0 +1,89 @@
+"""One configuration for the command line, the YAML file, the Serve app's arguments and the chart."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from engine.config import EngineConfig, config_fields
+from engine.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
+class ClusterConfig(EngineConfig):
+    """Everything `squadron serve` can be told: the engine's settings and the cluster's around them.
+
+    served_model_name: the id that clients use; None = the last part of `model`.
+    replicas / routers: copies of the tensor-parallel group and of the front end.
+    host / port: where the HTTP proxy listens. Loopback unless told otherwise.
+    api_key: required as a bearer token on every route but /health when set.
+    max_body_bytes: largest request body.
+    cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
+    stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
+    drain_timeout: seconds that Serve waits for a stopping replica's streams.
+    """
+
+    served_model_name: str | None = None
+    replicas: Count = 1
+    routers: Count = 1
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_key: str | None = None
+    max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    stall_timeout: Seconds = 3.0
+    drain_timeout: Seconds = 600.0
+
+    @property
+    def model_id(self) -> str:
+        """The id under which the model is served."""
+        return self.served_model_name or self.model.rstrip("/").split("/")[-1]
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The part that the engine sees."""
+        return EngineConfig(**{name: getattr(self, name) for name in config_fields()})
+
+
+def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
+    """Check settings that came from a file, the command line or Serve. Keys may use dashes or underscores.
+
+    Raises `ConfigError` that names the flag and, for an unknown one, the nearest known flag.
+    """
+    settings = {key.replace("-", "_"): value for key, value in values.items()}
+    for key in settings:
+        _refuse_unknown(key)
+    if not settings.get("model"):
+        raise ConfigError("model is missing: give a folder, a hub id or 'demo'", "model")
+    try:
+        return TypeAdapter(ClusterConfig).validate_python(settings)
+    except ValidationError as error:
+        raise _as_config_error(error) from None
+
+
+def flag(name: str) -> str:
+    """Spell a setting as it is written on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_unknown(key: str) -> None:
+    known = [f.name for f in fields(ClusterConfig)]
+    if key in known:
+        return
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(known)
+    raise ConfigError(f"unknown setting {key}; {hint}", key)
+
+
+def _as_config_error(error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    name = str(first["loc"][0]) if first["loc"] else "model"
+    return ConfigError(f"{name}: {first['msg']}, not {first['input']!r}", name)
