@@ -1,0 +1,143 @@
+"""Groups over torch.distributed: NCCL between GPUs, gloo between CPU processes.
+
+The process groups are made directly, never through torch's process-wide default group, so that several engines can
+live in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
+from parallel.group import Group, SoloGroup
+from parallel.rendezvous import Rendezvous
+
+
+class TorchGroup(Group):
+    """A group over one of torch's process groups, which it owns.
+
+    On CUDA a collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
+    for, and NCCL's own watchdog ends this process once the deadline has passed.
+    """
+
+    def __init__(self, process_group: Any, rank: int, size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._process_group = process_group
+        self._sum = dist.AllreduceOptions()
+        self._broadcast = dist.BroadcastOptions()
+
+    @override
+    def all_reduce(self, x: Tensor) -> Tensor:
+        _check_contiguous(x)
+        self._run("all-reduce", lambda pg: pg.allreduce([x], self._sum))
+        return x
+
+    @override
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        x = x.contiguous()
+        joined = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        self._run("all-gather", lambda pg: pg._allgather_base(joined, x))
+        return joined if dim in (0, -x.ndim) else torch.cat(joined.chunk(self.size), dim)
+
+    @override
+    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+        _check_contiguous(x)
+        self._broadcast.rootRank = src
+        self._run("broadcast", lambda pg: pg.broadcast([x], self._broadcast))
+        return x
+
+    @override
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1, device=self.device))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @override
+    def close(self) -> None:
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            process_group.shutdown()
+
+    def _run(self, name: str, start: Callable[[Any], Any]) -> None:
+        if self._process_group is None:
+            raise ChannelError(f"{name} on a group that is closed")
+        try:
+            start(self._process_group).wait()
+        except RuntimeError as error:
+            # torch has no type of its own for a missed deadline.
+            late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+            what = "missed its deadline" if late else "failed, a peer is gone"
+            message = f"{name} of rank {self.rank} of {self.size} {what}: {error}"
+            raise (ChannelTimeout if late else ChannelError)(message) from error
+
+
+def connect(
+    rank: int,
+    size: int,
+    rendezvous: Rendezvous | str | None,
+    device: torch.device | str,
+    timeout: float,
+    collective_timeout: float | None = None,
+    name: str = "tensor-parallel",
+) -> Group:
+    """Form a group of `size` ranks and return this rank's end of it; blocks until all are there.
+
+    rendezvous: rank 0 gives the one it created, the others its address; not needed for a group of one.
+    device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" gloo.
+    timeout / collective_timeout: seconds for forming the group / for each collective (as `timeout` where None).
+    name: tells apart the groups that are formed over one rendezvous.
+
+    Raises `RendezvousError` when the ranks do not meet in time, `ValueError` for a rank outside the group.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"rank must be 0 to {size - 1} in a group of {size}, not {rank}")
+    device = torch.device(device)
+    if size == 1:
+        return SoloGroup(device)
+    if rendezvous is None:
+        raise RendezvousError(f"a group of {size} needs the address of a rendezvous")
+    if isinstance(rendezvous, str):
+        rendezvous = Rendezvous.join(rendezvous, timeout)
+    try:
+        process_group = _process_group(rendezvous, name, rank, size, device, timeout)
+        group = TorchGroup(process_group, rank, size, device)
+        group.barrier()
+    except (RuntimeError, ChannelError) as error:
+        raise RendezvousError(
+            f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
+        ) from error
+    if collective_timeout is not None:
+        process_group._set_default_timeout(timedelta(seconds=collective_timeout))
+    return group
+
+
+def _process_group(
+    rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device, timeout: float
+) -> Any:
+    store = rendezvous.store(name, timeout)
+    limit = timedelta(seconds=timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    backend: Any = dist.ProcessGroupGloo
+    gloo = backend._Options()
+    gloo._devices = [backend.create_device(hostname=rendezvous.own_host)]
+    gloo._threads = 1
+    gloo._timeout = limit
+    return backend(store, rank, size, gloo)
+
+
+def _check_contiguous(x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(f"an in-place collective needs a contiguous tensor, not strides {x.stride()}")
