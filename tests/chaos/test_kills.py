@@ -1,0 +1,65 @@
+"""kill -9 under load: every stream ends whole, with the tokens of an undisturbed run (FAULTS, kills 1 to 3)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import openai
+import psutil
+import pytest
+
+from tests.cluster.harness import App, eventually, kill, replica_processes, worker_processes
+
+STREAMS = 16
+TOKENS = 120
+
+
+def arguments(index: int) -> dict:
+    """Half greedy, half seeded, prompts of different lengths."""
+    sampling = {"temperature": 0} if index % 2 == 0 else {"temperature": 0.8, "seed": index}
+    prompt = f"def function_{index}(self, value):\n    " + "x = value + 1\n    " * (index % 4)
+    extra = {"ignore_eos": True}
+    return {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "extra_body": extra, **sampling}
+
+
+async def stream_all(app: App, on_tokens: Callable[[int], None] = lambda _: None) -> list[tuple[str, str | None]]:
+    """Run all streams at once; `on_tokens` hears how many chunks have come in all."""
+    seen = 0
+
+    async def one(client: openai.AsyncOpenAI, index: int) -> tuple[str, str | None]:
+        nonlocal seen
+        text, reason = "", None
+        async for chunk in await client.completions.create(stream=True, **arguments(index)):
+            text += chunk.choices[0].text
+            reason = chunk.choices[0].finish_reason or reason
+            seen += 1
+            on_tokens(seen)
+        return text, reason
+
+    async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
+        return await asyncio.gather(*(one(client, index) for index in range(STREAMS)))
+
+
+@pytest.mark.parametrize("victims", [replica_processes, worker_processes], ids=["replica", "worker-rank"])
+async def test_every_stream_survives_a_kill_token_exact(
+    demo_app: App, victims: Callable[[], list[psutil.Process]]
+) -> None:
+    undisturbed = await stream_all(demo_app)
+    assert all(reason == "length" for _, reason in undisturbed)
+    before = demo_app.metric("squadron_migrations_total")
+    killed: list[int] = []
+
+    def kill_one(seen: int) -> None:
+        if seen >= STREAMS * 20 and not killed:
+            victim = victims()[0]
+            killed.append(victim.pid)
+            kill(victim)
+
+    disturbed = await stream_all(demo_app, kill_one)
+    assert killed, "the streams ended before the kill"
+    assert disturbed == undisturbed
+    assert demo_app.metric("squadron_migrations_total") > before, "no stream had to move: the kill missed them"
+    demo_app.wait_whole()
+    eventually(lambda: demo_app.metric("squadron_kv_cache_usage_perc") == 0, "all blocks are free")
+    assert not [pid for pid in killed if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]

@@ -1,0 +1,133 @@
+"""A real Ray Serve app on loopback for the tests: start it, ask it, find its processes, kill them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+
+from cluster.app import build
+
+APP = "squadron"
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
+    """Return the first truthy value of `check()`; fail with `what` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    last: Any = None
+    while time.monotonic() < deadline:
+        try:
+            last = check()
+            if last:
+                return last
+        except httpx.HTTPError as error:
+            last = repr(error)
+        time.sleep(0.05)
+    raise AssertionError(f"not within {timeout} s: {what}; last seen: {last!r}")
+
+
+def start_ray() -> None:
+    """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    ray.init(
+        num_cpus=16,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        configure_logging=False,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def start_serve() -> int:
+    """Start Serve's proxy on a free loopback port and return the port."""
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    return port
+
+
+@dataclass
+class App:
+    """One deployed app."""
+
+    port: int
+    replicas: int
+
+    @property
+    def url(self) -> str:
+        """Base address of the HTTP endpoint."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def ready(self) -> dict[str, Any]:
+        """Return /ready's body, whatever its status."""
+        body: dict[str, Any] = httpx.get(f"{self.url}/ready", timeout=10).json()
+        return body
+
+    def wait_whole(self, timeout: float = 60.0) -> None:
+        """Wait until every replica is there and ready."""
+        eventually(
+            lambda: len(self.ready().get("replicas", [])) == self.replicas and self.ready()["ready"],
+            f"{self.replicas} ready replicas",
+            timeout,
+        )
+
+    def metric(self, name: str) -> float:
+        """Sum of one metric over its labels."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+
+def deploy(port: int, **settings: Any) -> App:
+    """Deploy an app and wait until all its replicas are ready."""
+    serve.run(build(settings), name=APP, route_prefix="/")
+    app = App(port, settings.get("replicas", 1))
+    app.wait_whole()
+    return app
+
+
+def processes(title: str) -> list[psutil.Process]:
+    """Return live processes whose Ray title contains `title`, oldest first."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "create_time", "status"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if title in command and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return sorted(found, key=lambda p: p.info["create_time"])
+
+
+def replica_processes() -> list[psutil.Process]:
+    """Processes of the replicas (driver worker and scheduler), oldest first."""
+    return processes(f"ray::ServeReplica:{APP}:Replica")
+
+
+def worker_processes() -> list[psutil.Process]:
+    """Processes of ranks 1..N-1, oldest first."""
+    return processes("ray::WorkerActor")
+
+
+def router_processes() -> list[psutil.Process]:
+    """Processes of the routers, oldest first."""
+    return processes(f"ray::ServeReplica:{APP}:Router")
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL, without mercy or notice."""
+    os.kill(process.pid, signal.SIGKILL)

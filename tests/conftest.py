@@ -1,0 +1,35 @@
+"""Fixtures shared by the folders that need a cluster. Ray is imported only by the tests that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cluster.harness import App
+
+
+@pytest.fixture(scope="session")
+def serve_port() -> Iterator[int]:
+    """One Ray with one Serve proxy for the whole run; yields the proxy's port."""
+    import ray
+    from ray import serve
+
+    from tests.cluster.harness import start_ray, start_serve
+
+    start_ray()
+    try:
+        yield start_serve()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def demo_app(serve_port: int) -> App:
+    """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
+    from tests.cluster.harness import deploy
+
+    return deploy(serve_port, model="demo", replicas=2, tensor_parallel_size=2, cpus_per_worker=0.5, drain_timeout=5)
