@@ -1,0 +1,184 @@
+"""From token ids to text, a few tokens at a time, never showing half a character.
+
+Most tokenizers spell a token as bytes (byte-level BPE, sentencepiece with byte fallback): there a table of the bytes
+of each token and one incremental UTF-8 decoder give exact text at well under a microsecond a token. Any other
+tokenizer is decoded over a sliding window of its last tokens.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+MAX_PENDING_TOKENS = 8  # a character has at most 4 bytes: text that is still broken after 8 tokens stays broken
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextDecoder(ABC):
+    """Turns the ids of one choice into text as they come. `feed` after `finish` is an error of the caller."""
+
+    @abstractmethod
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that is certain now; an incomplete character waits for its next token."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Return what still waits, an incomplete character as U+FFFD."""
+
+
+class ByteTable(dict[int, bytes]):
+    """Bytes of each token, worked out when first asked for. Unknown ids and skipped tokens are empty."""
+
+    def __init__(self, backend: Tokenizer, style: str, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._spell = _spell_byte_level if style == "byte_level" else _spell_sentencepiece
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
+        spelled = b"" if token is None else self._spell(token)
+        self[token_id] = spelled
+        return spelled
+
+
+class ByteDecoder(TextDecoder):
+    """Decoder of tokenizers whose tokens are strings of bytes."""
+
+    def __init__(self, table: ByteTable, strip_first_space: bool) -> None:
+        self._lookup = table.__getitem__
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._strip = strip_first_space
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """See `TextDecoder.feed`."""
+        text = self._decode(b"".join(map(self._lookup, token_ids)))
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        """See `TextDecoder.finish`."""
+        return self._decode(b"", True)
+
+
+class WindowDecoder(TextDecoder):
+    """Decoder for every other tokenizer: the difference between two decodings of the last tokens.
+
+    The window begins one settled piece back, so that what a tokenizer does to the start of a text (dropping a space)
+    is the same in both decodings and cancels out.
+    """
+
+    def __init__(self, backend: Tokenizer, skip_special_tokens: bool) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._window: list[int] = []  # settled tokens that give context, then the tokens that wait
+        self._settled = 0  # how many tokens of the window are settled
+        self._shown = ""  # text of the settled tokens
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """See `TextDecoder.feed`."""
+        return "".join([self._feed_one(token) for token in token_ids])
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._settled
+        if len(text) <= len(self._shown) or (text.endswith(REPLACEMENT) and waiting < MAX_PENDING_TOKENS):
+            return ""
+        delta = text[len(self._shown) :]
+        self._window = self._window[self._settled :]
+        self._settled = len(self._window)
+        self._shown = self._decode(self._window)
+        return delta
+
+    def finish(self) -> str:
+        """See `TextDecoder.finish`."""
+        return self._decode(self._window)[len(self._shown) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip)
+        return text
+
+
+class TextDecoders:
+    """Makes decoders for one tokenizer; the byte tables are shared by all of them."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._style, self._strip = _spelling(_decoder_description(backend))
+        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._shown_table = ByteTable(backend, self._style, frozenset())
+        self._skip_table = ByteTable(backend, self._style, special)
+
+    def decoder(self, skip_special_tokens: bool) -> TextDecoder:
+        """Return a fresh decoder for one choice."""
+        if self._style == "other":
+            return WindowDecoder(self._backend, skip_special_tokens)
+        return ByteDecoder(self._skip_table if skip_special_tokens else self._shown_table, self._strip)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that the token stands for, special tokens by their name; maybe half a character."""
+        if self._style == "other":
+            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        return self._shown_table[token_id]
+
+
+def _decoder_description(backend: Tokenizer) -> dict[str, Any]:
+    if backend.decoder is None:
+        return {}
+    described: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return described
+
+
+def _spelling(decoder: dict[str, Any]) -> tuple[str, bool]:
+    """Return how tokens spell text ("byte_level", "sentencepiece", "other") and whether a first space is dropped."""
+    if decoder.get("type") == "ByteLevel":
+        return "byte_level", False
+    steps = decoder.get("decoders", [])
+    if len(steps) == 1:
+        return _spelling(steps[0])
+    kinds = [step["type"] for step in steps]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
+        return "other", False
+    strip = kinds[3:] == ["Strip"]
+    if steps[0]["pattern"] != {"String": "▁"} or steps[0]["content"] != " ":
+        return "other", False
+    if strip and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) != (" ", 1, 0):
+        return "other", False
+    return "sentencepiece", strip
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others are letters from U+0100 on.
+
+    Source: the GPT-2 release (`bytes_to_unicode`).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(256 + i): byte for i, byte in enumerate(hidden)})
+    return letters
+
+
+def _spell_byte_level(token: str) -> bytes:
+    letters = _byte_of_letter()
+    try:
+        return bytes([letters[letter] for letter in token])
+    except KeyError:
+        return token.encode()  # an added token that is spelled as plain text
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

@@ -1,0 +1,123 @@
+"""Text to ids, conversations to prompts: what a client may send and what it hears when that is wrong."""
+
+import threading
+import time
+
+import pytest
+from transformers import AutoTokenizer
+
+from engine.errors import CheckpointError, InvalidRequestError
+from engine.tokenizer import LONG_TEXT, Tokenizer
+from tests import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("text", ["", "hello world", "<|user|>hi<|eos|>", "🙂 naïve\n\n", "x" * (LONG_TEXT + 1)])
+def test_ids_are_those_of_transformers(tokenizer, folder, text):
+    assert tokenizer.encode(text) == AutoTokenizer.from_pretrained(folder)(text).input_ids
+
+
+def test_decoding_gives_the_text_back(tokenizer):
+    text = "hello 🙂 wörld\n\n 東京"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_skipped_or_shown(tokenizer):
+    ids = tokenizer.encode("<|user|>hi<|eos|>")
+    assert tokenizer.decode(ids) == "hi"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|user|>hi<|eos|>"
+
+
+def test_half_a_surrogate_pair_is_refused_with_its_place_and_field(tokenizer):
+    with pytest.raises(InvalidRequestError, match=r"messages is not valid Unicode.*character 3") as caught:
+        tokenizer.encode("abc\ud83d", param="messages")
+    assert caught.value.param == "messages"
+
+
+def test_a_long_text_leaves_the_interpreter_to_other_threads(tokenizer):
+    text = "hello world, this is a text. " * 20_000
+    encoding = threading.Event()
+    gaps = []
+
+    def watch():
+        last = time.perf_counter()
+        while encoding.is_set():
+            time.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+
+    encoding.set()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.perf_counter()
+    tokenizer.encode(text)
+    took = time.perf_counter() - began
+    encoding.clear()
+    watcher.join()
+    assert max(gaps) < took / 2
+
+
+def test_many_threads_can_share_one_tokenizer(tokenizer):
+    texts = [f"thread {i} says 🙂 hello world " * (i + 1) for i in range(64)]
+    expected = [tokenizer.encode(text) for text in texts]
+    found = [None] * len(texts)
+
+    def work(i):
+        found[i] = tokenizer.encode(texts[i])
+        assert tokenizer.decode(found[i]) == texts[i]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == expected
+
+
+def test_a_conversation_becomes_the_models_own_prompt(tokenizer):
+    messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(messages) == "<|bos|><|system|>be kind<|user|>hi<|assistant|>"
+    assert tokenizer.render_chat(messages, add_generation_prompt=False) == "<|bos|><|system|>be kind<|user|>hi"
+    assert tokenizer.render_chat(messages, options={"enable_thinking": True}).endswith("<|assistant|><think>")
+
+
+def test_what_the_template_refuses_is_the_clients_error(tokenizer):
+    with pytest.raises(InvalidRequestError, match="no role robot") as caught:
+        tokenizer.render_chat([{"role": "robot", "content": "hi"}])
+    assert (caught.value.param, caught.value.code) == ("messages", "chat_template_error")
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path):
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    evil = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, escape)))
+    with pytest.raises(InvalidRequestError, match="unsafe"):
+        evil.render_chat([{"role": "user", "content": "hi"}])
+
+
+def test_a_model_without_chat_template_says_so(tmp_path):
+    plain = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, None)))
+    with pytest.raises(InvalidRequestError, match="has no chat template; send a plain prompt") as caught:
+        plain.render_chat([{"role": "user", "content": "hi"}])
+    assert (caught.value.param, caught.value.code) == ("messages", "chat_template_missing")
+
+
+def test_a_folder_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        Tokenizer(str(tmp_path))
+
+
+def test_truncation_saved_with_a_tokenizer_does_not_cut_prompts(tmp_path):
+    backend = tiny_tokenizer.byte_level()
+    backend.enable_truncation(3)
+    cut = Tokenizer(str(tiny_tokenizer.save(backend, tmp_path)))
+    assert cut.decode(cut.encode("hello world, a longer text")) == "hello world, a longer text"
