@@ -5,6 +5,7 @@ SquadronError
 ├── CheckpointError          a model folder is missing, damaged or unsupported; names file and tensor
 ├── InvalidRequestError      one request is wrong; names the field (`param`)
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
+├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
 └── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
 """
 
@@ -46,3 +47,7 @@ class PromptTooLongError(InvalidRequestError):
 
 class EngineDeadError(SquadronError):
     """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""
+
+
+class IntegrityError(SquadronError):
+    """An invariant of blocks, tables or queues is broken: a bug of ours, never the caller's fault."""

@@ -58,6 +58,8 @@ class Sequence:
     num_computed_tokens: positions whose K/V are in the cache.
     block_table: physical block numbers in logical order.
     resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
+    stop_token: the end-of-sequence or stop id that ended it, None for any other end.
+    order: smaller is admitted earlier and preempted later; unique.
     """
 
     request: Request
@@ -75,6 +77,7 @@ class Sequence:
     stop_token: int | None = None
     preemptions: int = 0
     arrival_time: float = 0.0
+    order: tuple[float, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
