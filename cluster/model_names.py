@@ -29,7 +29,7 @@ def resolve_model(name: str) -> str:
     if path.is_dir():
         return str(path.resolve())
     if _is_path(name):
-        raise ConfigError(f"model: there is no folder {path}; give a model folder, a hub id or {_choices()}", "model")
+        raise ConfigError(f"model: there is no folder {name}; give a model folder, a hub id or {_choices()}", "model")
     return name
 
 
