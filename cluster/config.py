@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from cluster.model_names import resolve_model
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -67,6 +68,15 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
         return TypeAdapter(ClusterConfig).validate_python(settings)
     except ValidationError as error:
         raise _as_config_error(error) from None
+
+
+def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
+    """Like `parse_config`, with a short model name such as `demo` turned into its folder on this machine.
+
+    The name stays what clients see. Raises `ConfigError`.
+    """
+    config = parse_config(values)
+    return replace(config, model=resolve_model(config.model), served_model_name=config.model_id)
 
 
 def flag(name: str) -> str:
