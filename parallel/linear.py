@@ -34,6 +34,10 @@ class ParallelLinear(nn.Module):
         self.weight = weight
         self.method = PlainLinear(weight)
 
+    def release_weight(self) -> None:
+        """Free the plain weight, whose contents `method` no longer needs; it cannot be loaded again."""
+        self.weight.data = self.weight.data.new_empty(0)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the product: [num_tokens, in] -> [num_tokens, out_per_rank]."""
         return self.method.apply(x, self.bias)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
+
+# Row count that oneDNN's layout is chosen for. A layout for one row is slow for many; one for 64 is good for any.
+PACKING_ROWS = 64
 
 
 class LinearMethod(ABC):
@@ -26,3 +32,45 @@ class PlainLinear(LinearMethod):
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
+
+
+class PackedLinear(LinearMethod):
+    """The weight reordered once into oneDNN's blocked layout (CPU); it does not keep the weight it was made from.
+
+    oneDNN builds a kernel for each row count it meets, about half a millisecond per layer shape: callers that can
+    choose should use few row counts.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_ROWS)
+        self._multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    @staticmethod
+    def supports(weight: Tensor) -> bool:
+        """Whether this machine's oneDNN can pack `weight`."""
+        if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return False
+        if weight.dtype is torch.bfloat16:
+            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return weight.dtype is torch.float32
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._multiply(x, self._packed, bias, "none", [], "")
+
+
+class ByRowCount(LinearMethod):
+    """Chooses among methods by the number of rows of the input.
+
+    limits: ascending; `methods[i]` serves up to `limits[i]` rows, the last one everything beyond.
+    """
+
+    def __init__(self, limits: Sequence[int], methods: Sequence[LinearMethod]) -> None:
+        if len(methods) != len(limits) + 1:
+            raise ValueError(f"{len(limits)} limits need {len(limits) + 1} methods, not {len(methods)}")
+        self._limits = tuple(limits)
+        self._methods = tuple(methods)
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._methods[bisect_left(self._limits, x.shape[0])].apply(x, bias)
