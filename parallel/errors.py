@@ -4,7 +4,8 @@ ParallelError
 ├── RendezvousError      the group could not be formed
 ├── ShardingError        a size cannot be split over the group (raised before any weight is read)
 ├── ChannelError         the driver-to-worker channel broke: a peer died or a message was damaged
-│   └── ChannelTimeout   a message or a collective missed its deadline
+│   ├── ChannelTimeout   a message or a collective missed its deadline
+│   └── ChannelClosed    the driver closed the channel in good order
 """
 
 
@@ -26,3 +27,7 @@ class ChannelError(ParallelError):
 
 class ChannelTimeout(ChannelError):
     """A message or a collective did not finish by its deadline: the whole group must end."""
+
+
+class ChannelClosed(ChannelError):
+    """The driver closed the channel in good order: a worker that waits for its next step can end."""

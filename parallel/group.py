@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,8 +30,12 @@ class Group(ABC):
         """Return the ranks' tensors joined along `dim`, in rank order."""
 
     @abstractmethod
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
-        """Overwrite `x` in place with rank `src`'s and return it."""
+    def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
+        """Overwrite `x` in place with rank `src`'s and return it.
+
+        timeout: seconds for this one instead of the group's own limit (infinity to wait as long as the peers live);
+        where collectives are queued on a device the group's limit holds all the same.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -39,6 +44,12 @@ class Group(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free sockets and communicators. Can be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class SoloGroup(Group):
@@ -58,7 +69,7 @@ class SoloGroup(Group):
         return x
 
     @override
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
         return x
 
     @override

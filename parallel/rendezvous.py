@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
+from typing import Self
 
 # Documented as public, yet torch re-exports them in a way that type checkers take for private.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -24,7 +25,7 @@ class Rendezvous:
     def __init__(self, store: Store, address: str, own_host: str) -> None:
         self.address = address  # "host:port" of the store
         self.own_host = own_host  # this process's own address on the network of the store
-        self._store = store
+        self._store: Store | None = store
 
     @classmethod
     def create(cls, host: str = "127.0.0.1") -> Rendezvous:
@@ -68,8 +69,20 @@ class Rendezvous:
             raise RendezvousError(f"the store at {address} does not answer as one: {error}") from error
         return cls(store, address, own_host)
 
+    def close(self) -> None:
+        """Stop serving, or disconnect; the groups formed here must be closed already. Can be called twice."""
+        self._store = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def store(self, name: str, timeout: float) -> Store:
-        """Return a view of the store for the group called `name`, whose waits last `timeout` seconds at most."""
+        """Return a view of the store for the group called `name`; its waits last `timeout` seconds at most."""
+        if self._store is None:
+            raise RendezvousError(f"the rendezvous at {self.address} is closed")
         view = PrefixStore(name, self._store)
         view.set_timeout(timedelta(seconds=timeout))
         return view

@@ -19,6 +19,8 @@ from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
 from parallel.rendezvous import Rendezvous
 
+FOREVER = 10 * 365 * 86400.0  # seconds; torch has no word for no deadline
+
 
 class TorchGroup(Group):
     """A group over one of torch's process groups, which it owns.
@@ -33,7 +35,6 @@ class TorchGroup(Group):
         self.device = device
         self._process_group = process_group
         self._sum = dist.AllreduceOptions()
-        self._broadcast = dist.BroadcastOptions()
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -49,10 +50,13 @@ class TorchGroup(Group):
         return joined if dim in (0, -x.ndim) else torch.cat(joined.chunk(self.size), dim)
 
     @override
-    def broadcast(self, x: Tensor, src: int = 0) -> Tensor:
+    def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
         _check_contiguous(x)
-        self._broadcast.rootRank = src
-        self._run("broadcast", lambda pg: pg.broadcast([x], self._broadcast))
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        if timeout is not None:
+            options.timeout = timedelta(seconds=min(timeout, FOREVER))
+        self._run("broadcast", lambda pg: pg.broadcast([x], options))
         return x
 
     @override

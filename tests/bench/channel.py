@@ -1,0 +1,79 @@
+"""Latency of the driver-to-worker channel: `python -m tests.bench.channel` prints it, `measure()` returns it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from parallel.channel import BroadcastChannel, Channel
+from parallel.errors import ChannelClosed
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+from parallel.torch_group import connect
+
+MESSAGE = bytes(range(256)) * 16  # 4 KB
+TIMEOUT = 30.0
+
+
+def measure(rounds: int = 2000, pause: float = 0.0) -> dict[str, float]:
+    """Return median microseconds of one 4 KB message to a worker, as half a round trip, per kind of channel.
+
+    pause: seconds of rest between round trips, longer than the spin to measure the wake-up from parking.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, far = context.Pipe()
+    with SharedMemoryRing.create(1) as ring_there, Rendezvous.create() as rendezvous, here:
+        worker = context.Process(target=_worker, args=(ring_there.name, rendezvous.address, far), daemon=True)
+        worker.start()
+        try:
+            with SharedMemoryRing.attach(here.recv(), 0) as ring_back:
+                ring = _round_trips(ring_there, ring_back, rounds, pause)
+            ring_there.close()
+            with (
+                connect(0, 2, rendezvous, "cpu", TIMEOUT, name="there") as there,
+                connect(1, 2, rendezvous, "cpu", TIMEOUT, name="back") as back,
+                BroadcastChannel(there) as send,
+            ):
+                gloo = _round_trips(send, BroadcastChannel(back), max(1, rounds // 10), pause)
+            worker.join(TIMEOUT)
+        finally:
+            worker.kill()
+            worker.join()
+    return {"ring_4kb_us": round(ring, 2), "gloo_broadcast_4kb_us": round(gloo, 2)}
+
+
+def _round_trips(send: Channel, receive: Channel, rounds: int, pause: float) -> float:
+    taken = []
+    for _ in range(rounds):
+        time.sleep(pause)
+        began = time.perf_counter()
+        send.send(MESSAGE, TIMEOUT)
+        receive.receive(TIMEOUT)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken) / 2 * 1e6
+
+
+def _worker(ring_there: str, address: str, pipe: Connection) -> None:
+    with SharedMemoryRing.create(1) as ring_back, SharedMemoryRing.attach(ring_there, 0) as ring:
+        pipe.send(ring_back.name)
+        _echo(ring, ring_back)
+    with (
+        connect(1, 2, address, "cpu", TIMEOUT, name="there") as there,
+        connect(0, 2, address, "cpu", TIMEOUT, name="back") as back,
+        BroadcastChannel(back) as send,
+    ):
+        _echo(BroadcastChannel(there), send)
+
+
+def _echo(receive: Channel, send: Channel) -> None:
+    with suppress(ChannelClosed):
+        while True:
+            send.send(receive.receive(TIMEOUT), TIMEOUT)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure() | {f"{key}_parked": value for key, value in measure(200, 0.002).items()}))
