@@ -1,0 +1,42 @@
+"""What both ends of a gRPC link agree on: the method's name, the metadata field, the channel options, the address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.link import LinkLimits
+
+SERVICE = "squadron.Link"
+METHOD = "Connect"
+SECRET_KEY = "squadron-secret"  # noqa: S105 - the name of a metadata field, not a secret
+HELLO_TIMEOUT = 5.0  # seconds for the first message of either side
+LINGER = 1.0  # seconds that a closing link gives the peer to take what was sent
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAddress:
+    """Where a replica listens and the secret that opens it. Handed to routers over a trusted way."""
+
+    host: str
+    port: int
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"LinkAddress(host={self.host!r}, port={self.port})"
+
+
+def channel_options(limits: LinkLimits) -> list[tuple[str, int]]:
+    """Return gRPC's options: message size, keepalive, no proxy, a connection of its own for each link."""
+    return [
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.keepalive_time_ms", 1000),
+        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.so_reuseport", 0),
+    ]

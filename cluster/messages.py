@@ -1,0 +1,284 @@
+"""What routers and replicas say to each other: one tagged msgpack array per message, checked against its schema.
+
+A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
+router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping. Coming down: Welcome, Report, Rejected,
+Heartbeat, Draining.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import InvalidRequestError, SquadronError
+from engine.report import EngineStats
+from engine.request import Request
+from engine.sampling_params import MAX_N, SamplingParams
+
+PROTOCOL_VERSION = 1
+HASH_KEY_BYTES = 8
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
+Name = Annotated[str, Meta(max_length=256)]
+Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT = 4096
+
+
+class DamagedMessageError(SquadronError):
+    """Bytes on a link that are no message of the protocol: the link must be closed."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Hello(_Message, tag=1, frozen=True):
+    """First message of a router on a new link."""
+
+    router_id: Name
+    protocol: Count = PROTOCOL_VERSION
+
+
+class Submit(_Message, tag=2, frozen=True):
+    """Run a request. Choice c of it reports under the key `stream + c`.
+
+    `stream` is above every key the link has carried before: a submit that arrives twice is known by that.
+    params: `SamplingParams` as msgpack, read apart from the message so that a bad value harms only its request.
+    resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
+    """
+
+    stream: Count
+    request_id: Name
+    prompt: tuple[int, ...]
+    params: msgspec.Raw
+    seed: int
+    priority: int = 0
+    cache_salt: bytes = b""
+    resume: dict[Choice, tuple[int, ...]] | None = None
+
+
+class Abort(_Message, tag=3, frozen=True):
+    """End the attempt submitted under `stream`. Unknown or finished attempts are passed over."""
+
+    stream: Count
+
+
+class FinishChoice(_Message, tag=4, frozen=True):
+    """End one choice of the attempt submitted under `stream`; its other choices go on."""
+
+    stream: Count
+    choice: Choice
+
+
+class Ping(_Message, tag=5, frozen=True):
+    """The router is alive."""
+
+
+class Welcome(_Message, tag=11, frozen=True):
+    """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block."""
+
+    replica_id: Name
+    incarnation: Count
+    model: Text
+    max_model_len: Count
+    vocab_size: Count
+    block_size: Count
+    num_kv_blocks: Count
+    eos_token_ids: tuple[int, ...] = ()
+    draining: bool = False
+    protocol: Count = PROTOCOL_VERSION
+
+
+class Load(_Message, frozen=True):
+    """Figures of a replica; the first ones as in `EngineStats`. `progress_age`: seconds since its engine moved."""
+
+    num_running: Count = 0
+    num_waiting: Count = 0
+    outstanding_tokens: Count = 0
+    kv_blocks_total: Count = 0
+    kv_blocks_free: Count = 0
+    kv_blocks_cached: Count = 0
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    preemptions: Count = 0
+    prompt_tokens: Count = 0
+    generated_tokens: Count = 0
+    progress_age: float = 0.0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that live sequences hold, 0 to 1."""
+        used = self.kv_blocks_total - self.kv_blocks_free - self.kv_blocks_cached
+        return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
+
+
+class FinishRow(_Message, frozen=True):
+    """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included."""
+
+    stream: Count
+    reason: Name
+    num_tokens: Count
+    message: Text = ""
+
+
+class LogprobRow(_Message, frozen=True):
+    """Log-probabilities of the token in row `row` of its report; the alternatives best first."""
+
+    row: Count
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class BlockUpdate(_Message, frozen=True):
+    """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
+
+    `sequence` counts the updates of one link from 0: a gap means that the router's picture is wrong.
+    """
+
+    sequence: Count
+    stored: list[int]
+    removed: list[int]
+    cleared: bool = False
+
+
+class Report(_Message, tag=12, frozen=True):
+    """One engine step as one router sees it. `sequence` counts the reports of one link from 0, without gaps.
+
+    Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
+    cached: (stream key, prompt tokens found in the prefix cache) with the first token of an attempt, where not 0.
+    """
+
+    sequence: Count
+    incarnation: Count
+    step: Count
+    streams: list[int]
+    indices: list[int]
+    tokens: list[int]
+    load: Load
+    finishes: list[FinishRow] = []
+    logprobs: list[LogprobRow] = []
+    cached: list[tuple[int, int]] = []
+    blocks: BlockUpdate | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.streams)
+        if len(self.indices) != rows or len(self.tokens) != rows:
+            raise ValueError("the columns of a report differ in length")
+        if any(row.row >= rows for row in self.logprobs):
+            raise ValueError("log-probabilities for a row that the report does not have")
+
+
+class Rejected(_Message, tag=13, frozen=True):
+    """A submit that the replica does not run. `elsewhere`: another replica may well take it."""
+
+    stream: Count
+    code: Name
+    message: Text
+    param: Name | None = None
+    elsewhere: bool = False
+
+
+class Heartbeat(_Message, tag=14, frozen=True):
+    """The replica is alive although it had nothing to report."""
+
+    incarnation: Count
+    load: Load
+
+
+class Draining(_Message, tag=15, frozen=True):
+    """The replica finishes what it has and takes nothing new."""
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping
+Down = Welcome | Report | Rejected | Heartbeat | Draining
+Message = Up | Down
+
+_ENCODER = msgspec.msgpack.Encoder()
+_UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+_DOWN: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+_PARAMS = msgspec.msgpack.Decoder(SamplingParams)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_up(frame: bytes) -> Up:
+    """Return the message that a router sent. Raises `DamagedMessageError`."""
+    try:
+        return _UP.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DamagedMessageError(f"damaged message from a router: {error}") from error
+
+
+def decode_down(frame: bytes) -> Down:
+    """Return the message that a replica sent. Raises `DamagedMessageError`."""
+    try:
+        return _DOWN.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DamagedMessageError(f"damaged message from a replica: {error}") from error
+
+
+def submit_message(request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None) -> Submit:
+    """Return the message that starts an attempt of `request`; `resume` takes the place of the request's own."""
+    return Submit(
+        stream,
+        request.request_id,
+        request.prompt_token_ids,
+        msgspec.Raw(_ENCODER.encode(request.params)),
+        request.seed,
+        request.priority,
+        request.cache_salt,
+        request.resume if resume is None else resume,
+    )
+
+
+def submitted_request(submit: Submit, engine_id: str) -> Request:
+    """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params."""
+    try:
+        params = _PARAMS.decode(submit.params)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequestError(f"the sampling parameters cannot be read: {error}", "params") from error
+    return Request(
+        request_id=engine_id,
+        prompt_token_ids=submit.prompt,
+        params=params,
+        seed=submit.seed,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        resume=submit.resume,
+    )
+
+
+def load_of(stats: EngineStats, progress_age: float) -> Load:
+    """Return an engine's figures as they travel."""
+    return Load(
+        stats.num_running,
+        stats.num_waiting,
+        stats.outstanding_tokens,
+        stats.kv_blocks_total,
+        stats.kv_blocks_free,
+        stats.kv_blocks_cached,
+        stats.prefix_query_tokens,
+        stats.prefix_hit_tokens,
+        stats.preemptions,
+        stats.prompt_tokens,
+        stats.generated_tokens,
+        progress_age,
+    )
+
+
+def block_key(digest: bytes) -> int:
+    """Return the short name of a KV block. It only steers routing, where a rare collision does no harm."""
+    return int.from_bytes(digest[:HASH_KEY_BYTES], "little")
+
+
+def clipped(text: str) -> str:
+    """Return `text`, cut to what a message may carry."""
+    return text[:MAX_TEXT]
