@@ -28,6 +28,8 @@ class ClusterConfig(EngineConfig):
     api_key: required as a bearer token on every route but /health when set.
     max_body_bytes: largest request body.
     cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
+    link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback while the
+        Ray cluster has one node, else the node's own address.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
     drain_timeout: seconds that Serve waits for a stopping replica's streams.
     """
@@ -40,6 +42,7 @@ class ClusterConfig(EngineConfig):
     api_key: str | None = None
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    link_host: str | None = None
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
 
