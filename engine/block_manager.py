@@ -98,6 +98,10 @@ class BlockManager:
         self.acquire(table)
         return table.copy()
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one table holds `block`."""
+        return self._refs[block] > 1
+
     def writable(self, table: list[int], index: int) -> tuple[int, int] | None:
         """Make `table[index]` safe to write. Returns (source, destination) when the block must be copied first.
 
@@ -156,8 +160,7 @@ class BlockManager:
                 raise IntegrityError(f"block {block} has {refs} references, but is in {held[block]} tables")
         if held[0] or self._hashes[0] is not None:
             raise IntegrityError("the null block is in use")
-        homeless = Counter(self._free) + Counter(self._cached)
-        if homeless + Counter(held.keys()) != Counter(range(1, self.num_blocks)):
+        if sorted([*self._free, *self._cached, *held]) != list(range(1, self.num_blocks)):
             raise IntegrityError("free + cached + held blocks are not all blocks, each once")
         self._check_index()
 

@@ -1,0 +1,218 @@
+"""The engine's step: schedule, prepare, execute, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import numpy as np
+
+from engine.admission import Admission
+from engine.block_manager import BlockManager
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.executor import Executor
+from engine.inputs import InputBuilder
+from engine.report import (
+    BlockEvents,
+    EngineStats,
+    Logprobs,
+    SamplingInputs,
+    StepInputs,
+    StepOutputs,
+    StepReport,
+    TokenLogprob,
+)
+from engine.request import Request, Sequence
+from engine.rows import Rows
+from engine.sampling_inputs import SamplingTable
+from engine.schedule import Schedule
+from engine.scheduler import Scheduler
+from engine.stops import StopTokens
+from engine.tables import Tables
+
+
+class EngineCore:
+    """One model on one group of workers, driven step by step. Used by one thread.
+
+    Every request that `add` accepts ends in exactly one `Finish` per sequence, in the report of some later step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        eos_token_ids: Iterable[int],
+        vocab_size: int,
+        num_kv_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """config: resolved (`max_model_len` is set). num_kv_blocks: KV blocks, the null block included.
+
+        vocab_size: width of the logits; every token id, in or out, is below it. clock: seconds, never backwards.
+
+        Raises `ConfigError` when there is no block to use, or an end-of-sequence id is outside the vocabulary.
+        """
+        if num_kv_blocks < 2:
+            raise ConfigError(
+                f"num_kv_blocks must be at least 2, the null block and one to use, not {num_kv_blocks}",
+                "num_kv_blocks",
+            )
+        stops = StopTokens(_checked(eos_token_ids, vocab_size), vocab_size)
+        tables = Tables(config.max_num_seqs, config.context_len, config.max_blocks_per_seq)
+        params = SamplingTable(config.max_num_seqs)
+        self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
+        rows = Rows(tables, params, self._blocks, stops)
+        self._scheduler = Scheduler(config, rows, stops, self._admission)
+        self._inputs = InputBuilder(tables, params, config.block_size, config.max_num_batched_tokens)
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._num_steps = 0
+        self._dead: str | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would bring something: a token, or an end that is not reported yet."""
+        return self._scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        """Accept a request; it starts with the next step that has room.
+
+        Raises `InvalidRequestError` or `PromptTooLongError`, naming the field, before anything changes;
+        `EngineDeadError` after the executor failed.
+        """
+        self._check_alive()
+        self._admission.check(request)
+        if request.request_id in self._scheduler:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
+        self._scheduler.add(request, self._clock())
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now and free what it holds; the next report tells of it. False if it is not (or no longer) live."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> StepReport:
+        """Compute one step. With nothing to compute the report is empty and the executor is not called.
+
+        Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
+        """
+        self._check_alive()
+        planned = self._plan()
+        if planned is None:
+            return self._report(None, None)
+        schedule, inputs, sampling = planned
+        outputs = self._execute(inputs, sampling)
+        self._scheduler.update(schedule, outputs.token_ids)
+        return self._report(schedule, outputs)
+
+    def stats(self) -> EngineStats:
+        """Return the figures as they are now."""
+        return self._scheduler.stats()
+
+    def cached_blocks(self) -> BlockEvents:
+        """Return all that the prefix cache holds, as one event for a listener that joins late."""
+        return BlockEvents(stored=self._blocks.known_hashes(), cleared=True)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes (after new weights); running sequences are not disturbed."""
+        self._blocks.clear_cache()
+
+    def check_integrity(self) -> None:
+        """Check every invariant of queues, tables and blocks. Raises `IntegrityError`. O(everything): for tests."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """End the executor. Can be called twice; `add` and `step` raise `EngineDeadError` afterwards."""
+        self._dead = self._dead or "it was closed"
+        self._executor.close()
+
+    def _plan(self) -> tuple[Schedule, StepInputs, SamplingInputs] | None:
+        """Schedule and prepare. A request whose inputs cannot be made is failed, and the others scheduled again."""
+        while (schedule := self._scheduler.schedule()) is not None:
+            try:
+                return schedule, *self._inputs.prepare(schedule)
+            except Exception as error:
+                if not self._fail_culprits(schedule):
+                    raise error from None
+        return None
+
+    def _fail_culprits(self, schedule: Schedule) -> bool:
+        """Prepare each row on its own and fail those that raise. False if none does."""
+        culprits: list[tuple[Sequence, Exception]] = []
+        for row, sequence in enumerate(schedule.sequences):
+            try:
+                self._inputs.prepare(schedule.alone(row))
+            except Exception as error:
+                culprits.append((sequence, error))
+        for sequence, error in culprits:
+            self._scheduler.fail(sequence, error)
+        return bool(culprits)
+
+    def _execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+        try:
+            outputs = self._executor.execute(inputs, sampling)
+        except Exception as error:
+            self._dead = f"a step failed: {error}"
+            if isinstance(error, EngineDeadError):
+                raise
+            raise EngineDeadError(f"the executor failed: {error}") from error
+        self._check_outputs(outputs, sampling)
+        return outputs
+
+    def _check_outputs(self, outputs: StepOutputs, sampling: SamplingInputs) -> None:
+        tokens, wanted = outputs.token_ids, len(sampling.temperature)
+        if tokens.dtype != np.int32 or tokens.shape != (wanted,):
+            self._die(f"the executor returned {tokens.dtype}{list(tokens.shape)} for {wanted} tokens of int32")
+        if wanted and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # negative ids are large ones here
+            self._die(f"the executor drew a token outside the vocabulary of {self._vocab_size}")
+        if sampling.num_logprobs >= 0 and wanted and outputs.logprobs is None:
+            self._die("the executor returned no log-probabilities although some were asked for")
+
+    def _die(self, reason: str) -> NoReturn:
+        self._dead = reason
+        raise EngineDeadError(reason)
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine takes nothing more: {self._dead}")
+
+    def _report(self, schedule: Schedule | None, outputs: StepOutputs | None) -> StepReport:
+        logprobs: dict[int, TokenLogprob] = {}
+        if schedule is not None:
+            self._num_steps += 1
+            if outputs is not None and outputs.logprobs is not None:
+                logprobs = self._logprobs(schedule.samples, outputs.token_ids.tolist(), outputs.logprobs)
+        return StepReport(
+            step=self._num_steps,
+            sequences=[] if schedule is None else schedule.samples,
+            token_ids=[] if outputs is None else outputs.token_ids.tolist(),
+            logprobs=logprobs,
+            finished=self._scheduler.take_finished(),
+            events=self._blocks.take_events(),
+            stats=self._scheduler.stats(),
+            num_tokens=0 if schedule is None else schedule.num_tokens,
+        )
+
+    def _logprobs(self, samples: list[Sequence], token_ids: list[int], found: Logprobs) -> dict[int, TokenLogprob]:
+        """Return the figures of those that asked, each cut to as many as it asked for."""
+        logprobs: dict[int, TokenLogprob] = {}
+        for row, sequence in enumerate(samples):
+            count = sequence.request.params.logprobs
+            if count is None:
+                continue
+            try:
+                top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
+                logprobs[row] = TokenLogprob(token_ids[row], float(found.chosen[row]), tuple(top))
+            except Exception as error:
+                self._scheduler.fail(sequence, error)
+        return logprobs
+
+
+def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+    ids = tuple(eos_token_ids)
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise ConfigError(f"eos_token_ids {ids} must lie in the model's vocabulary of {vocab_size}", "model")
+    return ids

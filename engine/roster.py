@@ -1,0 +1,177 @@
+"""Every live sequence and where it stands: waiting, running, or ended and not yet reported."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from engine.errors import IntegrityError
+from engine.queues import WaitingQueue
+from engine.report import Finish
+from engine.request import FinishReason, Request, Sequence, SequenceStatus
+from engine.rows import Rows
+from engine.schedule import Index
+
+logger = logging.getLogger(__name__)
+
+
+class Roster:
+    """Moves sequences between their states; the scheduler decides which and when.
+
+    With n > 1 only the leader (choice 0) waits and prefills; its siblings have slots from the leader's admission on,
+    and start to run when it forks.
+
+    running: in order of admission. It is replaced, never changed in place, for reports hold on to it.
+    slots / version: of `running`, and a number that changes with it.
+    prefilling: running, with more than the last token left to compute, or with siblings to fork.
+    tail_sharers: forked in the middle of a block, and have not written to it since.
+    """
+
+    def __init__(self, rows: Rows, by_priority: bool) -> None:
+        self.running: list[Sequence] = []
+        self.slots: Index = np.zeros(0, np.intp)
+        self.version = 1
+        self.stale = False  # someone in `running` has left
+        self.waiting = WaitingQueue()
+        self.siblings: dict[Sequence, list[Sequence]] = {}  # of leaders that have not forked
+        self.prefilling: dict[Sequence, None] = {}
+        self.tail_sharers: dict[Sequence, None] = {}
+        self._rows = rows
+        self._by_priority = by_priority
+        self._families: dict[str, list[Sequence]] = {}  # live sequences of each request
+        self._ended: list[Finish] = []
+        self._num_added = 0
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._families
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether anything is left to run or to report."""
+        return bool(self._families or self._ended)
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a checked request wait. now: its arrival in seconds, unless it brings its own."""
+        arrival = now if request.arrival_time is None else request.arrival_time
+        if request.resume is None:
+            family = [self._sequence(request, index, (), arrival) for index in range(request.params.n)]
+            if len(family) > 1:
+                self.siblings[family[0]] = family[1:]
+            waiting = family[:1]
+        else:
+            family = [self._sequence(request, *choice, arrival) for choice in sorted(request.resume.items())]
+            waiting = family
+        self._num_added += 1
+        self._families[request.request_id] = family.copy()
+        for sequence in waiting:
+            self.waiting.push(sequence)
+
+    def start(self, sequence: Sequence) -> None:
+        """Let a placed sequence run, behind all others."""
+        self.waiting.remove(sequence)
+        sequence.status = SequenceStatus.RUNNING
+        if sequence.num_tokens - sequence.num_computed_tokens > 1 or sequence in self.siblings:
+            self.prefilling[sequence] = None
+        self._set_running([*self.running, sequence])
+
+    def fork(self, leader: Sequence) -> None:
+        """Let the siblings of `leader`, whose prompt is computed, run beside it on shared blocks."""
+        siblings = self.siblings.pop(leader)
+        for sibling in siblings:
+            self._rows.fork(leader, sibling)
+            sibling.status = SequenceStatus.RUNNING
+        if leader.num_computed_tokens % self._rows.blocks.block_size:
+            self.tail_sharers.update(dict.fromkeys([leader, *siblings]))
+        place = self.running.index(leader) + 1
+        self._set_running([*self.running[:place], *siblings, *self.running[place:]])
+
+    def preempt(self) -> Sequence:
+        """Send the youngest (least urgent) running sequence back to wait; its tokens are kept, its blocks are not."""
+        victim = max((s for s in self.running if s.status is SequenceStatus.RUNNING), key=lambda s: s.order)
+        victim.resume_tokens = self._rows.tables.outputs(victim.slot)
+        victim.status = SequenceStatus.WAITING
+        victim.preemptions += 1
+        self._vacate(victim)
+        for sibling in self.siblings.get(victim, ()):
+            self._vacate(sibling)
+        self.waiting.push(victim)
+        return victim
+
+    def finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+        """End a sequence, free what it holds, and note its one `Finish`."""
+        self.waiting.remove(sequence)
+        self.siblings.pop(sequence, None)
+        self._vacate(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        request_id = sequence.request.request_id
+        family = self._families[request_id]
+        family.remove(sequence)
+        if not family:
+            del self._families[request_id]
+        self._ended.append(Finish(sequence, reason, message))
+
+    def finish_request(self, request_id: str, reason: FinishReason, message: str = "") -> None:
+        """End whatever of a request is alive."""
+        for sequence in self._families.get(request_id, []).copy():
+            self.finish(sequence, reason, message)
+
+    def refresh(self) -> None:
+        """Drop from `running` those that have left."""
+        if self.stale:
+            self._set_running([s for s in self.running if s.status is SequenceStatus.RUNNING])
+            self.stale = False
+
+    def take_finished(self) -> list[Finish]:
+        """Return what ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def check_integrity(self) -> None:
+        """Check every sequence, queue and row. Between steps only. Raises `IntegrityError`. O(everything)."""
+        live = [sequence for family in self._families.values() for sequence in family]
+        unforked = [sibling for siblings in self.siblings.values() for sibling in siblings]
+        waiting = [sequence for sequence in live if sequence in self.waiting]
+        if sorted(s.order for s in live) != sorted(s.order for s in [*self.running, *waiting, *unforked]):
+            raise IntegrityError("live sequences are not those that run, wait or follow a leader, each once")
+        if any(s.slot >= 0 or s.block_table for s in waiting) or any(s.slot < 0 for s in self.running):
+            raise IntegrityError("a waiting sequence holds memory, or a running one has none")
+        if self.slots.tolist() != [s.slot for s in self.running]:
+            raise IntegrityError("the slots of the running sequences are out of date")
+        if not {*self.prefilling, *self.tail_sharers}.issubset(self.running):
+            raise IntegrityError("a sequence that left is still expected to compute or to write")
+        self.waiting.check_integrity()
+        self._rows.check_integrity([s for s in live if s.slot >= 0])
+        self._check_sharing()
+
+    def _check_sharing(self) -> None:
+        size = self._rows.blocks.block_size
+        for sequence in self.running:
+            writable = sequence.block_table[sequence.num_computed_tokens // size :]
+            if sequence not in self.tail_sharers and any(map(self._rows.blocks.is_shared, writable)):
+                raise IntegrityError(f"sequence {sequence.order} would write to a block that others hold")
+
+    def _sequence(self, request: Request, index: int, log: tuple[int, ...], arrival: float) -> Sequence:
+        prompt = len(request.prompt_token_ids)
+        urgency = request.priority if self._by_priority else 0
+        return Sequence(
+            request,
+            index,
+            num_prompt_tokens=prompt,
+            num_tokens=prompt + len(log),
+            resume_tokens=list(log),
+            arrival_time=arrival,
+            order=(urgency, arrival, self._num_added, index),
+        )
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._rows.leave(sequence)
+        self.prefilling.pop(sequence, None)
+        self.tail_sharers.pop(sequence, None)
+        self.stale = True
+
+    def _set_running(self, running: list[Sequence]) -> None:
+        self.running = running
+        self.slots = np.fromiter((sequence.slot for sequence in running), np.intp, len(running))
+        self.version += 1

@@ -1,0 +1,170 @@
+"""The memory of running sequences: a slot in the tables and a list of blocks, kept in step with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from engine.block_manager import BlockManager
+from engine.errors import IntegrityError
+from engine.prefix_hash import TOKEN_BYTES, extend_hashes, root_hash, token_bytes
+from engine.request import Sequence
+from engine.sampling_inputs import SamplingTable
+from engine.schedule import Index
+from engine.stops import StopTokens
+from engine.tables import Tables
+
+
+class Rows:
+    """Places sequences, gives them blocks, shares what they have in common, and takes all of it back.
+
+    `Sequence.block_table` and the block manager hold the truth about blocks; `tables.blocks` mirrors it for the
+    inputs. Used by the scheduler only; one thread.
+    """
+
+    def __init__(self, tables: Tables, params: SamplingTable, blocks: BlockManager, stops: StopTokens) -> None:
+        self.tables = tables
+        self.blocks = blocks
+        self._params = params
+        self._stops = stops
+        self.copies: dict[int, int] = {}  # destination -> source of block copies that the next step must make
+        self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
+
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that can still be placed."""
+        return len(self._free_slots)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens`."""
+        return -(-num_tokens // self.blocks.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that `sequence` can start with (not held yet).
+
+        The block of the last known token is never among them: its logits are wanted, and computing one block again
+        costs less than a copy-on-write of a block that others read.
+        """
+        if not self.blocks.enable_prefix_caching:
+            return []
+        request, size = sequence.request, self.blocks.block_size
+        tokens = token_bytes(request.prompt_token_ids) + token_bytes(sequence.resume_tokens)
+        extend_hashes(sequence.block_hashes, tokens, size, root_hash(request.cache_salt))
+        return self.blocks.match(sequence.block_hashes[: (sequence.num_tokens - 1) // size], tokens)
+
+    def place(self, sequence: Sequence, siblings: Items[Sequence], prefix: list[int], limit: int) -> None:
+        """Give `sequence` a slot with all its tokens, and the blocks of `prefix`; keep slots for its siblings."""
+        slot = self._take_slot(sequence)
+        self.tables.fill(slot, sequence.request.prompt_token_ids, sequence.resume_tokens, limit)
+        self.blocks.acquire(prefix)
+        sequence.block_table = prefix
+        self._mirror(sequence, 0)
+        sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
+        self.tables.num_computed[slot] = sequence.num_computed_tokens
+        for sibling in siblings:
+            self.tables.copy_tokens(slot, self._take_slot(sibling))
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give `sequence` blocks until they hold `num_tokens`. Raises `ValueError` when too few are available."""
+        held = len(sequence.block_table)
+        sequence.block_table += self.blocks.allocate(self.blocks_for(num_tokens) - held)
+        self._mirror(sequence, held)
+
+    def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> None:
+        """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
+        tables, size = self.tables, self.blocks.block_size
+        taken = self.blocks.allocate(len(sequences))
+        for sequence, block in zip(sequences, taken, strict=True):
+            sequence.block_table.append(block)
+        capacity = tables.capacity[slots]
+        tables.flat_blocks[slots * tables.blocks.shape[1] + capacity // size] = taken
+        tables.capacity[slots] = capacity + size
+
+    def fork(self, leader: Sequence, sibling: Sequence) -> None:
+        """Let `sibling`, which has its slot already, share all blocks of `leader`."""
+        sibling.block_table = self.blocks.fork(leader.block_table)
+        sibling.block_hashes = leader.block_hashes.copy()
+        sibling.num_computed_tokens = leader.num_computed_tokens
+        self.tables.copy_blocks(leader.slot, sibling.slot, len(leader.block_table))
+
+    def shares_block(self, sequence: Sequence, position: int) -> bool:
+        """Whether others hold the block of `position` too, so that writing there needs a copy."""
+        return self.blocks.is_shared(sequence.block_table[position // self.blocks.block_size])
+
+    def part(self, sequence: Sequence, position: int) -> None:
+        """Give `sequence` its own copy of the block of `position`, unless nobody else holds it.
+
+        The copy itself is noted in `copies`. Raises `ValueError` when no block is available.
+        """
+        index = position // self.blocks.block_size
+        copy = self.blocks.writable(sequence.block_table, index)
+        if copy is not None:
+            source, target = copy
+            self.copies[target] = source
+            self.tables.blocks[sequence.slot, index] = target
+
+    def seal(self, sequence: Sequence, computed: int) -> None:
+        """Make the blocks findable that were filled since `sequence` had `computed` tokens in the cache."""
+        blocks, hashes = self.blocks, sequence.block_hashes
+        size = blocks.block_size
+        first, last = computed // size, sequence.num_computed_tokens // size
+        tokens = self.tables.tokens[sequence.slot, first * size : last * size].tobytes()
+        if len(hashes) < last:
+            root = root_hash(sequence.request.cache_salt) if not first else hashes[first - 1]
+            found = hashes[first:]
+            extend_hashes(found, tokens, size, root)
+            hashes[first:] = found
+        width = size * TOKEN_BYTES
+        for i in range(first, last):
+            start = (i - first) * width
+            blocks.seal(sequence.block_table[i], hashes[i], tokens[start : start + width])
+
+    def leave(self, sequence: Sequence) -> None:
+        """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""
+        if sequence.slot < 0:
+            return
+        if self.copies:
+            for block in sequence.block_table:
+                self.copies.pop(block, None)  # whoever gets this block next must not find it overwritten
+        self.blocks.release(sequence.block_table)
+        self.tables.clear(sequence.slot)
+        self._stops.unwatch(sequence.request)
+        self._free_slots.append(sequence.slot)
+        sequence.slot = -1
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+
+    def check_integrity(self, placed: Items[Sequence]) -> None:
+        """Check blocks, tables and slots against the sequences that hold a slot. Raises `IntegrityError`."""
+        self.blocks.check_integrity(sequence.block_table for sequence in placed)
+        slots = sorted(self._free_slots + [sequence.slot for sequence in placed])
+        if slots != list(range(self.tables.num_slots)):
+            raise IntegrityError("free and used slots are not all slots, each once")
+        for slot in self._free_slots:
+            if self.tables.tokens[slot].any() or self.tables.blocks[slot].any() or self.tables.num_tokens[slot]:
+                raise IntegrityError(f"slot {slot} is free, but not zeroed")
+        for sequence in placed:
+            self._check_row(sequence)
+
+    def _check_row(self, sequence: Sequence) -> None:
+        tables, slot, held = self.tables, sequence.slot, len(sequence.block_table)
+        if tables.blocks[slot, :held].tolist() != sequence.block_table or tables.blocks[slot, held:].any():
+            raise IntegrityError(f"block table and slot {slot} differ")
+        if tables.capacity[slot] != held * self.blocks.block_size:
+            raise IntegrityError(f"slot {slot} has a wrong capacity")
+        if tables.num_tokens[slot] != sequence.num_tokens or tables.tokens[slot, sequence.num_tokens :].any():
+            raise IntegrityError(f"slot {slot} has a wrong number of tokens")
+        if tables.num_computed[slot] != sequence.num_computed_tokens:
+            raise IntegrityError(f"slot {slot} has a wrong number of computed tokens")
+        if not sequence.num_computed_tokens <= tables.capacity[slot]:
+            raise IntegrityError(f"slot {slot} has computed more tokens than its blocks hold")
+
+    def _take_slot(self, sequence: Sequence) -> int:
+        slot = sequence.slot = self._free_slots.pop()
+        self._stops.watch(sequence.request)
+        self._params.write(slot, sequence, self._stops.of(sequence.request))
+        return slot
+
+    def _mirror(self, sequence: Sequence, start: int) -> None:
+        slot, table = sequence.slot, sequence.block_table
+        self.tables.blocks[slot, start : len(table)] = table[start:]
+        self.tables.capacity[slot] = len(table) * self.blocks.block_size

@@ -1,0 +1,56 @@
+"""What one step is to compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.report import Ints
+from engine.request import Sequence
+
+Index = NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The rows of one step, in running order, and the sequences that draw a token in it.
+
+    version: equal in two schedules only if `sequences` and `samples` are the same; 0 is never equal to anything.
+    decode: every row computes one token and draws one, so that rows and samples are the same.
+    changed_rows: rows whose block table changed since the last schedule of the same version.
+    copies: (source, destination) blocks to copy, in this order, before anything is written.
+    forks: sequences whose prompt ends in this step and whose siblings draw from the same logits.
+    """
+
+    sequences: list[Sequence]
+    slots: Index  # [num_reqs]
+    query_lens: Ints  # [num_reqs]
+    num_computed: Ints  # [num_reqs]  before the step
+    seq_lens: Ints  # [num_reqs]  after the step
+    samples: list[Sequence]
+    sample_rows: Index  # [num_samples]  row of each sample
+    sample_slots: Index  # [num_samples]
+    num_tokens: int
+    version: int = 0
+    decode: bool = False
+    changed_rows: Index | None = None
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+
+    def alone(self, row: int) -> Schedule:
+        """Return the part of this schedule that concerns one of its sequences."""
+        drawn = (self.sample_rows == row).nonzero()[0]
+        return Schedule(
+            sequences=[self.sequences[row]],
+            slots=self.slots[row : row + 1],
+            query_lens=self.query_lens[row : row + 1],
+            num_computed=self.num_computed[row : row + 1],
+            seq_lens=self.seq_lens[row : row + 1],
+            samples=[self.samples[sample] for sample in drawn.tolist()],
+            sample_rows=np.zeros(len(drawn), np.intp),
+            sample_slots=self.sample_slots[drawn],
+            num_tokens=int(self.query_lens[row]),
+            decode=self.decode,
+        )

@@ -1,0 +1,357 @@
+"""Which tokens the next step computes, and what becomes of the sequences after it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.admission import Admission
+from engine.config import EngineConfig
+from engine.report import EngineStats, Finish, Ints
+from engine.request import FinishReason, Request, Sequence, SequenceStatus
+from engine.roster import Roster
+from engine.rows import Rows
+from engine.schedule import Index, Schedule
+from engine.stops import StopTokens
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Figures since start."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """One token budget per step: decodes first, then prompt chunks in running order, then whoever may join.
+
+    `schedule` and `update` alternate, with the model's run between them; `add` and `abort` come between steps.
+    Nothing counts as computed before `update`, so a schedule that was not run may simply be asked for again.
+
+    Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
+    another's sake, and every request fits the cache alone, so something always advances.
+    A host-side exception on one sequence's account ends its request with ERROR and touches nobody else.
+    """
+
+    def __init__(self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission) -> None:
+        self.counters = Counters()
+        self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
+        self._rows = rows
+        self._tables = rows.tables
+        self._stops = stops
+        self._limit = admission.limit
+        self._budget = config.max_num_batched_tokens
+        self._chunk = config.long_prefill_token_threshold or self._budget
+        self._shift = config.block_size.bit_length() - 1
+        self._seals = config.enable_prefix_caching
+        self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
+        self._counting: Index = np.arange(config.max_num_seqs)
+        self._broken: list[tuple[Sequence, Exception]] = []
+        self._blocked: tuple[Sequence, int] | None = None  # head of the queue, and the blocks that it waits for
+
+    # ---- between steps ------------------------------------------------------------------------------------------
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._roster
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether anything is left to run or to report."""
+        return self._roster.has_unfinished
+
+    def add(self, request: Request, now: float) -> None:
+        """Let a checked request wait. now: its arrival in seconds, unless it brings its own."""
+        self._roster.add(request, now)
+
+    def abort(self, request_id: str) -> bool:
+        """End all sequences of a request and free what they hold. False if there is no such request."""
+        known = request_id in self._roster
+        self._roster.finish_request(request_id, FinishReason.ABORT)
+        self._roster.refresh()
+        return known
+
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """End the whole request of `sequence` with ERROR."""
+        self._broken.append((sequence, error))
+        self._bury()
+        self._roster.refresh()
+
+    def take_finished(self) -> list[Finish]:
+        """Return what ended since the last call."""
+        return self._roster.take_finished()
+
+    # ---- before the step ----------------------------------------------------------------------------------------
+
+    def schedule(self) -> Schedule | None:
+        """Choose the tokens of the next step; None when there is nothing to compute."""
+        roster = self._roster
+        query_lens = self._share_budget()
+        grown = self._make_room(query_lens)
+        if roster.waiting and not roster.stale:
+            query_lens = self._admit(query_lens)
+        if roster.stale:
+            query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in roster.running]]
+            roster.refresh()
+        return self._plan(query_lens, grown) if roster.running else None
+
+    def _share_budget(self) -> Ints:
+        """Return how many tokens each running sequence computes. [running]."""
+        roster, count = self._roster, len(self._roster.running)
+        if not roster.prefilling and count <= self._budget:
+            return self._ones[:count]
+        left = self._tables.num_tokens[roster.slots] - self._tables.num_computed[roster.slots]
+        wanted = np.minimum(left, self._chunk)
+        decodes_first = np.argsort(left > 1, kind="stable")
+        served = wanted[decodes_first]
+        query_lens = np.empty_like(wanted)
+        query_lens[decodes_first] = np.clip(self._budget - (np.cumsum(served) - served), 0, served)
+        return query_lens
+
+    def _make_room(self, query_lens: Ints) -> Index:
+        """Give every row the blocks that it writes to, preempting where there are none. Returns rows that grew."""
+        roster, tables = self._roster, self._tables
+        for sequence in list(roster.tail_sharers):
+            if query_lens[roster.running.index(sequence)]:
+                self._guard(sequence, self._part_tail, sequence)
+        self._bury()
+        seq_lens = tables.num_computed[roster.slots] + query_lens
+        short = (seq_lens > tables.capacity[roster.slots]).nonzero()[0]
+        if not short.size:
+            return short
+        if not roster.prefilling and not roster.stale and short.size <= self._rows.blocks.num_available:
+            self._rows.grow_by_one([roster.running[row] for row in short.tolist()], roster.slots[short])
+            return short
+        for sequence, length in [(roster.running[row], int(seq_lens[row])) for row in short.tolist()]:
+            if sequence.status is SequenceStatus.RUNNING:
+                self._guard(sequence, self._grow, sequence, length)
+        self._bury()
+        return short
+
+    def _part_tail(self, sequence: Sequence) -> None:
+        position = sequence.num_computed_tokens
+        if self._free_blocks(sequence, lambda: int(self._rows.shares_block(sequence, position))):
+            self._rows.part(sequence, position)
+            del self._roster.tail_sharers[sequence]
+
+    def _grow(self, sequence: Sequence, length: int) -> None:
+        wanted = self._rows.blocks_for(length) - len(sequence.block_table)
+        if self._free_blocks(sequence, lambda: wanted):
+            self._rows.grow(sequence, length)
+
+    def _free_blocks(self, sequence: Sequence, wanted: Callable[[], int]) -> bool:
+        """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
+        while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
+            self._roster.preempt()
+            self.counters.preemptions += 1
+        return sequence.status is SequenceStatus.RUNNING
+
+    # ---- admission ----------------------------------------------------------------------------------------------
+
+    def _admit(self, query_lens: Ints) -> Ints:
+        """Let waiting sequences join while budget, slots and blocks last. Returns all query lengths."""
+        budget = self._budget - int(query_lens.sum())
+        granted: list[int] = []
+        promised = sum(map(self._missing_blocks, self._roster.prefilling))
+        while budget > 0 and (sequence := self._roster.waiting.peek()) is not None:
+            grant = self._guard(sequence, self._join, sequence, budget, promised)
+            if grant is None:
+                self._bury()
+                continue
+            if not grant:
+                break
+            granted.append(grant)
+            budget -= grant
+            promised += self._missing_blocks(sequence)
+        return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
+
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        return self._rows.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+
+    def _join(self, sequence: Sequence, budget: int, promised: int) -> int:
+        """Place `sequence` and return how many tokens it may compute in this step; 0 if it does not fit yet.
+
+        promised: blocks that sequences in the middle of their prompts have still to take.
+        """
+        siblings = self._roster.siblings.get(sequence, [])
+        if self._rows.num_free_slots <= len(siblings):
+            return 0
+        prefix = self._fitting_prefix(sequence, promised, len(siblings))
+        if prefix is None:
+            return 0
+        self._rows.place(sequence, siblings, prefix, self._limit(sequence.request))
+        if not sequence.preemptions:
+            self._count_arrival(sequence)
+        grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
+        self._rows.grow(sequence, sequence.num_computed_tokens + grant)
+        self._roster.start(sequence)
+        return grant
+
+    def _fitting_prefix(self, sequence: Sequence, promised: int, num_siblings: int) -> list[int] | None:
+        """Return the cached blocks to start with, or None if what is free does not hold the rest of `sequence`.
+
+        While others run, one more block for each of them stays free, so that a newcomer is not preempted at once.
+        """
+        blocks = self._rows.blocks
+        room = blocks.num_available - promised
+        if self._roster.running:
+            room -= self._tables.num_slots - self._rows.num_free_slots + num_siblings
+        if self._blocked is not None and self._blocked[0] is sequence and room < self._blocked[1]:
+            return None
+        prefix = self._rows.find_prefix(sequence)
+        wanted = self._rows.blocks_for(sequence.num_tokens) - len(prefix) + blocks.count_idle(prefix)
+        self._blocked = (sequence, wanted) if room < wanted else None
+        return prefix if self._blocked is None else None
+
+    def _count_arrival(self, sequence: Sequence) -> None:
+        hit = sequence.num_computed_tokens
+        sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
+        self.counters.prompt_tokens += sequence.num_prompt_tokens
+        if self._seals:
+            self.counters.prefix_query_tokens += sequence.num_tokens
+            self.counters.prefix_hit_tokens += hit
+
+    # ---- the schedule -------------------------------------------------------------------------------------------
+
+    def _plan(self, query_lens: Ints, grown: Index) -> Schedule:
+        roster = self._roster
+        sequences, slots, version = roster.running, roster.slots, roster.version
+        if not query_lens.all():
+            kept = query_lens.nonzero()[0]
+            sequences, slots, version = [sequences[row] for row in kept.tolist()], slots[kept], 0
+            query_lens = query_lens[kept]
+        num_computed = self._tables.num_computed[slots]
+        schedule = Schedule(
+            sequences=sequences,
+            slots=slots,
+            query_lens=query_lens,
+            num_computed=num_computed,
+            seq_lens=num_computed + query_lens,
+            samples=sequences,
+            sample_rows=self._counting[: len(sequences)],
+            sample_slots=slots,
+            num_tokens=len(sequences),
+            version=version,
+            decode=not roster.prefilling,
+            changed_rows=grown if grown.size else None,
+            copies=[(source, target) for target, source in self._rows.copies.items()],
+        )
+        if roster.prefilling:
+            self._choose_samples(schedule)
+        return schedule
+
+    def _choose_samples(self, schedule: Schedule) -> None:
+        """Let those draw whose last token is computed; a leader draws for its siblings too."""
+        rows = (schedule.seq_lens == self._tables.num_tokens[schedule.slots]).nonzero()[0]
+        samples = [schedule.sequences[row] for row in rows.tolist()]
+        schedule.version = 0
+        schedule.num_tokens = int(schedule.query_lens.sum())
+        schedule.sample_slots = schedule.slots[rows]
+        schedule.forks = [leader for leader in samples if leader in self._roster.siblings]
+        if schedule.forks:
+            families = [[leader, *self._roster.siblings.get(leader, ())] for leader in samples]
+            rows = np.repeat(rows, [len(family) for family in families])
+            samples = [sequence for family in families for sequence in family]
+            schedule.sample_slots = np.array([sequence.slot for sequence in samples], np.intp)
+        schedule.samples, schedule.sample_rows = samples, rows
+
+    # ---- after the step -----------------------------------------------------------------------------------------
+
+    def update(self, schedule: Schedule, token_ids: Ints) -> None:
+        """Take in a step that was run: `token_ids` are those of `schedule.samples`."""
+        self._rows.copies.clear()
+        self._advance(schedule)
+        for leader in schedule.forks:
+            self._guard(leader, self._roster.fork, leader)
+        self._append(schedule, token_ids)
+        self._bury()
+        self._roster.refresh()
+
+    def _advance(self, schedule: Schedule) -> None:
+        """Count the step's tokens as computed, and name the blocks that they filled."""
+        self._tables.num_computed[schedule.slots] = schedule.seq_lens
+        for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
+            sequence.num_computed_tokens = computed
+        if self._seals:
+            full = (schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)
+            for row in full.nonzero()[0].tolist():
+                sequence = schedule.sequences[row]
+                self._guard(sequence, self._rows.seal, sequence, int(schedule.num_computed[row]))
+        prefilling = self._roster.prefilling
+        for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
+            del prefilling[sequence]
+
+    def _append(self, schedule: Schedule, token_ids: Ints) -> None:
+        """Write the drawn tokens behind their sequences, and end those that are done."""
+        tables, slots = self._tables, schedule.sample_slots
+        positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
+        tables.flat_tokens[slots * tables.context_len + positions] = token_ids
+        num_tokens = positions + 1
+        tables.num_tokens[slots] = num_tokens
+        for sequence in schedule.samples:
+            sequence.num_tokens += 1
+        self.counters.generated_tokens += len(schedule.samples)
+        ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
+        for row in ended.nonzero()[0].tolist():
+            sequence = schedule.samples[row]
+            self._guard(sequence, self._end_if_done, sequence, int(token_ids[row]))
+
+    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+        request = sequence.request
+        if token in self._stops.of(request) and sequence.num_output_tokens > request.params.min_tokens:
+            sequence.stop_token = token
+            self._roster.finish(sequence, FinishReason.STOP)
+        elif sequence.num_tokens >= self._tables.limits[sequence.slot]:
+            self._roster.finish(sequence, FinishReason.LENGTH)
+
+    # ---- when something goes wrong ------------------------------------------------------------------------------
+
+    def _guard(self, sequence: Sequence, action: Callable[..., Any], *args: Any) -> Any:
+        """Run one sequence's part of the work; an exception is this request's alone (see `_bury`)."""
+        try:
+            return action(*args)
+        except Exception as error:
+            self._broken.append((sequence, error))
+            return None
+
+    def _bury(self) -> None:
+        """End the requests whose host-side work raised. Only where no row of a schedule is in use any more."""
+        while self._broken:
+            sequence, error = self._broken.pop()
+            request_id = sequence.request.request_id
+            logger.error("request %s failed in the engine", request_id, exc_info=error)
+            message = f"the engine failed on this request ({type(error).__name__})"
+            self._roster.finish_request(request_id, FinishReason.ERROR, message)
+
+    # ---- figures ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Return the figures as they are now."""
+        roster, blocks, counters = self._roster, self._rows.blocks, self.counters
+        prefilling = sum(s.num_tokens - s.num_computed_tokens for s in roster.prefilling)
+        return EngineStats(
+            num_running=len(roster.running),
+            num_waiting=len(roster.waiting),
+            kv_blocks_total=blocks.num_blocks - 1,
+            kv_blocks_free=blocks.num_free,
+            kv_blocks_cached=blocks.num_cached,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=counters.preemptions,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            outstanding_tokens=roster.waiting.num_tokens + prefilling,
+        )
+
+    def check_integrity(self) -> None:
+        """Check every invariant of queues, rows and blocks. Between steps only. Raises `IntegrityError`."""
+        self._roster.check_integrity()
