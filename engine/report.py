@@ -96,10 +96,15 @@ class Logprobs:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What the model runner of rank 0 returns for one step."""
+    """What the model runner of rank 0 returns for one step.
+
+    failed: rows whose logits were NaN or infinite; their token is 0 and means nothing, their sequences must end in
+    an error.
+    """
 
     token_ids: Ints  # [num_samples]
     logprobs: Logprobs | None = None
+    failed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,125 @@
+"""Checkpoint folders on disk: where they are, their config, and their tensors by slices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from engine.errors import CheckpointError
+from parallel.parameter import WeightSource
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+# What a served model needs; weights in other formats are never fetched.
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+def find_checkpoint(model: str) -> Path:
+    """Return the folder of a checkpoint: `model` itself, or the hub's cached copy of the id, fetched if need be.
+
+    With HF_HUB_OFFLINE set only the cache is looked at. Raises `CheckpointError` when there is no such folder or id.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or model.startswith(("/", "./", "../", "~")):
+        raise CheckpointError(f"model: {model!r} is not a folder; give one with config.json and {SINGLE_FILE}")
+    try:
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise CheckpointError(f"model: {model!r} is neither a folder nor a model of the hub") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model: {model!r} is not a folder, is not in the hub's cache, and the hub cannot be reached; "
+            "download it first (`hf download`) or give a folder"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `CheckpointError` when it is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return value
+
+
+class Checkpoint:
+    """The safetensors files of one folder, open for reading by slices. Close it when the weights are loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where = _tensor_files(folder)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors. Raises `CheckpointError` when a file is damaged or lacks an indexed tensor."""
+        held = {file: set(self._open(file).keys()) for file in set(self._where.values())}
+        for name, file in self._where.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+        return set(self._where)
+
+    def source(self, name: str) -> WeightSource:
+        """Return a tensor, to be read by slices."""
+        source: WeightSource = self._open(self._where[name]).get_slice(name)
+        return source
+
+    def file_of(self, name: str) -> Path:
+        """Return the file that holds a tensor."""
+        return self.folder / self._where[name]
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.clear()
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = open_safetensors(self.folder / file)
+        return self._files[file]
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open one file. Raises `CheckpointError` when it is missing, truncated or no safetensors file."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: weight file {path.name} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: truncated or damaged: {error}") from error
+
+
+def _tensor_files(folder: Path) -> Mapping[str, str]:
+    """Return tensor name -> file name."""
+    if (folder / INDEX_FILE).is_file():
+        return _indexed(folder)
+    if (folder / SINGLE_FILE).is_file():
+        return dict.fromkeys(open_safetensors(folder / SINGLE_FILE).keys(), SINGLE_FILE)
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder}: only pickled weights ({', '.join(pickles)}), which can run code when they are read; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def _indexed(folder: Path) -> Mapping[str, str]:
+    files = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must map tensors to files")
+    for file in set(files.values()):
+        if Path(file).name != file:
+            raise CheckpointError(f"{folder / INDEX_FILE}: {file!r} is outside the folder")
+    return files

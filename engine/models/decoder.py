@@ -1,0 +1,171 @@
+"""The one decoder: every served architecture is this class built from another spec.
+
+Activations are flat, [num_tokens, ...]: the tokens of all sequences one after another, no padding.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention.base import AttentionContext
+from engine.models.layers import ACTIVATIONS, Norm
+from engine.models.rope import RotaryTable, rotate
+from engine.models.spec import DecoderSpec
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.group import Group
+from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from parallel.parameter import ShardedParameter, replicated
+
+Rotation = tuple[Tensor, Tensor] | None
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer; this rank's share of the heads."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, group: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, width = spec.hidden_size, spec.head_dim
+        self.layer = layer
+        self.window = spec.sliding_windows[layer]
+        self.head_dim = width
+        self.eps = spec.norm_eps
+        self.qkv = QKVParallelLinear(
+            hidden, spec.num_heads, spec.num_kv_heads, width, spec.qkv_bias, group=group, dtype=dtype
+        )
+        self.output = RowParallelLinear(spec.num_heads * width, hidden, spec.o_bias, group=group, dtype=dtype)
+        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
+        self.q_norm: ShardedParameter | None = None
+        self.k_norm: ShardedParameter | None = None
+        self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
+        if spec.qk_norm:
+            self.q_norm, self.k_norm = (replicated((width,), dtype, group.device) for _ in range(2))
+
+    def finish_loading(self) -> None:
+        """Lay the norms of queries and keys out as one weight per head."""
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = (self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1))
+            self.head_norms = torch.cat(norms)
+
+    def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        # Queries and keys lie side by side in the merged product, so that they are normed and rotated together.
+        query_key = heads[:, : self.num_heads + self.num_kv_heads]
+        value = heads[:, self.num_heads + self.num_kv_heads :]
+        if self.head_norms is not None:
+            query_key = F.rms_norm(query_key, (self.head_dim,), None, self.eps) * self.head_norms
+        if rotation is not None:
+            query_key = rotate(query_key, *rotation)
+        query, key = query_key.split((self.num_heads, self.num_kv_heads), dim=1)
+        attended = context.attend(self.layer, query, key, value, self.window)
+        return self.output(attended.view(len(x), -1))
+
+
+class MLP(nn.Module):
+    """Feed-forward of one layer, gated (up = gate and up in one product) or plain; this rank's share of its width."""
+
+    def __init__(self, spec: DecoderSpec, group: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        self.gated = spec.gated_mlp
+        self.activation = ACTIVATIONS[spec.activation]
+        self.up = (
+            MergedColumnParallelLinear(hidden, [inner, inner], spec.mlp_bias, group=group, dtype=dtype)
+            if spec.gated_mlp
+            else ColumnParallelLinear(hidden, inner, spec.mlp_bias, group=group, dtype=dtype)
+        )
+        self.down = RowParallelLinear(inner, hidden, spec.mlp_bias, group=group, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = self.up(x)
+        if not self.gated:
+            return self.down(self.activation(x))
+        gate, up = x.chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block: attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, group: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.attention_norm = Norm(spec.norm, spec.hidden_size, spec.norm_eps, dtype, group.device)
+        self.attention = Attention(spec, layer, group, dtype)
+        self.mlp_norm = Norm(spec.norm, spec.hidden_size, spec.norm_eps, dtype, group.device)
+        self.mlp = MLP(spec, group, dtype)
+
+    def forward(self, residual: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+        """Add to the residual stream [num_tokens, hidden] in place and return it."""
+        residual += self.attention(self.attention_norm(residual), rotation, context)
+        residual += self.mlp(self.mlp_norm(residual))
+        return residual
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer with its output head.
+
+    max_positions: longest sequence that will be run; sizes the rotary tables.
+    """
+
+    def __init__(self, spec: DecoderSpec, max_positions: int, group: Group, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec = spec
+        self.group = group
+        hidden, vocab = spec.hidden_size, spec.vocab_size
+        self.embedding = VocabParallelEmbedding(vocab, hidden, group=group, dtype=dtype)
+        self.positions: LearnedPositions | None = None
+        self.rotary: RotaryTable | None = None
+        if spec.rope is None:
+            self.positions = LearnedPositions(spec, dtype, group.device)
+        else:
+            self.rotary = RotaryTable(spec.rope, spec.head_dim, max_positions, dtype, group.device)
+        self.layers = nn.ModuleList(DecoderLayer(spec, i, group, dtype) for i in range(spec.num_layers))
+        self.norm = Norm(spec.norm, hidden, spec.norm_eps, dtype, group.device)
+        self.head = ParallelLMHead(hidden, vocab, False, group=group, dtype=dtype)
+        if spec.tied_embeddings:
+            self.head.tie_to(self.embedding)
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """Query heads and KV heads of this rank."""
+        first = next(module for module in self.modules() if isinstance(module, Attention))
+        return first.num_heads, first.num_kv_heads
+
+    def finish_loading(self) -> None:
+        """Prepare what depends on the weights; called once, after all of them are loaded."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.finish_loading()
+
+    def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Return the hidden states before the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
+        residual = self.embedding(input_ids)
+        if self.positions is not None:
+            residual += self.positions(positions)
+        rotation = None if self.rotary is None else self.rotary.rows(positions)
+        for layer in self.layers:
+            residual = layer(residual, rotation, context)
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""
+        logits = self.head(self.norm(hidden)).float()
+        cap = self.spec.logits_softcap
+        return logits if not cap else torch.tanh(logits / cap) * cap
+
+
+class LearnedPositions(nn.Module):
+    """A table of absolute position embeddings, whole on every rank."""
+
+    weight: ShardedParameter
+
+    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = replicated((spec.max_positions, spec.hidden_size), dtype, device)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[num_tokens] -> [num_tokens, hidden]."""
+        return F.embedding(positions, self.weight)

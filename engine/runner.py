@@ -1,0 +1,173 @@
+"""Runs one rank's share of the model: inputs to the device, cache, forward pass, sampling on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec
+from engine.attention.select import select_backend
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, opened_blocks
+from engine.loader import ModelFolder, load_model, open_model
+from engine.models.decoder import Decoder
+from engine.models.spec import DecoderSpec
+from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.sampler import sample
+from engine.step_tensors import dummy_sampling, dummy_step, to_device
+from parallel.group import Group
+from parallel.tuning import choose_methods
+
+logger = logging.getLogger(__name__)
+
+HALF = ("bfloat16", "float16")
+WARM_UP_TOKENS = 32
+
+
+def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
+    """Return the config with device, dtype and max_model_len filled in.
+
+    Raises `ConfigError` for a device that is not there or a context that the model was not made for.
+    """
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
+    limit = config.max_model_len or spec.max_positions
+    if limit > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len={limit} is beyond the model's {spec.max_positions} positions; use at most that",
+            "max_model_len",
+        )
+    dtype = _auto_dtype(spec, device) if config.dtype == "auto" else config.dtype
+    return config.resolved(device=device, max_model_len=limit, dtype=dtype)
+
+
+def _auto_dtype(spec: DecoderSpec, device: str) -> str:
+    if spec.checkpoint_dtype not in HALF:
+        return "float32"
+    if device.startswith("cuda"):
+        return spec.checkpoint_dtype
+    # Without matrix units for bfloat16 its products are several times slower than those of float32.
+    probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
+    can = probe() if probe else {}
+    return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else "float32"
+
+
+def set_threads(size: int) -> None:
+    """Share this machine's cores between the `size` ranks of a group on CPU, unless OMP_NUM_THREADS says how many."""
+    if size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+
+
+class ModelRunner:
+    """One rank's model and its part of the KV cache. Used by one thread; all ranks must make the same calls.
+
+    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting.
+
+    Raises `CheckpointError`, `ConfigError` or `ShardingError` naming what is wrong.
+    """
+
+    def __init__(self, config: EngineConfig, group: Group, folder: ModelFolder | None = None) -> None:
+        folder = folder or open_model(config.model)
+        shrink = config.max_model_len is None
+        config = resolve(config, folder.spec)
+        self.group = group
+        self.phases: dict[str, float] = {}
+        self.spec = _without_idle_windows(folder.spec, config.context_len)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.config = config
+        with self._phase("weights"):
+            self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
+            if group.device.type == "cpu":
+                choose_methods(self.model)
+        self._attention = self._backend(config)
+        with self._phase("kv blocks"):
+            self.config = self._fit_cache(shrink)
+            self._cache = self._allocate(self.config.num_kv_blocks or 0)
+        with self._phase("warm-up"):
+            self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
+
+    @torch.inference_mode()
+    def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
+        """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
+        step, copies = to_device(inputs, self.group.device)
+        self._cache.copy(copies)
+        opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
+        self._cache.clear(torch.from_numpy(opened).to(self.group.device))
+        context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
+        hidden = self.model(step.input_ids, step.positions, context)
+        if not len(step.logits_indices):
+            return None if sampling is None else StepOutputs(np.empty(0, np.int32))
+        logits = self.model.logits(hidden.index_select(0, step.logits_indices))
+        return None if sampling is None else sample(logits, sampling)
+
+    def _backend(self, config: EngineConfig) -> AttentionBackend:
+        spec, heads = self.spec, self.model.attention_heads
+        return select_backend(
+            config.attention_backend,
+            AttentionSpec(
+                num_heads=heads[0],
+                num_kv_heads=heads[1],
+                head_dim=spec.head_dim,
+                scale=spec.attention_scale,
+                windows=tuple(sorted(set(spec.sliding_windows))),
+                softcap=spec.attention_softcap,
+                block_size=config.block_size,
+                dtype=self.dtype,
+                device=self.group.device,
+            ),
+        )
+
+    def _allocate(self, num_blocks: int) -> KVCache:
+        spec, kv_heads = self.spec, self._attention.spec.num_kv_heads
+        size = self._attention.spec.block_size
+        return KVCache(spec.num_layers, num_blocks, size, kv_heads, spec.head_dim, self.dtype, self.group.device)
+
+    def _fit_cache(self, shrink: bool) -> EngineConfig:
+        """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config
+        kv_heads = self._attention.spec.num_kv_heads
+        size = block_bytes(self.spec.num_layers, config.block_size, kv_heads, self.spec.head_dim, self.dtype)
+        budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
+        mine = torch.tensor([budget // size], dtype=torch.int64, device=self.group.device)
+        least = int(self.group.all_gather(mine, dim=0).min())
+        return fit_cache(config, least, size, shrink)
+
+    def _cuda_budget(self, config: EngineConfig) -> int:
+        device = self.group.device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._cache = self._allocate(1)
+        self._warm_up(config.max_num_batched_tokens, config.max_num_seqs)
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        stats = torch.cuda.memory_stats(device)
+        return cuda_budget(config, device, stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"])
+
+    def _warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Run a step of prompts in the null block, so that the first request does not pay for lazy initialisation."""
+        step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
+        sampling = dummy_sampling(len(step.logits_indices)) if self.group.rank == 0 else None
+        self.execute(step, sampling)
+        self._cache.clear(torch.zeros(1, dtype=torch.int64, device=self.group.device))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - began
+
+
+def _without_idle_windows(spec: DecoderSpec, context_len: int) -> DecoderSpec:
+    """Drop sliding windows that no sequence can outgrow."""
+    return replace(spec, sliding_windows=tuple(0 if w >= context_len else w for w in spec.sliding_windows))

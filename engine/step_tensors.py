@@ -1,0 +1,77 @@
+"""From a step's numpy arrays to tensors on the device, in one copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.base import StepLayout, StepTensors
+from engine.report import SamplingInputs, StepInputs
+
+
+def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Tensor]:
+    """Return the step on the device, and its block copies, [num_copies, 2].
+
+    The tensors share one buffer that is this step's own, so the arrays of `inputs` may be reused or read-only.
+    """
+    arrays = (
+        inputs.input_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_tables,
+        inputs.logits_indices,
+        inputs.copy_blocks,
+    )
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    flat = packed.split([array.size for array in arrays])
+    ids, positions, slots, starts, lens, tables, logits, copies = flat
+    layout = StepLayout(
+        inputs.slot_mapping, inputs.query_start_loc, inputs.seq_lens, inputs.num_computed_tokens, inputs.block_tables
+    )
+    tables = tables.view(inputs.block_tables.shape)
+    return StepTensors(layout, ids, positions, slots.long(), starts, lens, tables, logits), copies.view(-1, 2)
+
+
+def dummy_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) -> StepInputs:
+    """Return a step of fresh prompts that all live in the null block, for warming up and measuring memory.
+
+    num_tokens are shared by at least `num_seqs` sequences of at most `longest` tokens.
+    """
+    num_seqs = min(max(num_seqs, -(-num_tokens // longest)), num_tokens)
+    starts = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
+    lens = np.diff(starts)
+    positions = (np.arange(num_tokens) - np.repeat(starts[:-1], lens)).astype(np.int32)
+    return StepInputs(
+        input_ids=np.zeros(num_tokens, np.int32),
+        positions=positions,
+        slot_mapping=positions % block_size,
+        query_start_loc=starts,
+        seq_lens=lens,
+        num_computed_tokens=np.zeros(num_seqs, np.int32),
+        block_tables=np.zeros((num_seqs, -(-int(lens.max()) // block_size)), np.int32),
+        logits_indices=starts[1:] - 1,
+        copy_blocks=np.empty((0, 2), np.int32),
+    )
+
+
+def dummy_sampling(num_samples: int) -> SamplingInputs:
+    """Return seeded sampling with a filter for every row, to warm up what a step may need."""
+    ones, zeros = np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)
+    nothing = np.zeros(num_samples, np.int32)
+    return SamplingInputs(
+        temperature=ones,
+        top_k=nothing,
+        top_p=ones * np.float32(0.9),
+        min_p=zeros,
+        seeds=np.zeros(num_samples, np.int64),
+        choices=nothing,
+        positions=nothing,
+        repetition_penalty=ones,
+        presence_penalty=zeros,
+        frequency_penalty=zeros,
+    )

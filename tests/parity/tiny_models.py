@@ -1,0 +1,89 @@
+"""Small random checkpoints of every served architecture, made by transformers, and its answers as the oracle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCAB = 199  # odd, so that vocabularies that do not divide evenly over ranks are always tested
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "llama3_tied_biased": lambda: transformers.LlamaConfig(
+        **SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=24
+    ),
+    "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen2_windows": lambda: transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=11),
+    "gpt2": lambda: transformers.GPT2Config(
+        n_embd=64,
+        n_layer=3,
+        n_head=4,
+        n_positions=256,
+        vocab_size=VOCAB,
+        bos_token_id=1,
+        eos_token_id=2,
+        attn_pdrop=0.0,
+        embd_pdrop=0.0,
+        resid_pdrop=0.0,
+    ),
+}
+
+
+def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
+    """Save a random checkpoint of kind `name` in `folder` and return the model in fp32."""
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Larger than the usual start, biases and norms included, so that every part matters for the tokens.
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder, **save)
+    return model
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    """Return random ragged prompts, 1 to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def oracle_logits(model: transformers.PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+    """Return the logits after every token: [len(tokens), vocab]."""
+    return model(torch.tensor([tokens])).logits[0]
+
+
+def check_against(model: transformers.PreTrainedModel, sequences, prompts_) -> None:
+    """Compare logits and greedy tokens; a token may differ only where the oracle's two best are within rounding."""
+    for sequence, prompt in zip(sequences, prompts_, strict=True):
+        # Teacher forcing: the oracle sees our tokens, so that one near-tie does not end the comparison.
+        expected = oracle_logits(model, sequence.tokens)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(torch.stack(sequence.logits), expected, rtol=2e-4, atol=2e-4)
+        best = expected.topk(2).values
+        for row, token in enumerate(sequence.tokens[len(prompt) :]):
+            assert token == int(expected[row].argmax()) or best[row, 0] - best[row, 1] < 1e-4
