@@ -1,0 +1,68 @@
+"""Real ranks for tests: rank 0 is the test's own process, the others are launched and run what the test names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from parallel.errors import ChannelClosed, ChannelError
+from parallel.group import Group, SoloGroup
+from parallel.launcher import Gang, launch
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+from parallel.torch_group import connect
+
+TIMEOUT = 20.0
+
+
+class FakeGroup(SoloGroup):
+    """A rank without peers, for what needs no collective."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__("cpu")
+        self.rank, self.size = rank, size
+
+
+@dataclass
+class Crew:
+    """A group whose ranks all run the same checks."""
+
+    group: Group
+    gang: Gang
+    ring: SharedMemoryRing
+
+    def run(self, check: Callable[[Group], None]) -> None:
+        """Run `check`, a function of an importable module, on every rank; fail with what any rank fails with."""
+        self.ring.send(f"{check.__module__}:{check.__name__}".encode(), TIMEOUT)
+        try:
+            check(self.group)
+            self.group.barrier()
+        except ChannelError as error:
+            raise AssertionError(self.gang.wait_for_death(TIMEOUT)) from error
+
+
+@contextmanager
+def crew(size: int) -> Iterator[Crew]:
+    with SharedMemoryRing.create(size - 1) as ring, Rendezvous.create() as rendezvous:
+        with launch(size, _serve, (size, rendezvous.address, ring.name)) as gang:
+            with connect(0, size, rendezvous, "cpu", TIMEOUT) as group:
+                yield Crew(group, gang, ring)
+            ring.close()
+            assert gang.join(TIMEOUT)
+
+
+def _serve(rank: int, size: int, address: str, ring_name: str) -> None:
+    torch.set_num_threads(1)
+    ring = SharedMemoryRing.attach(ring_name, rank - 1)
+    with ring, connect(rank, size, address, "cpu", TIMEOUT) as group:
+        while True:
+            try:
+                module, name = bytes(ring.receive()).decode().split(":")
+            except ChannelClosed:
+                return
+            getattr(importlib.import_module(module), name)(group)
+            group.barrier()
