@@ -1,0 +1,116 @@
+"""The ASGI app: routes, health, readiness, metrics. Mounted by Ray Serve, or by any ASGI server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec import json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from cluster.errors import ApiError
+from cluster.generation import TokenSource
+from cluster.metrics import CONTENT_TYPE, Metrics
+from cluster.openai.endpoint import GenerationEndpoint, Services
+from cluster.openai.gate import ApiKeys, Gate
+from cluster.openai.prompts import RequestBuilder
+from cluster.openai.served_model import ServedModel
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+ReadyBody = Mapping[str, Any]
+
+
+def build_app(
+    source: TokenSource,
+    model: ServedModel,
+    metrics: Metrics,
+    ready: Callable[[], ReadyBody],
+    *,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> ASGIApp:
+    """Return the OpenAI-compatible app.
+
+    source: where tokens come from. ready: the body of `/ready`; its `ready` says whether requests can be served
+    (200, else 503 with `Retry-After`), the rest is for people. api_key: required on every route but `/health` when
+    set. max_body_bytes: larger requests get a 413 before they are held.
+    """
+    builder = RequestBuilder(model)
+    services = Services(model, source, builder, metrics, max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        builder.close()
+
+    routes = [
+        Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
+        *_model_routes(model),
+        *_status_routes(metrics, ready),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return Gate(app, metrics, ApiKeys([api_key]) if api_key is not None else None)
+
+
+def _model_routes(model: ServedModel) -> list[Route]:
+    card = {
+        "id": model.model_id,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "squadron",
+        "max_model_len": model.max_model_len,
+    }
+
+    async def list_models(_: Request) -> Response:
+        return _json({"object": "list", "data": [card]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name == model.model_id:
+            return _json(card)
+        message = f"the model {name[:100]!r} does not exist here; this server has {model.model_id!r}"
+        return _error(request, ApiError("model_not_found", message, param="model"))
+
+    return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
+
+
+def _status_routes(metrics: Metrics, ready: Callable[[], ReadyBody]) -> list[Route]:
+    async def health(_: Request) -> Response:
+        return _json({"status": "live"})
+
+    async def is_ready(_: Request) -> Response:
+        body = ready()
+        return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
+
+    async def show_metrics(_: Request) -> Response:
+        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Routing's own refusals (404, 405) in the shape that all our errors have."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 405:
+        message = f"{request.method} is not allowed here"
+        return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
+    message = f"there is nothing at {request.url.path[:200]!r}; the API is under /v1"
+    return _error(request, ApiError("not_found", message, status=error.status_code))
+
+
+def _error(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    error.request_id = request.scope["state"]["exchange"]["id"]
+    return _json(error.body(), error.status, headers)
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.encode(body), status, headers, "application/json")

@@ -1,0 +1,136 @@
+"""`POST /v1/completions` and `POST /v1/chat/completions`, streaming and not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import ApiError, from_invalid_request
+from cluster.generation import TokenSource
+from cluster.metrics import Metrics
+from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
+from cluster.openai.generation import Delta, Generation, PlacedLogprob
+from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
+from cluster.openai.prompts import RequestBuilder
+from cluster.openai.served_model import ServedModel
+from cluster.openai.validation import Call, parse_chat, parse_completion, parse_json
+from engine.errors import InvalidRequestError
+
+Parse = Callable[[Mapping[str, Any], ServedModel], Call]
+log = logging.getLogger("squadron.openai")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the endpoints share: the model, where tokens come from, who tokenizes, who counts."""
+
+    model: ServedModel
+    source: TokenSource
+    builder: RequestBuilder
+    metrics: Metrics
+    max_body_bytes: int
+
+
+class GenerationEndpoint:
+    """An ASGI application for one of the two routes. Every call ends in one whole answer or one typed error."""
+
+    def __init__(self, services: Services, parse: Parse, frames: type[Frames]) -> None:
+        self._services = services
+        self._parse = parse
+        self._frames = frames
+
+    @classmethod
+    def completions(cls, services: Services) -> GenerationEndpoint:
+        """Return the endpoint for plain completions."""
+        return cls(services, parse_completion, CompletionFrames)
+
+    @classmethod
+    def chat(cls, services: Services) -> GenerationEndpoint:
+        """Return the endpoint for chat completions."""
+        return cls(services, parse_chat, ChatFrames)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
+        answer = Answer(send)
+        exchange = scope["state"]["exchange"]
+        try:
+            body = await read_body(scope, receive, self._services.max_body_bytes)
+            await until_disconnect(receive, self._answer(body, answer, exchange))
+        except ClientGone:
+            log.info("request %s (client id %r): the client hung up", exchange["id"], exchange["client_id"])
+        except InvalidRequestError as error:
+            await self._fail(answer, from_invalid_request(error), exchange)
+        except ApiError as error:
+            await self._fail(answer, error, exchange)
+        except Exception:
+            log.exception("request %s failed inside", exchange["id"])
+            sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
+            await self._fail(answer, sorry, exchange)
+
+    async def _fail(self, answer: Answer, error: ApiError, exchange: dict[str, str]) -> None:
+        error.request_id = exchange["id"]
+        log.info("request %s (client id %r): %s %s", exchange["id"], exchange["client_id"], error.status, error.code)
+        await answer.error(error)
+
+    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str]) -> None:
+        services = self._services
+        call = self._parse(parse_json(body), services.model)
+        exchange["id"] = call.request_id
+        requests = await services.builder.build(call)
+        prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
+        track = services.metrics.track(prompt_tokens, call.params.n * len(requests))
+        generation = Generation(call, requests, services.model.tokenizer, services.source, track)
+        frames = self._frames(call, services.model.model_id, services.model.tokenizer)
+        async with aclosing(generation.deltas()) as deltas:
+            if call.stream:
+                await self._stream(call, generation, deltas, frames, answer)
+            else:
+                await self._whole(generation, deltas, frames, answer)
+
+    async def _stream(
+        self,
+        call: Call,
+        generation: Generation,
+        deltas: AsyncGenerator[Delta, None],
+        frames: Frames,
+        answer: Answer,
+    ) -> None:
+        """Send frames as deltas come. Nothing is sent before the first: an early error still gets its status."""
+        async for delta in deltas:
+            await answer.events(frames.delta(delta))
+        usage = frames.usage(generation.usage) if call.include_usage else b""
+        await answer.end(usage + DONE)
+
+    async def _whole(
+        self, generation: Generation, deltas: AsyncGenerator[Delta, None], frames: Frames, answer: Answer
+    ) -> None:
+        collected = [_Collected() for _ in range(generation.num_choices)]
+        async for delta in deltas:
+            collected[delta.choice].add(delta)
+        choices = [frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)]
+        await answer.json(200, frames.body(choices, generation.usage))
+
+
+class _Collected:
+    """All deltas of one choice."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[PlacedLogprob] = []
+        self._reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids.extend(delta.token_ids)
+        self._logprobs.extend(delta.logprobs)
+        self._reason = delta.finish_reason
+
+    def whole(self, index: int) -> tuple[str, Delta]:
+        """Return the text and one delta with everything else."""
+        return "".join(self._texts), Delta(index, "", self._token_ids, self._logprobs, self._reason)

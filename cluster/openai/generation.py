@@ -1,0 +1,211 @@
+"""One call while it runs: tokens of its requests in, text of its choices out, stop strings and usage on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from cluster.generation import TokenChunk, TokenSource
+from cluster.metrics import RequestTrack
+from cluster.openai.validation import Call
+from engine.detokenizer import TextStream
+from engine.report import TokenLogprob
+from engine.request import Request
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedLogprob:
+    """Log-probabilities of one token, and the character of the choice's text at which the token begins."""
+
+    logprob: TokenLogprob
+    text_offset: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one choice. `finish_reason` comes with its last delta; the text may be empty in any."""
+
+    choice: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[PlacedLogprob] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a whole call, as it is billed: every token generated counts, shown or not."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Choice:
+    """Turns the token chunks of one choice into deltas."""
+
+    def __init__(self, index: int, stream: TextStream) -> None:
+        self.done = False
+        self._index = index
+        self._stream = stream
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens used so far."""
+        return self._stream.num_tokens
+
+    def take(self, chunk: TokenChunk) -> Delta:
+        """Return what `chunk` adds; sets `done` with the last delta."""
+        stream, ids = self._stream, chunk.token_ids
+        before = stream.num_tokens
+        stop_token = chunk.finish_reason == "stop" and bool(ids)
+        if chunk.logprobs:
+            text, placed = self._push_placed(chunk, stop_token)
+        else:
+            text, placed = stream.push(ids, stop_token), []
+        reason = chunk.finish_reason
+        if reason is not None and not stream.stopped:
+            text += stream.flush()
+        if stream.stopped:
+            reason = "stop"
+            ids = ids[: stream.num_tokens - before]
+        self.done = reason is not None
+        return Delta(self._index, text, ids, placed, reason)
+
+    def _push_placed(self, chunk: TokenChunk, stop_token: bool) -> tuple[str, list[PlacedLogprob]]:
+        """Push token by token, noting where in the text each begins."""
+        text, placed = "", []
+        last = len(chunk.token_ids) - 1
+        for i, (token_id, logprob) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
+            placed.append(PlacedLogprob(logprob, self._stream.num_chars))
+            text += self._stream.push((token_id,), stop_token and i == last)
+            if self._stream.stopped:
+                break
+        return text, placed
+
+
+class Generation:
+    """Runs the requests of one call at once. `deltas` may be walked once; closing it aborts what still runs.
+
+    Choice `c` of request `r` is choice `r x n + c` of the call.
+    """
+
+    def __init__(
+        self, call: Call, requests: Sequence[Request], tokenizer: Tokenizer, source: TokenSource, track: RequestTrack
+    ) -> None:
+        self._requests = requests
+        self._source = source
+        self._track = track
+        self._n = call.params.n
+        streams = [stream for _ in requests for stream in tokenizer.text_streams(call.params)]
+        self._choices = [Choice(i, stream) for i, stream in enumerate(streams)]
+        self._open = len(self._choices)
+        self._cached = [0] * len(requests)
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the whole call."""
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Usage so far; complete after the last delta."""
+        return Usage(
+            prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
+            completion_tokens=sum([choice.num_tokens for choice in self._choices]),
+            cached_tokens=sum(self._cached),
+        )
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Yield deltas as they come until every choice is done; raises the `ApiError` that ended the call."""
+        reason = "abort"
+        try:
+            async with aclosing(self._chunks()) as chunks:
+                async for number, chunk in chunks:
+                    delta = self._take(number, chunk)
+                    if delta is not None:
+                        yield delta
+                    if not self._open:
+                        return
+            raise RuntimeError("the token source ended before every choice had finished")
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            self._track.close(reason)
+
+    def _take(self, number: int, chunk: TokenChunk) -> Delta | None:
+        """Return what a chunk brings, None when its choice was already ended by a stop string."""
+        index = number * self._n + chunk.choice
+        choice = self._choices[index]
+        if choice.done:
+            return None
+        self._cached[number] = chunk.num_cached_tokens
+        delta = choice.take(chunk)
+        if delta.token_ids:
+            self._track.tokens(index, len(delta.token_ids))
+        if delta.finish_reason is not None:
+            self._open -= 1
+            self._track.ended(index, delta.finish_reason)
+            if chunk.finish_reason is None:
+                self._source.finish_choice(self._requests[number].request_id, chunk.choice)
+        return delta
+
+    async def _chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        if len(self._requests) == 1:
+            async with aclosing(_closable(self._source.generate(self._requests[0]))) as chunks:
+                async for chunk in chunks:
+                    yield 0, chunk
+            return
+        async with aclosing(_merge([self._source.generate(request) for request in self._requests])) as merged:
+            async for item in merged:
+                yield item
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The end of one of the merged iterators."""
+
+    error: BaseException | None
+
+
+async def _merge(sources: Sequence[AsyncIterator[TokenChunk]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    """Walk all iterators at once; the first error ends them all. The queue is short: a slow reader slows them."""
+    queue: asyncio.Queue[tuple[int, TokenChunk | _End]] = asyncio.Queue(maxsize=2 * len(sources))
+    tasks = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    try:
+        running = len(tasks)
+        while running:
+            number, item = await queue.get()
+            if not isinstance(item, _End):
+                yield number, item
+                continue
+            if item.error is not None:
+                raise item.error
+            running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int, source: AsyncIterator[TokenChunk], queue: asyncio.Queue[tuple[int, TokenChunk | _End]]
+) -> None:
+    error: BaseException | None = None
+    try:
+        async with aclosing(_closable(source)) as chunks:
+            async for chunk in chunks:
+                await queue.put((number, chunk))
+    except Exception as caught:
+        error = caught
+    await queue.put((number, _End(error)))
+
+
+def _closable(source: AsyncIterator[TokenChunk]) -> AsyncGenerator[TokenChunk, None]:
+    """`TokenSource.generate` promises an iterator that can be closed."""
+    return cast("AsyncGenerator[TokenChunk, None]", source)

@@ -1,0 +1,129 @@
+"""The few things of HTTP that generation needs, straight on ASGI: bounded bodies, answers, clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+from msgspec import json
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import ApiError
+from cluster.openai.frames import error_frame
+
+BODY_TIMEOUT = 60.0  # seconds for a client to send its body
+_MAX_MESSAGE = 1000  # characters of an error message; clients may have put megabytes into what it quotes
+_JSON = (b"content-type", b"application/json")
+_EVENTS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # reverse proxies must pass each event on at once
+)
+
+
+class ClientGone(Exception):
+    """The client hung up: there is nobody left to answer."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Return the request body; raises `ApiError` 413 before more than `limit` bytes are held, 415 for other types."""
+    headers = Headers(scope=scope)
+    kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("unsupported_media_type", f"Content-Type must be application/json, not {kind[:100]}")
+    if headers.get("content-encoding", "identity") != "identity":
+        raise ApiError("unsupported_media_type", "send the body without Content-Encoding")
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT):
+            return await _read(receive, limit)
+    except TimeoutError:
+        raise ApiError("request_timeout", f"the body did not arrive in {BODY_TIMEOUT:g} s", status=408) from None
+
+
+async def _read(receive: Receive, limit: int) -> bytes:
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client hung up before its request was complete")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        "body_too_large", f"the request body is larger than {limit} bytes; the server's --max-body-bytes sets this"
+    )
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, but cancel it and raise `ClientGone` when the client hangs up.
+
+    Call it after the body was read: from then on the only message a client can send is that it left.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("the client hung up before its answer was complete")
+        task.result()
+    finally:
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Answer:
+    """The response of one exchange: a JSON body or a stream of events, and after either nothing more."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0  # 0 until it is decided
+        self._streaming = False
+
+    async def json(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [_JSON, length, *headers])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def events(self, data: bytes) -> None:
+        """Send frames of a stream, which starts with the first call; waits while the client reads slowly."""
+        if not self._streaming:
+            self._streaming = True
+            await self._start(200, _EVENTS)
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        """Send the last frames of a stream and end it."""
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def error(self, error: ApiError) -> None:
+        """Send the one terminal error: as the answer, or as the last event of a stream that already runs."""
+        error.message = error.message[:_MAX_MESSAGE]
+        if self._streaming:
+            await self.end(error_frame(error.body()))
+            return
+        retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
+        await self.json(error.status, json.encode(error.body()), retry)
+
+    async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})

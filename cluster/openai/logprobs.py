@@ -1,0 +1,58 @@
+"""Log-probabilities in OpenAI's two formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.openai.generation import PlacedLogprob
+from engine.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
+
+
+def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
+    """Chat format: an entry for each token, each with its `top` best alternatives, and the bytes of all of them."""
+    content = []
+    for one in placed:
+        entry = _chat_entry(one.logprob.token_id, one.logprob.logprob, tokenizer)
+        entry["top_logprobs"] = [_chat_entry(token, value, tokenizer) for token, value in one.logprob.top[:top]]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
+    """Completions format: parallel lists. The chosen token is always among its own alternatives."""
+    logprobs = [one.logprob for one in placed]
+    return {
+        "tokens": [_name(one.token_id, tokenizer) for one in logprobs],
+        "token_logprobs": [_finite(one.logprob) for one in logprobs],
+        "top_logprobs": [
+            {
+                _name(token, tokenizer): _finite(value)
+                for token, value in (*one.top[:top], (one.token_id, one.logprob))
+            }
+            for one in logprobs
+        ]
+        if top
+        else None,
+        "text_offset": [one.text_offset for one in placed],
+    }
+
+
+def _chat_entry(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    spelled = tokenizer.token_bytes(token_id)
+    return {"token": spelled.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(spelled)}
+
+
+def _name(token_id: int, tokenizer: Tokenizer) -> str:
+    """The token's text; one that is half a character is spelled `bytes:\\xf0\\x9f`, as OpenAI does."""
+    spelled = tokenizer.token_bytes(token_id)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join([f"\\x{byte:02x}" for byte in spelled])
+
+
+def _finite(value: float) -> float:
+    return value if value > LOWEST else LOWEST

@@ -1,0 +1,102 @@
+"""From an accepted call to engine requests: template, tokens, and whether they fit the model."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.openai.schema import Prompt
+from cluster.openai.served_model import ServedModel
+from cluster.openai.validation import Call
+from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.request import Request
+from engine.tokenizer import LONG_TEXT
+
+
+def build_requests(call: Call, model: ServedModel) -> list[Request]:
+    """Return one request per prompt, in order; raises `InvalidRequestError` naming the field.
+
+    Takes milliseconds from `LONG_TEXT` characters on: give those to a thread (`RequestBuilder`).
+    """
+    if call.conversation is not None:
+        prompts = [_chat_ids(call, model)]
+        param = "messages"
+    else:
+        prompts = [_prompt_ids(prompt, model) for prompt in call.prompts]
+        param = "prompt"
+    for ids in prompts:
+        _check_length(len(ids), call, model, param)
+    return [_request(call, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+
+
+class RequestBuilder:
+    """`build_requests` for an event loop: short prompts at once, long ones on two threads of its own."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    async def build(self, call: Call) -> list[Request]:
+        """Return the requests of a call; see `build_requests`."""
+        if call.text_length < LONG_TEXT:
+            return build_requests(call, self._model)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, build_requests, call, self._model)
+
+    def close(self) -> None:
+        """End the threads once what they do is done."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _chat_ids(call: Call, model: ServedModel) -> list[int]:
+    conversation = call.conversation
+    if conversation is None:
+        raise ValueError("the call is not a chat")
+    text = model.tokenizer.render_chat(
+        conversation.messages,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        options=conversation.options,
+    )
+    return model.tokenizer.encode(text, add_special_tokens=False, param="messages")
+
+
+def _prompt_ids(prompt: Prompt, model: ServedModel) -> list[int]:
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt) if prompt else []
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
+        raise InvalidRequestError(
+            f"prompt holds {wrong}, which is no token id of this model (0 to {model.vocab_size - 1})", "prompt"
+        )
+    return prompt
+
+
+def _check_length(length: int, call: Call, model: ServedModel, param: str) -> None:
+    if length == 0:
+        raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
+    if call.params.stop_token_ids and max(call.params.stop_token_ids) >= model.vocab_size:
+        raise InvalidRequestError(f"stop_token_ids must be below {model.vocab_size}", "stop_token_ids")
+    wanted = call.params.max_tokens or 1
+    if length + wanted <= model.longest_sequence:
+        return
+    limit = (
+        f"this model's context holds {model.max_model_len} tokens"
+        if model.longest_sequence == model.max_model_len
+        else f"the KV cache of this server holds {model.longest_sequence} tokens"
+    )
+    raise PromptTooLongError(
+        f"{param} has {length} tokens and at least {wanted} are to be generated, but {limit}; "
+        + ("shorten the prompt" if length >= model.longest_sequence else "shorten the prompt or lower max_tokens"),
+        param,
+    )
+
+
+def _request(call: Call, number: int, ids: list[int], count: int) -> Request:
+    return Request(
+        request_id=call.request_id if count == 1 else f"{call.request_id}-{number}",
+        prompt_token_ids=tuple(ids),
+        params=call.params,
+        seed=call.seed,
+        priority=call.priority,
+        cache_salt=call.cache_salt,
+    )

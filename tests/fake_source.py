@@ -1,0 +1,84 @@
+"""A token source without an engine: says what a test tells it to say, and remembers what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.generation import TokenChunk
+from engine.report import TokenLogprob
+from engine.request import Request
+
+Script = Callable[[Request, int], Sequence[int]]
+
+
+@dataclass
+class FakeSource:
+    """Implements `TokenSource`. `script` gives the tokens of a choice, `eos` ends them with reason "stop".
+
+    hold: tokens of each choice after which the source waits for `go`. error: raised after `hold` tokens.
+    """
+
+    script: Script
+    eos: int | None = None
+    chunk: int = 1
+    hold: int | None = None
+    error: Exception | None = None
+    cached: int = 0
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[Request] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+        """Yield the script's tokens, the choices taking turns."""
+        self.requests.append(request)
+        try:
+            plans = {choice: self._plan(request, choice) for choice in self._choices(request)}
+            sent = 0
+            while plans:
+                if self.hold is not None and sent >= self.hold:
+                    await self._pause()
+                for choice in list(plans):
+                    if (request.request_id, choice) in self.ended:
+                        del plans[choice]
+                        continue
+                    yield self._chunk(request, choice, plans)
+                sent += self.chunk
+                await asyncio.sleep(0)
+        finally:
+            self.closed.append(request.request_id)
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """End one choice."""
+        self.ended.append((request_id, choice))
+
+    async def _pause(self) -> None:
+        if self.error is not None:
+            raise self.error
+        await self.go.wait()
+
+    def _choices(self, request: Request) -> list[int]:
+        return list(request.resume or range(request.params.n))
+
+    def _plan(self, request: Request, choice: int) -> list[int]:
+        tokens = list(self.script(request, choice))
+        limit = request.params.max_tokens
+        return tokens if limit is None else tokens[:limit]
+
+    def _chunk(self, request: Request, choice: int, plans: dict[int, list[int]]) -> TokenChunk:
+        ids, rest = plans[choice][: self.chunk], plans[choice][self.chunk :]
+        reason = None
+        if rest:
+            plans[choice] = rest
+        else:
+            del plans[choice]
+            reason = "stop" if ids and ids[-1] == self.eos else "length"
+        logprobs = tuple(self._logprob(token, request.params.logprobs) for token in ids)
+        asked = request.params.logprobs is not None
+        return TokenChunk(choice, tuple(ids), logprobs if asked else (), reason, self.cached)
+
+    def _logprob(self, token: int, top: int | None) -> TokenLogprob:
+        alternatives = tuple((token + i, -0.5 - i) for i in range(top or 0))
+        return TokenLogprob(token, -0.5, alternatives)

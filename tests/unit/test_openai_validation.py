@@ -1,0 +1,257 @@
+"""Bad input: refused before the engine hears of it, with a status and a field that tell the client what to mend."""
+
+import json
+import time
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from cluster.openai import schema
+from tests.openai_app import MODEL, app_for, client_for, saying, served_model
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return served_model(tmp_path_factory.mktemp("model"))
+
+
+async def post(model, path, body, headers=None, **changes):
+    """Return the answer to a raw body and assert that the source heard nothing of a refused one."""
+    source = saying(model, "ok")
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with client_for(app_for(source, model, **changes)) as client:
+        sent = {"content-type": "application/json"} if headers is None else headers
+        answer = await client.post(f"/v1/{path}", content=content, headers=sent)
+    assert (answer.status_code == 200) == bool(source.requests)
+    return answer
+
+
+BAD_FIELDS = [
+    ({"model": "gpt-5"}, 404, "model"),
+    ({"model": None}, 400, "model"),
+    ({"model": 3}, 400, "model"),
+    ({"n": 0}, 400, "n"),
+    ({"n": 17}, 400, "n"),
+    ({"n": 10**30}, 400, "n"),
+    ({"n": 2.0}, 400, "n"),
+    ({"n": True}, 400, "n"),
+    ({"temperature": -0.1}, 400, "temperature"),
+    ({"temperature": "0.5"}, 400, "temperature"),
+    ({"temperature": float("nan")}, 400, "temperature"),
+    ({"temperature": float("inf")}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"top_p": 1.1}, 400, "top_p"),
+    ({"top_k": -2}, 400, "top_k"),
+    ({"min_p": 2}, 400, "min_p"),
+    ({"presence_penalty": 2.1}, 400, "presence_penalty"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty"),
+    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": "many"}, 400, "max_tokens"),
+    ({"max_tokens": 1.5}, 400, "max_tokens"),
+    ({"min_tokens": 20, "max_tokens": 10}, 400, "min_tokens"),
+    ({"seed": 2**63}, 400, "seed"),
+    ({"stop": ""}, 400, "stop"),
+    ({"stop": ["x"] * 17}, 400, "stop"),
+    ({"stop": ["x" * 257]}, 400, "stop"),
+    ({"stop": [3]}, 400, "stop"),
+    ({"stop_token_ids": [10**6]}, 400, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, 400, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, 400, "stop_token_ids"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ({"stream": True, "stream_options": {"more": True}}, 400, "stream_options.more"),
+    ({"priority": 2**40}, 400, "priority"),
+    ({"cache_salt": "x" * 257}, 400, "cache_salt"),
+    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"top_kk": 3}, 400, "top_kk"),
+    ({"x" * 5000: 3}, 400, "x" * 100),
+]  # fmt: skip
+BAD_COMPLETIONS = [
+    *BAD_FIELDS,
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": ""}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": [[]]}, 400, "prompt"),
+    ({"prompt": ["a", ""]}, 400, "prompt"),
+    ({"prompt": ["a", 3]}, 400, "prompt"),
+    ({"prompt": [1, True]}, 400, "prompt"),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": [1, -1]}, 400, "prompt"),
+    ({"prompt": [10**6]}, 400, "prompt"),
+    ({"prompt": ["a"] * 129}, 400, "prompt"),
+    ({"prompt": "x " * 400}, 400, "prompt"),
+    ({"prompt": "x", "max_tokens": 256}, 400, "prompt"),
+    ({"logprobs": 21}, 400, "logprobs"),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"echo": True}, 400, "echo"),
+    ({"best_of": 2}, 400, "best_of"),
+    ({"suffix": "end"}, 400, "suffix"),
+]
+BAD_CHATS = [
+    *BAD_FIELDS,
+    ({"messages": None}, 400, "messages"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "hi"}, 400, "messages"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [*CHAT, {"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, 400, "messages[0].name"),
+    ({"messages": [{"role": "user", "content": "x " * 400}]}, 400, "messages"),
+    ({"logprobs": 3}, 400, "logprobs"),
+    ({"top_logprobs": 3}, 400, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
+    ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
+    ({"tools": [{"type": "function"}]}, 400, "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+    ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
+    ({"chat_template_kwargs": {"thinking": True}}, 400, "chat_template_kwargs.thinking"),
+    ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, 400, "add_generation_prompt"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+async def test_a_bad_completion_is_refused_by_name(model, change, status, param):
+    await refused(model, "completions", {"model": MODEL, "prompt": "hello", "max_tokens": 4} | change, status, param)
+
+
+@pytest.mark.parametrize(("change", "status", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
+async def test_a_bad_chat_is_refused_by_name(model, change, status, param):
+    await refused(model, "chat/completions", {"model": MODEL, "messages": CHAT} | change, status, param)
+
+
+async def refused(model, path, body, status, param):
+    answer = await post(model, path, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param), error
+    assert param[:50].split(".")[0].split("[")[0] in error["message"]
+    assert len(error["message"]) <= 1000
+    assert error["code"]
+    assert error["retryable"] is False
+    assert answer.headers["x-request-id"] == error["request_id"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b"\xff\xfe", b'"text"', b'{"model": "demo", "prompt": "\\ud800"}', b"[" * 5000, b"9" * 10_000,
+     b'{"n": ' + b"9" * 5000 + b"}", b"\x00" * 100],
+)  # fmt: skip
+async def test_what_is_no_json_object_is_a_400(model, body):
+    answer = await post(model, "completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "invalid_json"
+
+
+async def test_values_that_ask_for_nothing_are_let_through(model):
+    neutral = {
+        "best_of": 1, "echo": False, "suffix": None, "logit_bias": {}, "stop": None, "temperature": None,
+        "stream": False, "user": "me", "stream_options": None,
+    }  # fmt: skip
+    assert (await post(model, "completions", {"model": MODEL, "prompt": "a", **neutral})).status_code == 200
+    neutral = {
+        "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"},
+        "store": False, "service_tier": "auto", "metadata": {}, "top_logprobs": None, "n": None,
+        "modalities": ["text"],
+    }  # fmt: skip
+    assert (await post(model, "chat/completions", {"model": MODEL, "messages": CHAT, **neutral})).status_code == 200
+
+
+async def test_a_misspelled_field_is_told_its_name(model):
+    answer = await post(model, "completions", {"model": MODEL, "prompt": "a", "max_token": 3})
+    assert answer.json()["error"]["message"] == "unknown field max_token; did you mean max_tokens?"
+
+
+def test_every_field_of_openais_api_is_honoured_or_refused():
+    chat = chat_create_params.CompletionCreateParamsStreaming.__annotations__
+    chat = {**chat_create_params.CompletionCreateParamsBase.__annotations__, **chat}
+    assert set(chat) == set(chat) & ({*schema.ChatFields.model_fields, *schema.UNSUPPORTED_CHAT})
+    plain = completion_create_params.CompletionCreateParamsStreaming.__annotations__
+    plain = {**completion_create_params.CompletionCreateParamsBase.__annotations__, **plain}
+    assert set(plain) == set(plain) & ({*schema.CompletionFields.model_fields, *schema.UNSUPPORTED_COMPLETION})
+    assert not set(schema.ChatFields.model_fields) & set(schema.UNSUPPORTED_CHAT)
+    assert not set(schema.CompletionFields.model_fields) & set(schema.UNSUPPORTED_COMPLETION)
+
+
+async def test_a_prompt_that_is_too_long_says_what_fits(model):
+    answer = await post(model, "completions", {"model": MODEL, "prompt": [5] * 300})
+    error = answer.json()["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "prompt has 300 tokens" in error["message"]
+    assert "256" in error["message"]
+    just_fits = await post(model, "completions", {"model": MODEL, "prompt": [5] * 255, "max_tokens": 1})
+    assert just_fits.status_code == 200
+
+
+async def test_a_prompt_that_exceeds_the_whole_cache_says_so(tmp_path):
+    small = served_model(tmp_path, kv_capacity=64)
+    answer = await post(small, "completions", {"model": MODEL, "prompt": [5] * 64, "max_tokens": 1})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "KV cache of this server holds 64 tokens" in answer.json()["error"]["message"]
+
+
+async def test_a_body_over_the_limit_is_refused_before_it_is_read(model):
+    app = app_for(saying(model, "ok"), model, max_body_bytes=1000)
+    body = json.dumps({"model": MODEL, "prompt": "x" * 2000}).encode()
+    reads = 0
+
+    async def endless():
+        nonlocal reads
+        while True:
+            reads += 1
+            yield b"x" * 400
+
+    async with client_for(app) as client:
+        declared = await client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+        chunked = await client.post(
+            "/v1/completions", content=endless(), headers={"content-type": "application/json"}
+        )
+        at_limit = json.dumps({"model": MODEL, "prompt": [5], "user": ""}).encode()
+        at_limit = at_limit.replace(b'"user": ""', b'"user": "' + b"u" * (1000 - len(at_limit)) + b'"')
+        fits = await client.post("/v1/completions", content=at_limit)
+    assert (declared.status_code, chunked.status_code, fits.status_code) == (413, 413, 200)
+    assert reads <= 4
+    assert "1000 bytes" in declared.json()["error"]["message"]
+
+
+async def test_other_content_types_and_compressed_bodies_are_refused(model):
+    body = {"model": MODEL, "prompt": "a"}
+    form = await post(model, "completions", body, {"content-type": "application/x-www-form-urlencoded"})
+    zipped = await post(model, "completions", body, {"content-encoding": "gzip"})
+    assert (form.status_code, zipped.status_code) == (415, 415)
+    assert "application/json" in form.json()["error"]["message"]
+    assert (await post(model, "completions", body, {"content-type": "application/json; charset=utf-8"})).is_success
+    assert (await post(model, "completions", body, {})).is_success
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": MODEL, "prompt": "a", "n": 10**9},
+        {"model": MODEL, "prompt": "a", "stop": ["x" * 256] * 10_000},
+        {"model": MODEL, "prompt": "a", "stop_token_ids": [1] * 100_000},
+        {"model": MODEL, "prompt": [["x"]] * 100_000},
+        {"model": MODEL, "prompt": "a", "x" * 1_000_000: 1},
+        {"model": "m" * 3_000_000, "prompt": "a"},
+    ],
+    ids=["n", "stop", "stop_token_ids", "prompt", "field", "model"],
+)
+async def test_hostile_sizes_are_refused_at_once(model, body):
+    content = json.dumps(body).encode()
+    began = time.perf_counter()
+    answer = await post(model, "completions", content)
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 2000
+    assert time.perf_counter() - began < 0.5
+
+
+async def test_errors_echo_no_more_than_a_little_of_what_was_sent(model):
+    answer = await post(model, "completions", {"model": MODEL, "prompt": "a", "temperature": "s" * 100_000})
+    assert len(answer.content) < 1000
