@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from cluster.link import CLOSED, DAMAGED, In, Link, LinkClosedError, LinkLimits, Out, ReplicaLink, RouterLink
+from cluster.link import (
+    CLOSED,
+    DAMAGED,
+    In,
+    Link,
+    LinkClosedError,
+    LinkLimits,
+    LinkRefusedError,
+    Out,
+    ReplicaLink,
+    RouterLink,
+)
 from cluster.links.pipe import FramePipe
 from cluster.messages import DamagedMessageError, Down, Hello, Up, Welcome, decode_down, decode_up, encode
 
@@ -55,23 +67,32 @@ class _LocalEnd(Link[Out, In]):
 
 
 class LocalReplicaLink(_LocalEnd[Up, Down], ReplicaLink):
-    """The router's end of an in-process link."""
+    """The router's end of an in-process link. `served`: the task that serves the other end."""
+
+    served: asyncio.Task[None]
 
 
 class LocalRouterLink(_LocalEnd[Down, Up], RouterLink):
     """The replica's end of an in-process link."""
 
 
-def local_link(
-    router_id: str, welcome: Welcome, limits: LinkLimits | None = None
-) -> tuple[LocalReplicaLink, LocalRouterLink]:
-    """Return the two ends of a new link: the router's and the replica's."""
+async def connect_local(
+    serve: Callable[[RouterLink], Coroutine[Any, Any, None]], router_id: str, limits: LinkLimits | None = None
+) -> LocalReplicaLink:
+    """Open a link to whoever `serve`s in this process. Raises `LinkRefusedError`."""
     limits = limits or LinkLimits()
     up = FramePipe(limits.max_up_bytes, limits.max_message_bytes)
     down = FramePipe(limits.max_down_bytes, limits.max_message_bytes)
     over = asyncio.Event()
-    replica_link = LocalReplicaLink(up, down, over, decode_down)
-    replica_link.welcome = welcome
     router_link = LocalRouterLink(down, up, over, decode_up)
     router_link.hello = Hello(router_id)
-    return replica_link, router_link
+    link = LocalReplicaLink(up, down, over, decode_down)
+    link.served = asyncio.create_task(serve(router_link))
+    try:
+        welcome = await link.receive()
+    except LinkClosedError as error:
+        raise LinkRefusedError(f"the replica refused the link: {error}") from error
+    if not isinstance(welcome, Welcome):
+        raise LinkRefusedError(f"the replica's first message was a {type(welcome).__name__}, not a Welcome")
+    link.welcome = welcome
+    return link

@@ -1,0 +1,207 @@
+"""The one thread that owns the engine: commands go in between steps, step reports come out on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.report import EngineStats, StepReport
+from engine.request import Request
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
+Command = Callable[[], object]
+
+
+class Core(Protocol):
+    """What the thread needs of `engine.core.EngineCore`; only the thread calls it."""
+
+    def add(self, request: Request) -> None:
+        """Take in a request. Raises `InvalidRequestError`."""
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not live."""
+        ...
+
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        """End one choice of a request; False if it is not live."""
+        ...
+
+    def step(self) -> StepReport:
+        """Run one step. Raises `EngineDeadError`."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the present figures."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would have anything to do."""
+        ...
+
+    def close(self) -> None:
+        """End the workers and free everything."""
+
+
+class EngineListener(Protocol):
+    """Who hears of what the engine did. Called on the event loop."""
+
+    def on_report(self, report: StepReport) -> None:
+        """One step was run."""
+
+    def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        """The engine refused a request that was added."""
+
+    def on_dead(self, reason: str) -> None:
+        """The engine cannot go on; nothing else will be reported. Called once."""
+
+
+class EngineThread:
+    """Runs the engine while there is work and parks when there is none.
+
+    Commands (`add`, `abort`, `finish_choice`) may come from any thread; they are carried out in order before the
+    next step, so an aborted request's blocks are free within two steps. Reports are handed over once, in order.
+    """
+
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
+        self._core = core
+        self._loop = loop
+        self._listener = listener
+        self._commands: deque[Command] = deque()
+        self._outcomes: deque[Command] = deque()
+        self._delivery_due = False
+        self._wake = threading.Event()
+        self._stopping = False
+        self._dead = False
+        self._stats = core.stats()
+        self._last_progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures after the latest step or command."""
+        return self._stats
+
+    @property
+    def last_progress(self) -> float:
+        """When the engine last finished a step, or was seen idle and ready (seconds, `time.monotonic`)."""
+        return self._last_progress
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since `last_progress`."""
+        return max(0.0, time.monotonic() - self._last_progress)
+
+    def is_healthy(self, deadline: float) -> bool:
+        """Whether the engine lives and moved within the last `deadline` seconds."""
+        return not self._dead and self._thread.is_alive() and self.progress_age <= deadline
+
+    def start(self) -> None:
+        """Begin to run. Can be called once."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End the thread and close the engine; return whether that was done within `timeout` seconds."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def add(self, request: Request) -> None:
+        """Have the engine run `request`; `on_rejected` is called if it refuses."""
+        self._command(lambda: self._add(request))
+
+    def abort(self, request_id: str) -> None:
+        """Have the engine end a request; unknown ids are passed over."""
+        self._command(lambda: self._core.abort(request_id))
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """Have the engine end one choice of a request; unknown ones are passed over."""
+        self._command(lambda: self._core.finish_choice(request_id, choice))
+
+    def _command(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._cycle()
+        except EngineDeadError as error:
+            self._die(str(error))
+        except Exception as error:
+            # The state of an engine that failed in the middle of a step cannot be trusted.
+            logger.exception("the engine failed")
+            self._die(f"the engine failed: {type(error).__name__}: {error}")
+        finally:
+            self._dead = True
+            self._core.close()
+
+    def _cycle(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        if self._core.has_unfinished:
+            report = self._core.step()
+            self._stats = report.stats
+            self._publish(lambda: self._listener.on_report(report))
+        else:
+            self._stats = self._core.stats()
+            self._park()
+        self._last_progress = time.monotonic()
+
+    def _park(self) -> None:
+        # A command that came before `clear` is seen by the check after it; one that comes later sets the event.
+        self._wake.clear()
+        if not self._commands and not self._stopping:
+            self._last_progress = time.monotonic()
+            self._wake.wait(IDLE_TICK)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except InvalidRequestError as error:
+            refusal = error
+        except EngineDeadError:
+            raise
+        except Exception:
+            # One request's data must not end the others'.
+            logger.exception("request %s could not be added", request.request_id)
+            refusal = InvalidRequestError("the request could not be started", None, "internal_error")
+        else:
+            return
+        self._publish(lambda: self._listener.on_rejected(request.request_id, refusal))
+
+    def _die(self, reason: str) -> None:
+        self._dead = True
+        self._publish(lambda: self._listener.on_dead(reason))
+
+    def _publish(self, outcome: Command) -> None:
+        self._outcomes.append(outcome)
+        if self._delivery_due:
+            return
+        self._delivery_due = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            # The loop is closed: nobody is left to run for.
+            logger.warning("the event loop is gone; the engine stops")
+            self._stopping = True
+
+    def _deliver(self) -> None:
+        # Cleared first: an outcome that is added while this runs either is taken below or schedules another run.
+        self._delivery_due = False
+        try:
+            while self._outcomes:
+                self._outcomes.popleft()()
+        finally:
+            if self._outcomes:
+                self._loop.call_soon(self._deliver)
