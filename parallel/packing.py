@@ -1,7 +1,8 @@
 """One step's message: named numpy arrays in one contiguous buffer, read back as views without copying.
 
-Layout, little-endian: prefix (magic, version, kind, number, total bytes, sizes of schema and shapes, checksum of
-these two), schema (names and dtypes as text), shapes (int64), then each array at a multiple of `ALIGNMENT`.
+Layout, little-endian: prefix (magic, version, kind, number, total bytes, sizes of schema and shapes), checksum of the
+prefix and the two that follow, schema (names and dtypes as text), shapes (int64), then each array at a multiple of
+`ALIGNMENT`. The arrays' own bytes are checked by length only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float3
 
 Schema = tuple[tuple[str, np.dtype[Any], int], ...]  # name, dtype and number of dimensions of each array
 
-_PREFIX = struct.Struct("<4sHHqQIII")
+_PREFIX = struct.Struct("<4sHHqQII")
+_CHECKSUM = struct.Struct("<I")
+_START = _PREFIX.size + _CHECKSUM.size
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 _CODES = {np.dtype(name): name for name in DTYPES}
 
@@ -55,16 +58,15 @@ def pack(message: Message) -> bytearray:
     schema = ",".join(fields).encode()
     shapes = [size for array in arrays for size in array.shape]
     table = schema + struct.pack(f"<{len(shapes)}q", *shapes)
-    size = _PREFIX.size + len(table)
-    parts: list[Any] = [b"", table, _PADDING[-size % ALIGNMENT]]
+    size = _START + len(table)
+    parts: list[Any] = [b"", b"", table, _PADDING[-size % ALIGNMENT]]
     size += -size % ALIGNMENT
     for array in arrays:
         padding = -array.nbytes % ALIGNMENT
         parts += (array, _PADDING[padding])
         size += array.nbytes + padding
-    parts[0] = _PREFIX.pack(
-        MAGIC, VERSION, message.kind, message.number, size, len(schema), 8 * len(shapes), zlib.crc32(table)
-    )
+    parts[0] = _PREFIX.pack(MAGIC, VERSION, message.kind, message.number, size, len(schema), 8 * len(shapes))
+    parts[1] = _CHECKSUM.pack(zlib.crc32(table, zlib.crc32(parts[0])))
     # Joining copies each array once, without a Python-level view of it.
     return bytearray().join(parts)
 
@@ -91,19 +93,20 @@ def unpack(buffer: Buffer) -> Message:
 
 def _open(view: memoryview) -> tuple[int, int, Schema, tuple[int, ...], int]:
     """Check the prefix and the table; return kind, number, schema, shapes and where the first array begins."""
-    if len(view) < _PREFIX.size:
-        raise ChannelError(f"a message of {len(view)} bytes is shorter than its prefix of {_PREFIX.size}")
-    magic, version, kind, number, total, schema_size, shapes_size, checksum = _PREFIX.unpack_from(view)
+    if len(view) < _START:
+        raise ChannelError(f"a message of {len(view)} bytes is shorter than its prefix of {_START}")
+    magic, version, kind, number, total, schema_size, shapes_size = _PREFIX.unpack_from(view)
     if magic != MAGIC or version != VERSION:
         raise ChannelError(f"not a message of version {VERSION}: it begins with {bytes(view[:6])!r}")
-    middle = _PREFIX.size + schema_size
+    middle = _START + schema_size
     end = middle + shapes_size
     if total != len(view) or end > total:
         raise ChannelError(f"a message of {total} bytes came as {len(view)} bytes")
-    if zlib.crc32(view[_PREFIX.size : end]) != checksum:
-        raise ChannelError("a message's table of arrays is damaged: its checksum differs")
+    checksum = zlib.crc32(view[_START:end], zlib.crc32(view[: _PREFIX.size]))
+    if (checksum,) != _CHECKSUM.unpack_from(view, _PREFIX.size):
+        raise ChannelError("a message's prefix or table of arrays is damaged: its checksum differs")
     shapes = struct.unpack_from(f"<{shapes_size // 8}q", view, middle)
-    return kind, number, _schema(bytes(view[_PREFIX.size : middle])), shapes, end + -end % ALIGNMENT
+    return kind, number, _schema(bytes(view[_START:middle])), shapes, end + -end % ALIGNMENT
 
 
 def _field(name: str, array: NDArray[Any]) -> str:

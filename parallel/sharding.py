@@ -41,17 +41,15 @@ def kv_heads_per_rank(num_kv_heads: int, size: int, name: str = "num_key_value_h
 
     Raises `ShardingError` when heads and ranks divide each other in neither direction.
     """
-    if size <= num_kv_heads:
-        return divide(num_kv_heads, size, name)
-    if size % num_kv_heads:
-        fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
-        fits += [num_kv_heads * n for n in range(2, 5)]
-        works = ", ".join(str(n) for n in fits)
-        raise ShardingError(
-            f"{name} = {num_kv_heads} can be neither split over nor replicated on {size} ranks; "
-            f"sizes that work: {works}"
-        )
-    return 1
+    if size >= 1 and num_kv_heads % size == 0:
+        return num_kv_heads // size
+    if size >= 1 and size % num_kv_heads == 0:
+        return 1
+    fits = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0] + [num_kv_heads * n for n in (2, 3, 4)]
+    raise ShardingError(
+        f"{name} = {num_kv_heads} can be neither split over nor replicated on {size} ranks; "
+        f"sizes that work: {', '.join(map(str, fits))}"
+    )
 
 
 def kv_head_start(num_kv_heads: int, rank: int, size: int) -> int:

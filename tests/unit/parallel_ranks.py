@@ -47,12 +47,15 @@ class Crew:
 
 @contextmanager
 def crew(size: int) -> Iterator[Crew]:
-    with SharedMemoryRing.create(size - 1) as ring, Rendezvous.create() as rendezvous:
-        with launch(size, _serve, (size, rendezvous.address, ring.name)) as gang:
-            with connect(0, size, rendezvous, "cpu", TIMEOUT) as group:
-                yield Crew(group, gang, ring)
-            ring.close()
-            assert gang.join(TIMEOUT)
+    with (
+        SharedMemoryRing.create(size - 1) as ring,
+        Rendezvous.create() as rendezvous,
+        launch(size, _serve, (size, rendezvous.address, ring.name)) as gang,
+        connect(0, size, rendezvous, "cpu", TIMEOUT) as group,
+    ):
+        yield Crew(group, gang, ring)
+        ring.close()
+        assert gang.join(TIMEOUT)
 
 
 def _serve(rank: int, size: int, address: str, ring_name: str) -> None:
