@@ -20,6 +20,7 @@ from engine.models.spec import DecoderSpec
 from engine.models.weight_map import WeightRule
 from parallel.group import Group
 from parallel.parameter import ShardedParameter
+from parallel.sharding import divide, qkv_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,12 @@ def load_model(
         checkpoint.close()
     model.finish_loading()
     return model.eval()
+
+
+def check_sharding(spec: DecoderSpec, size: int) -> None:
+    """Raise `ShardingError` when the model cannot be split over `size` ranks."""
+    qkv_pieces(spec.num_heads, spec.num_kv_heads, spec.head_dim, 0, size)
+    divide(spec.intermediate_size, size, "intermediate_size")
 
 
 def _load(model: Decoder, rules: list[WeightRule], checkpoint: Checkpoint, spec: DecoderSpec) -> None:

@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 HALF = ("bfloat16", "float16")
 WARM_UP_TOKENS = 32
+START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
 
 
 def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
@@ -64,7 +65,11 @@ def _auto_dtype(spec: DecoderSpec, device: str) -> str:
 def set_threads(size: int) -> None:
     """Share this machine's cores between the `size` ranks of a group on CPU, unless OMP_NUM_THREADS says how many."""
     if size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+        torch.set_num_threads(max(1, _cores() // size))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class ModelRunner:
@@ -88,6 +93,7 @@ class ModelRunner:
             self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
             if group.device.type == "cpu":
                 choose_methods(self.model)
+            self._meet()
         self._attention = self._backend(config)
         with self._phase("kv blocks"):
             self.config = self._fit_cache(shrink)
@@ -108,6 +114,16 @@ class ModelRunner:
             return None if sampling is None else StepOutputs(np.empty(0, np.int32))
         logits = self.model.logits(hidden.index_select(0, step.logits_indices))
         return None if sampling is None else sample(logits, sampling)
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend."""
+        return self._attention.name
+
+    def _meet(self) -> None:
+        """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's."""
+        for rank in range(self.group.size):
+            self.group.broadcast(torch.zeros(1, device=self.group.device), rank, timeout=START_TIMEOUT)
 
     def _backend(self, config: EngineConfig) -> AttentionBackend:
         spec, heads = self.spec, self.model.attention_heads

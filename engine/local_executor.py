@@ -1,0 +1,231 @@
+"""Executors: one rank in this process, alone or as the driver of a gang of workers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import override
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError
+from engine.executor import Executor
+from engine.loader import ModelFolder, check_sharding, open_model
+from engine.models.spec import DecoderSpec
+from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.runner import ModelRunner, resolve, set_threads
+from engine.worker import await_workers, device_of, join_group, open_channel, pack_step, run_worker
+from parallel.channel import Channel
+from parallel.errors import ParallelError, ShardingError
+from parallel.group import Group, SoloGroup
+from parallel.launcher import launch
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What came up: the config with everything resolved, and what the model is.
+
+    num_kv_blocks: null block included. vocab_size: width of the logits. phases: seconds by phase of starting.
+    """
+
+    config: EngineConfig
+    spec: DecoderSpec
+    num_kv_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    attention_backend: str
+    phases: dict[str, float]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit the KV cache."""
+        return (self.num_kv_blocks - 1) * self.config.block_size
+
+
+class Workers(Protocol):
+    """The processes of ranks 1 to N-1, whoever started them (`parallel.launcher.Gang`, Ray actors)."""
+
+    def check(self) -> None:
+        """Raise with the reason when any rank has ended."""
+
+    def kill(self) -> None:
+        """End all ranks at once, hung ones included. Can be called twice."""
+
+
+class SoloExecutor(Executor):
+    """A model on one device, in this process."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner: ModelRunner | None = runner
+
+    @override
+    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        return _outputs(self._runner, inputs, sampling)
+
+    @override
+    def close(self) -> None:
+        self._runner = None
+
+
+class GangExecutor(Executor):
+    """The driver of a gang: rank 0 in this process tells the workers each step, then runs its own share of it.
+
+    Any error ends the whole gang. Owns `group`, `channel` and `workers`.
+    """
+
+    def __init__(self, runner: ModelRunner, group: Group, channel: Channel, workers: Workers) -> None:
+        self._runner: ModelRunner | None = runner
+        self._group = group
+        self._channel = channel
+        self._workers = workers
+        self._timeout = runner.config.step_timeout
+        self._number = 0
+
+    @override
+    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        self._number += 1
+        try:
+            self._channel.send(pack_step(inputs, self._number), self._timeout)
+            return _outputs(self._runner, inputs, sampling)
+        except ParallelError as error:
+            reason = _last_words(self._workers) or str(error)
+            self.close()
+            raise EngineDeadError(f"the tensor-parallel group broke in step {self._number}: {reason}") from error
+        except BaseException:
+            self.close()  # the ranks are out of step
+            raise
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
+        reason = _death(self._workers)
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    @override
+    def close(self) -> None:
+        self._runner = None
+        self._channel.close()
+        self._workers.kill()
+        self._group.close()
+
+
+def build_executor(config: EngineConfig) -> tuple[Executor, ModelInfo]:
+    """Load the model on this machine and return its executor, ready for the first step.
+
+    With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one.
+
+    Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
+    """
+    folder, config = prepare_model(config)
+    size = config.tensor_parallel_size
+    if size == 1:
+        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder)
+        return SoloExecutor(runner), model_info(runner)
+    rendezvous = Rendezvous.create()
+    ring = SharedMemoryRing.create(readers=size - 1)
+    workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
+    return drive_gang(config, folder, rendezvous, ring, workers)
+
+
+def prepare_model(config: EngineConfig) -> tuple[ModelFolder, EngineConfig]:
+    """Read the model's config and check that it can be served so, before any process or weight.
+
+    Returns the folder, and the config as all ranks must get it (device and dtype chosen).
+    Raises `CheckpointError` or `ConfigError`.
+    """
+    folder = open_model(config.model)
+    full = resolve(config, folder.spec)
+    try:
+        check_sharding(folder.spec, config.tensor_parallel_size)
+    except ShardingError as error:
+        raise ConfigError(f"tensor_parallel_size does not fit the model: {error}", "tensor_parallel_size") from error
+    return folder, config.resolved(device=full.device, dtype=full.dtype)
+
+
+def drive_gang(
+    config: EngineConfig, folder: ModelFolder, rendezvous: Rendezvous, channel: Channel | None, workers: Workers
+) -> tuple[GangExecutor, ModelInfo]:
+    """Be rank 0 of a gang whose workers were started elsewhere with `worker_main`; returns when all are loaded.
+
+    config: from `prepare_model`. channel: the ring whose name the workers got, None where they got none.
+    Takes `channel` and `workers` over: on any error they are ended. Raises like `build_executor`.
+    """
+    group: Group | None = None
+    size = config.tensor_parallel_size
+    began = time.perf_counter()
+    try:
+        set_threads(size)
+        await_workers(rendezvous, size, workers.check)
+        group = join_group(config, 0, size, rendezvous)
+        channel = channel or open_channel(group, rendezvous, None)
+        waited = time.perf_counter() - began
+        runner = ModelRunner(config, group, folder)
+    except BaseException as error:
+        reason = _last_words(workers) if isinstance(error, ParallelError) else None
+        for part in (channel, group):
+            if part is not None:
+                part.close()
+        workers.kill()
+        if isinstance(error, ParallelError):
+            raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
+        raise
+    runner.phases = {"workers": waited, **runner.phases}
+    return GangExecutor(runner, group, channel, workers), model_info(runner)
+
+
+def model_info(runner: ModelRunner) -> ModelInfo:
+    """Return what a loaded runner serves."""
+    config, spec = runner.config, runner.spec
+    info = ModelInfo(
+        config=config,
+        spec=spec,
+        num_kv_blocks=config.num_kv_blocks or 0,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        attention_backend=runner.attention_backend,
+        phases=dict(runner.phases),
+    )
+    logger.info(
+        "%s in %s on %s, attention %s, KV cache of %d tokens",
+        spec.architecture,
+        config.dtype,
+        config.device,
+        info.attention_backend,
+        info.kv_tokens,
+    )
+    return info
+
+
+def _outputs(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    outputs = runner.execute(inputs, sampling)
+    if outputs is None:
+        raise RuntimeError("the runner sampled nothing although it was asked to")
+    return outputs
+
+
+def _death(workers: Workers) -> str | None:
+    try:
+        workers.check()
+    except (ParallelError, EngineDeadError) as error:
+        return str(error)
+    return None
+
+
+def _last_words(workers: Workers) -> str | None:
+    """Return why a worker ended. A broken connection is often seen before the death behind it, so wait a little."""
+    deadline = time.monotonic() + LAST_WORDS
+    while (reason := _death(workers)) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return reason

@@ -1,0 +1,120 @@
+"""One rank of a tensor-parallel group: how it joins, what the driver tells it each step, and its loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from engine.report import StepInputs
+from engine.runner import START_TIMEOUT, ModelRunner, set_threads
+from parallel.channel import BroadcastChannel, Channel
+from parallel.errors import ChannelClosed, ChannelError, RendezvousError
+from parallel.group import Group
+from parallel.packing import Buffer, Message, pack, unpack
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+from parallel.torch_group import connect
+
+ARRIVALS = "arrivals"  # part of the rendezvous where workers leave word that they have started
+STEP = 1  # kind of message: run one step
+STEP_FIELDS = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "query_start_loc",
+    "seq_lens",
+    "num_computed_tokens",
+    "block_tables",
+    "logits_indices",
+    "copy_blocks",
+)
+
+
+def worker_main(
+    config: EngineConfig, rank: int, size: int, rendezvous_address: str, channel_handle: str | None
+) -> None:
+    """Be rank 1 or more of a group until the driver closes the channel; blocks, in a process of its own.
+
+    config: resolved by the driver. channel_handle: name of the driver's shared-memory ring, None for ranks on other
+    hosts, whose steps come over a broadcast. Raises whatever ends this rank: the whole gang must then be ended.
+    """
+    set_threads(size)
+    rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
+    rendezvous.store(ARRIVALS, START_TIMEOUT).set(str(rank), "here")
+    with (
+        join_group(config, rank, size, rendezvous) as group,
+        open_channel(group, rendezvous, channel_handle) as channel,
+    ):
+        serve_steps(ModelRunner(config, group), channel)
+
+
+def run_worker(rank: int, config: EngineConfig, size: int, rendezvous_address: str, channel_handle: str) -> None:
+    """`worker_main` with its arguments in the order of `parallel.launcher`."""
+    worker_main(config, rank, size, rendezvous_address, channel_handle)
+
+
+def await_workers(rendezvous: Rendezvous, size: int, check: Callable[[], None]) -> None:
+    """Wait until ranks 1 to `size - 1` have started; `check` raises when one of them has ended instead.
+
+    Raises `RendezvousError` naming the ranks that did not come in time.
+    """
+    store = rendezvous.store(ARRIVALS, START_TIMEOUT)
+    deadline = time.monotonic() + START_TIMEOUT
+    missing = [str(rank) for rank in range(1, size)]
+    while missing := [rank for rank in missing if not store.check([rank])]:
+        check()
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"ranks {', '.join(missing)} did not start within {START_TIMEOUT:g} s")
+        time.sleep(0.02)
+
+
+def serve_steps(runner: ModelRunner, channel: Channel) -> None:
+    """Run the steps that come down the channel until it is closed."""
+    while True:
+        try:
+            step = unpack_step(channel.receive())
+        except ChannelClosed:
+            return
+        runner.execute(step)
+
+
+def join_group(config: EngineConfig, rank: int, size: int, rendezvous: Rendezvous | str | None) -> Group:
+    """Meet the other ranks. rendezvous: rank 0's own, its address elsewhere, None in a group of one.
+
+    Raises `RendezvousError` when they do not come in time.
+    """
+    device = device_of(config, rank)
+    return connect(rank, size, rendezvous, device, START_TIMEOUT, collective_timeout=config.step_timeout)
+
+
+def open_channel(group: Group, rendezvous: Rendezvous | str, handle: str | None) -> Channel:
+    """Open a worker's end of the channel, or with no handle any rank's end of one over a broadcast."""
+    if handle is not None:
+        return SharedMemoryRing.attach(handle, reader=group.rank - 1)
+    # A group of its own, on the host: an idle wait must not count against the collectives' deadline.
+    control = connect(group.rank, group.size, rendezvous, "cpu", START_TIMEOUT, name="control")
+    return BroadcastChannel(control)
+
+
+def device_of(config: EngineConfig, rank: int) -> str:
+    """Return this rank's device: the GPU of its number among those that it sees (under Ray only its own)."""
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else device
+
+
+def pack_step(inputs: StepInputs, number: int) -> Buffer:
+    """Return the step as one message for the channel."""
+    return pack(Message(STEP, number, {name: getattr(inputs, name) for name in STEP_FIELDS}))
+
+
+def unpack_step(buffer: Buffer) -> StepInputs:
+    """Return the step in a message; its arrays are views. Raises `ChannelError` when it is no step."""
+    message = unpack(buffer)
+    arrays: dict[str, Any] = dict(message.arrays)
+    if message.kind != STEP or tuple(arrays) != STEP_FIELDS:
+        raise ChannelError(f"message {message.number} of kind {message.kind} is no step")
+    return StepInputs(**arrays)
