@@ -1,0 +1,76 @@
+"""Figures for Prometheus: the replicas' last reports, and the times of requests."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from engine.report import EngineStats
+
+
+def samples(metrics):
+    families = text_string_to_metric_families(metrics.render().decode())
+    return {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def value(metrics, name, **labels):
+    return samples(metrics)[(f"squadron_{name}", *sorted({"model_name": "demo", **labels}.items()))]
+
+
+def test_replicas_are_asked_at_each_scrape():
+    stats = [EngineStats(num_running=3, num_waiting=2, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1,
+                         prefix_query_tokens=100, prefix_hit_tokens=40, preemptions=7)]  # fmt: skip
+    metrics = Metrics("demo", lambda: ClusterFigures([ReplicaFigures("r1", stats[0])], migrations=5))
+    assert value(metrics, "num_requests_running", replica="r1") == 3
+    assert value(metrics, "num_requests_waiting", replica="r1") == 2
+    assert value(metrics, "kv_cache_usage_perc", replica="r1") == 0.5
+    assert value(metrics, "prefix_cache_queries_total", replica="r1") == 100
+    assert value(metrics, "prefix_cache_hits_total", replica="r1") == 40
+    assert value(metrics, "num_preemptions_total", replica="r1") == 7
+    assert value(metrics, "migrations_total") == 5
+    stats[0] = EngineStats(num_running=9)
+    assert value(metrics, "num_requests_running", replica="r1") == 9
+
+
+def test_replicas_are_counted_by_state():
+    found = [ReplicaFigures("a", EngineStats()), ReplicaFigures("b", EngineStats(), ready=False)]
+    metrics = Metrics("demo", lambda: ClusterFigures(found))
+    assert value(metrics, "replicas", state="ready") == 1
+    assert value(metrics, "replicas", state="not_ready") == 1
+
+
+def test_times_of_a_request():
+    now = [10.0]
+    metrics = Metrics("demo", clock=lambda: now[0])
+    track = metrics.track(prompt_tokens=4, choices=1)
+    now[0] = 10.5
+    track.tokens(0, 1)
+    now[0] = 11.5
+    track.tokens(0, 4)
+    now[0] = 12.0
+    track.ended(0, "length")
+    track.close("abort")
+    assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
+    assert value(metrics, "inter_token_latency_seconds_sum") == 0.25
+    assert value(metrics, "time_per_output_token_seconds_sum") == 0.25
+    assert value(metrics, "e2e_request_latency_seconds_sum") == 2.0
+    assert value(metrics, "generation_tokens_total") == 5
+    assert value(metrics, "prompt_tokens_total") == 4
+    assert value(metrics, "request_success_total", finished_reason="length") == 1
+    assert value(metrics, "request_success_total", finished_reason="abort") == 0
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
+    metrics = Metrics("demo")
+    track = metrics.track(1, choices=2)
+    track.tokens(0, 1)
+    track.close(reason)
+    assert value(metrics, "request_success_total", finished_reason=reason) == 2
+    assert value(metrics, "e2e_request_latency_seconds_count") == 0
+
+
+def test_two_apps_in_one_process_do_not_share_figures():
+    one, two = Metrics("demo"), Metrics("demo")
+    one.track(5, 1)
+    assert value(one, "prompt_tokens_total") == 5
+    assert value(two, "prompt_tokens_total") == 0
