@@ -91,7 +91,7 @@ class EngineCore:
         self._scheduler.add(request, self._clock())
 
     def abort(self, request_id: str) -> bool:
-        """End a request now and free what it holds; the next report tells of it. False if it is not (or no longer) live."""
+        """End a request now and free what it holds; the next report tells of it. False if it is not live."""
         return self._scheduler.abort(request_id)
 
     def step(self) -> StepReport:
@@ -134,9 +134,9 @@ class EngineCore:
         while (schedule := self._scheduler.schedule()) is not None:
             try:
                 return schedule, *self._inputs.prepare(schedule)
-            except Exception as error:
+            except Exception:
                 if not self._fail_culprits(schedule):
-                    raise error from None
+                    raise
         return None
 
     def _fail_culprits(self, schedule: Schedule) -> bool:
@@ -147,8 +147,8 @@ class EngineCore:
                 self._inputs.prepare(schedule.alone(row))
             except Exception as error:
                 culprits.append((sequence, error))
-        for sequence, error in culprits:
-            self._scheduler.fail(sequence, error)
+        for sequence, culprit_error in culprits:
+            self._scheduler.fail(sequence, culprit_error)
         return bool(culprits)
 
     def _execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:

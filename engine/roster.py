@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from itertools import compress
 
 import numpy as np
 
@@ -12,8 +12,6 @@ from engine.report import Finish
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
 from engine.rows import Rows
 from engine.schedule import Index
-
-logger = logging.getLogger(__name__)
 
 
 class Roster:
@@ -73,7 +71,7 @@ class Roster:
         sequence.status = SequenceStatus.RUNNING
         if sequence.num_tokens - sequence.num_computed_tokens > 1 or sequence in self.siblings:
             self.prefilling[sequence] = None
-        self._set_running([*self.running, sequence])
+        self._set_running([*self.running, sequence], np.append(self.slots, sequence.slot))
 
     def fork(self, leader: Sequence) -> None:
         """Let the siblings of `leader`, whose prompt is computed, run beside it on shared blocks."""
@@ -84,7 +82,8 @@ class Roster:
         if leader.num_computed_tokens % self._rows.blocks.block_size:
             self.tail_sharers.update(dict.fromkeys([leader, *siblings]))
         place = self.running.index(leader) + 1
-        self._set_running([*self.running[:place], *siblings, *self.running[place:]])
+        slots = np.insert(self.slots, place, [sibling.slot for sibling in siblings])
+        self._set_running([*self.running[:place], *siblings, *self.running[place:]], slots)
 
     def preempt(self) -> Sequence:
         """Send the youngest (least urgent) running sequence back to wait; its tokens are kept, its blocks are not."""
@@ -120,7 +119,8 @@ class Roster:
     def refresh(self) -> None:
         """Drop from `running` those that have left."""
         if self.stale:
-            self._set_running([s for s in self.running if s.status is SequenceStatus.RUNNING])
+            stays = [sequence.status is SequenceStatus.RUNNING for sequence in self.running]
+            self._set_running(list(compress(self.running, stays)), self.slots[stays])
             self.stale = False
 
     def take_finished(self) -> list[Finish]:
@@ -171,7 +171,7 @@ class Roster:
         self.tail_sharers.pop(sequence, None)
         self.stale = True
 
-    def _set_running(self, running: list[Sequence]) -> None:
+    def _set_running(self, running: list[Sequence], slots: Index) -> None:
         self.running = running
-        self.slots = np.fromiter((sequence.slot for sequence in running), np.intp, len(running))
+        self.slots = slots
         self.version += 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
+import numpy as np
+
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
-from engine.prefix_hash import TOKEN_BYTES, extend_hashes, root_hash, token_bytes
+from engine.prefix_hash import TOKEN_BYTES, block_hash, extend_hashes, root_hash, token_bytes
+from engine.report import Ints
 from engine.request import Sequence
 from engine.sampling_inputs import SamplingTable
 from engine.schedule import Index
@@ -104,19 +107,30 @@ class Rows:
 
     def seal(self, sequence: Sequence, computed: int) -> None:
         """Make the blocks findable that were filled since `sequence` had `computed` tokens in the cache."""
-        blocks, hashes = self.blocks, sequence.block_hashes
-        size = blocks.block_size
+        size, hashes = self.blocks.block_size, sequence.block_hashes
         first, last = computed // size, sequence.num_computed_tokens // size
-        tokens = self.tables.tokens[sequence.slot, first * size : last * size].tobytes()
-        if len(hashes) < last:
-            root = root_hash(sequence.request.cache_salt) if not first else hashes[first - 1]
-            found = hashes[first:]
-            extend_hashes(found, tokens, size, root)
-            hashes[first:] = found
+        tokens = self.tables.tokens[sequence.slot, : last * size].tobytes()
+        extend_hashes(hashes, tokens, size, root_hash(sequence.request.cache_salt))
         width = size * TOKEN_BYTES
         for i in range(first, last):
-            start = (i - first) * width
-            blocks.seal(sequence.block_table[i], hashes[i], tokens[start : start + width])
+            self.blocks.seal(sequence.block_table[i], hashes[i], tokens[i * width : (i + 1) * width])
+
+    def seal_last(self, sequences: Items[Sequence], slots: Index, computed: Ints) -> None:
+        """Make findable the block that each of `sequences` filled with its last computed token.
+
+        `seal` for many decoding sequences at once: their tokens are gathered together. computed: [sequences].
+        Can be repeated, should it have failed half-way.
+        """
+        size = self.blocks.block_size
+        first = slots * self.tables.context_len + computed - size
+        tokens = self.tables.flat_tokens[first[:, None] + np.arange(size)].tobytes()
+        width = size * TOKEN_BYTES
+        contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
+        for sequence, index, content in zip(sequences, (computed // size - 1).tolist(), contents, strict=True):
+            hashes = sequence.block_hashes
+            if len(hashes) == index:
+                hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
+            self.blocks.seal(sequence.block_table[index], hashes[index], content)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""

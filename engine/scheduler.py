@@ -282,13 +282,24 @@ class Scheduler:
         for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
             sequence.num_computed_tokens = computed
         if self._seals:
-            full = (schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)
-            for row in full.nonzero()[0].tolist():
-                sequence = schedule.sequences[row]
-                self._guard(sequence, self._rows.seal, sequence, int(schedule.num_computed[row]))
+            self._seal(schedule)
         prefilling = self._roster.prefilling
         for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
             del prefilling[sequence]
+
+    def _seal(self, schedule: Schedule) -> None:
+        filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
+        decoded = schedule.query_lens[filled] == 1
+        together, singly = filled[decoded], filled[~decoded].tolist()
+        try:
+            sequences = [schedule.sequences[row] for row in together.tolist()]
+            self._rows.seal_last(sequences, schedule.slots[together], schedule.seq_lens[together])
+        except Exception:
+            logger.warning("blocks could not be sealed together and are sealed one by one", exc_info=True)
+            singly = filled.tolist()
+        for row in singly:
+            sequence = schedule.sequences[row]
+            self._guard(sequence, self._rows.seal, sequence, int(schedule.num_computed[row]))
 
     def _append(self, schedule: Schedule, token_ids: Ints) -> None:
         """Write the drawn tokens behind their sequences, and end those that are done."""
