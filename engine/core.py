@@ -94,6 +94,13 @@ class EngineCore:
         """End a request now and free what it holds; the next report tells of it. False if it is not live."""
         return self._scheduler.abort(request_id)
 
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        """End one choice whose text is complete (a stop string); the request's others go on, the next report tells.
+
+        Only a choice that has drawn a token can be ended alone; False otherwise, or if it is not live.
+        """
+        return self._scheduler.finish_choice(request_id, choice)
+
     def step(self) -> StepReport:
         """Compute one step. With nothing to compute the report is empty and the executor is not called.
 

@@ -116,6 +116,14 @@ class Roster:
         for sequence in self._families.get(request_id, []).copy():
             self.finish(sequence, reason, message)
 
+    def finish_choice(self, request_id: str, choice: int, reason: FinishReason) -> bool:
+        """End one choice that has drawn a token; its request's others go on. False if there is no such choice."""
+        for sequence in self._families.get(request_id, ()):
+            if sequence.index == choice and sequence.num_output_tokens:
+                self.finish(sequence, reason)
+                return True
+        return False
+
     def refresh(self) -> None:
         """Drop from `running` those that have left."""
         if self.stale:

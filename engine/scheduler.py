@@ -80,6 +80,12 @@ class Scheduler:
         self._roster.refresh()
         return known
 
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        """End one choice that has drawn a token. False if there is no such choice."""
+        known = self._roster.finish_choice(request_id, choice, FinishReason.ABORT)
+        self._roster.refresh()
+        return known
+
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End the whole request of `sequence` with ERROR."""
         self._broken.append((sequence, error))
