@@ -174,7 +174,7 @@ class Report(_Message, tag=12, frozen=True):
 
 
 class Rejected(_Message, tag=13, frozen=True):
-    """A submit that the replica does not run. `elsewhere`: another replica may well take it."""
+    """A submit that the replica does not run. `elsewhere`: the replica drains, others may well take it."""
 
     stream: Count
     code: Name

@@ -1,0 +1,52 @@
+"""Plain figures of a router, for whoever exports them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2.0)
+
+
+class Histogram:
+    """Counts per bucket; bucket i holds values up to and including `bounds[i]`, the last one all above."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0  # sum of all values
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass(slots=True)
+class DispatcherCounters:
+    """Counters since the dispatcher was made; requests, accepted = sum(outcomes) + those that live.
+
+    outcomes: "completed", "aborted" (by the consumer), or the code of the error that ended the request.
+    links_lost: code of the link's end -> number. migrations: attempts that replaced one on a lost replica.
+    stale_rows / stale_reports: what arrived of former attempts and former lives, and was dropped.
+    misplaced_rows: tokens at a position that was not the next: a fault of the replica.
+    """
+
+    accepted: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    links_lost: Counter[str] = field(default_factory=Counter)
+    migrations: int = 0
+    stale_rows: int = 0
+    stale_reports: int = 0
+    misplaced_rows: int = 0
+    reports: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft: Histogram = field(default_factory=Histogram)  # seconds from generate() to the first token
+    tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_SECONDS))  # seconds per later token, per request
+    latency: Histogram = field(default_factory=Histogram)  # seconds from generate() to the end, completed requests

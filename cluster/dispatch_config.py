@@ -1,0 +1,48 @@
+"""Times and bounds of a router's dispatcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.policy import PolicyConfig
+from engine.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherConfig:
+    """Times in seconds. Raises `ConfigError` naming the field.
+
+    stall_timeout: silence of a replica after which its link is closed and its requests go elsewhere.
+    progress_timeout: the same for a replica that speaks while its engine does not move; above the longest step.
+    admission_wait: how long a new request waits for a replica before it is refused (503, `no_replica`).
+    no_replica_timeout: how long a request that has run waits for a replica to go on (then 503, `replica_lost`).
+    quarantine_deaths: replica deaths, one after the other and each before the request brought a token there, after
+        which the request is taken for their cause (500, `request_quarantined`). With one such death missing it is a
+        suspect: no two suspects run on one replica, and others avoid the replica until the suspect has brought a
+        token. So bystanders, who make progress somewhere in between, are not blamed.
+    max_pending_tokens: tokens of a choice that may wait for a consumer that does not take them (`slow_consumer`).
+    ping_interval: how often each replica is told that the router lives.
+    max_hashed_tokens: leading prompt tokens that are looked for in the replicas' prefix caches.
+    """
+
+    stall_timeout: float = 3.0
+    progress_timeout: float = 60.0
+    admission_wait: float = 1.0
+    no_replica_timeout: float = 30.0
+    quarantine_deaths: int = 3
+    max_pending_tokens: int = 4096
+    ping_interval: float = 1.0
+    max_hashed_tokens: int = 16384
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("stall_timeout", "progress_timeout", "admission_wait", "no_replica_timeout", "ping_interval"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0 seconds, not {getattr(self, name)}", name)
+        if self.quarantine_deaths < 2:
+            raise ConfigError(
+                f"quarantine_deaths must be at least 2, not {self.quarantine_deaths}", "quarantine_deaths"
+            )
+        for name in ("max_pending_tokens", "max_hashed_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)

@@ -1,0 +1,377 @@
+"""The router's heart: it remembers every live request and sees it through, whatever becomes of the replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+from cluster.counters import DispatcherCounters
+from cluster.dispatch_config import DispatcherConfig
+from cluster.errors import ApiError
+from cluster.fleet import Fleet, ReplicaView
+from cluster.generation import TokenChunk
+from cluster.link import CLOSED, DAMAGED, DRAINED, PEER_ALIVE, LinkClosedError, MessageTooLargeError, ReplicaLink
+from cluster.member import LiveRequest, Member
+from cluster.messages import (
+    Abort,
+    Down,
+    Draining,
+    FinishChoice,
+    FinishRow,
+    Heartbeat,
+    Rejected,
+    Report,
+    Up,
+    submit_message,
+)
+from cluster.token_log import ChoiceLog, TokenLog
+from engine.request import FinishReason, Request
+from engine.sampling_params import MAX_N
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """Implements `TokenSource` over any number of replicas. Made and used on one event loop.
+
+    A request runs on one replica at a time. When that one is lost, the request is submitted to another together with
+    its token log and goes on at the next position; nothing that the former one still says of it is believed.
+
+    on_link_lost: called with the replica's id and the code of the link's end, to look for a new link.
+    """
+
+    def __init__(
+        self,
+        config: DispatcherConfig | None = None,
+        rng: Random | None = None,
+        on_link_lost: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.counters = DispatcherCounters()
+        self._config = config or DispatcherConfig()
+        self._on_link_lost = on_link_lost
+        self._loop = asyncio.get_running_loop()
+        self._fleet = Fleet(self._config, self, rng or Random())
+        self._live: dict[str, LiveRequest] = {}
+        self._parked: dict[str, LiveRequest] = {}  # those that wait for a replica, in order
+        self._next_stream = 0
+        self._closing = False
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether some replica takes requests and reported progress lately."""
+        return not self._closing and self._fleet.has_ready()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return len(self._live)
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return a snapshot of the replicas and their load."""
+        return self._fleet.views()
+
+    def add_link(self, link: ReplicaLink) -> None:
+        """Use a replica from now on; a link to an earlier life of it is given up."""
+        self._fleet.add(link)
+        self._place_parked()
+
+    def remove_replica(self, replica_id: str, hand_over: bool = False) -> None:
+        """Send nothing new to a replica and close its link once it has finished what it runs.
+
+        hand_over: move what it runs to others instead of letting it finish. Unknown ids are passed over.
+        """
+        member = self._fleet.get(replica_id)
+        if member is None:
+            return
+        member.draining = True
+        if hand_over:
+            for live in list(member.live.values()):
+                self._withdraw(live)
+                self._place(live)
+        self._retire_if_idle(member)
+
+    async def drain(self) -> None:
+        """Accept no more requests and wait until all have ended."""
+        self._closing = True
+        await self._quiet.wait()
+
+    async def close(self) -> None:
+        """End every request with `shutting_down` and all links."""
+        self._closing = True
+        for live in list(self._live.values()):
+            self._fail(live, ApiError("shutting_down", "the server is shutting down"))
+        await self._fleet.close(CLOSED)
+
+    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+        """Run `request` and yield its new tokens; see `TokenSource.generate`."""
+        live = self._accept(request)
+        log = live.log
+        try:
+            while True:
+                for chunk in log.take():
+                    yield chunk
+                if log.error is not None:
+                    raise log.error
+                if log.finished:
+                    return
+                if not log.has_news:
+                    await log.wait()
+        finally:
+            self._release(live)
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """End one choice; the last one ends the request. Unknown ones are passed over."""
+        live = self._live.get(request_id)
+        log = live.log.choices.get(choice) if live is not None else None
+        if live is None or log is None:
+            return
+        still_runs = log.finish_reason is None
+        log.discard()
+        attempt = live.attempt
+        if live.log.finished:
+            self._withdraw(live)
+            live.log.wake()
+        elif still_runs and attempt is not None:
+            attempt.member.streams.pop(attempt.stream + choice, None)
+            self._send(attempt.member, FinishChoice(attempt.stream, choice))
+
+    def on_message(self, member: Member, message: Down) -> None:
+        """Act on what a replica said (called by the fleet)."""
+        match message:
+            case Report():
+                self._on_report(member, message)
+            case Heartbeat(incarnation=incarnation, load=load):
+                if incarnation == member.incarnation:
+                    member.load = load
+            case Rejected():
+                self._on_rejected(member, message)
+            case Draining():
+                member.draining = True
+                self._retire_if_idle(member)
+            case _:
+                self._fleet.lose(member, DAMAGED, f"a {type(message).__name__} is not expected here")
+
+    def on_lost(self, member: Member, code: str, message: str) -> None:
+        """Move what ran on a lost replica elsewhere (called by the fleet)."""
+        died = code not in PEER_ALIVE
+        stranded = list(member.live.values())
+        logger.info("replica %s is lost with %d requests: %s: %s", member.replica_id, len(stranded), code, message)
+        self.counters.links_lost[code] += 1
+        for live in stranded:
+            if died and live.attempt is not None and not live.attempt.progressed:
+                live.strikes += 1
+            self._detach(live)
+        for live in stranded:
+            self._move(live)
+        if self._on_link_lost is not None:
+            self._on_link_lost(member.replica_id, code)
+
+    def _accept(self, request: Request) -> LiveRequest:
+        if self._closing:
+            raise ApiError("shutting_down", "the server is shutting down", request_id=request.request_id)
+        if request.request_id in self._live:
+            message = "the request id is in use"
+            raise ApiError("duplicate_request", message, status=409, request_id=request.request_id)
+        live = LiveRequest(TokenLog(request), self._loop.time())
+        self._live[request.request_id] = live
+        self._quiet.clear()
+        self.counters.accepted += 1
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        if not live.log.finished:
+            self._place(live)
+        return live
+
+    def _release(self, live: LiveRequest) -> None:
+        """End the request for good: its consumer has left, served or not."""
+        self._withdraw(live)
+        self._unpark(live)
+        del self._live[live.request_id]
+        if live.log.error is not None:
+            self.counters.outcomes[live.log.error.code] += 1
+        elif live.log.finished:
+            self.counters.outcomes["completed"] += 1
+            self._observe(live)
+        else:
+            self.counters.outcomes["aborted"] += 1
+        if not self._live:
+            self._quiet.set()
+
+    def _observe(self, live: LiveRequest) -> None:
+        now = self._loop.time()
+        self.counters.latency.observe(now - live.accepted_at)
+        if live.first_token_at is not None and live.log.longest > 1:
+            self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
+
+    def _place(self, live: LiveRequest) -> None:
+        """Submit the request to the replica that suits it best, or let it wait for one."""
+        while live.log.error is None:
+            member = self._fleet.choose(live)
+            if member is None:
+                self._park(live)
+                return
+            if self._submit(live, member):
+                return
+
+    def _submit(self, live: LiveRequest, member: Member) -> bool:
+        """Return False if the replica turned out to be gone."""
+        log = live.log
+        stream = self._next_stream
+        self._next_stream += MAX_N
+        try:
+            member.link.send(submit_message(log.request, stream, log.resume() if live.was_submitted else None))
+        except MessageTooLargeError as error:
+            self._fail(live, ApiError("body_too_large", str(error), param="prompt"))
+        except LinkClosedError:
+            return False  # whoever reads the link gives it up
+        else:
+            self._unpark(live)
+            member.attach(live, stream)
+            if self._fleet.is_suspect(live):
+                member.probe = live
+        return True
+
+    def _park(self, live: LiveRequest) -> None:
+        self._parked[live.request_id] = live
+        if live.timer is None:
+            wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
+            live.timer = self._loop.call_later(wait, self._give_up, live)
+
+    def _unpark(self, live: LiveRequest) -> None:
+        self._parked.pop(live.request_id, None)
+        live.stop_timer()
+
+    def _place_parked(self) -> None:
+        for live in list(self._parked.values()):
+            self._place(live)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        if live.was_submitted:
+            message = "the replica that ran the request was lost, and none came in its place"
+            self._fail(live, ApiError("replica_lost", message))
+        else:
+            self._fail(live, ApiError("no_replica", "no replica is ready to take the request"))
+
+    def _move(self, live: LiveRequest) -> None:
+        """Go on with a request whose replica was lost, unless it looks like the cause."""
+        if live.log.error is not None or live.log.finished:
+            return
+        if live.strikes >= self._config.quarantine_deaths:
+            logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
+            message = "replicas died each time they took up this request; it is not tried again"
+            self._fail(live, ApiError("request_quarantined", message, status=500, retryable=False))
+            return
+        self.counters.migrations += 1
+        self._place(live)
+
+    def _fail(self, live: LiveRequest, error: ApiError) -> None:
+        error.request_id = live.request_id
+        self._withdraw(live)
+        self._unpark(live)
+        live.log.fail(error)
+
+    def _withdraw(self, live: LiveRequest) -> None:
+        """End the attempt that runs, if any, here and on its replica."""
+        attempt = live.attempt
+        if attempt is not None:
+            self._detach(live)
+            self._send(attempt.member, Abort(attempt.stream))
+            self._retire_if_idle(attempt.member)
+
+    def _detach(self, live: LiveRequest) -> None:
+        attempt = live.attempt
+        if attempt is not None and attempt.member.detach(live, attempt):
+            self._probe_ended()
+
+    def _probe_ended(self) -> None:
+        # Later, not now: whoever is moving requests about should finish first.
+        self._loop.call_soon(self._place_parked)
+
+    def _retire_if_idle(self, member: Member) -> None:
+        if member.draining and not member.live:
+            self._fleet.lose(member, DRAINED, "the replica has finished what it ran")
+
+    def _send(self, member: Member, message: Up) -> None:
+        if not member.link.closed:
+            try:
+                member.link.send(message)
+            except LinkClosedError as error:
+                self._loop.call_soon(self._fleet.lose, member, error.code, error.message)
+
+    def _on_report(self, member: Member, report: Report) -> None:
+        if report.incarnation != member.incarnation or report.sequence < member.next_report:
+            self.counters.stale_reports += 1
+            return
+        if report.sequence > member.next_report:
+            self._fleet.lose(member, DAMAGED, f"report {member.next_report} is missing")
+            return
+        member.next_report += 1
+        member.load = report.load
+        self.counters.reports += 1
+        watched, misplaced = member.read(report, self.counters)
+        for choice in watched:
+            self._look_at(choice)
+        for choice in misplaced:
+            self._break_off(choice, "a token is not at its place")
+        for row in report.finishes:
+            self._on_finish(member, row)
+        if report.blocks is not None:
+            blocks = report.blocks
+            replica_id = member.replica_id
+            self._fleet.index.update(replica_id, blocks.sequence, blocks.stored, blocks.removed, blocks.cleared)
+
+    def _look_at(self, choice: ChoiceLog) -> None:
+        live = self._live[choice.log.request.request_id]
+        attempt = live.attempt
+        if attempt is not None and not attempt.progressed and attempt.member.progressed(live, attempt):
+            self._probe_ended()
+        if live.first_token_at is None:
+            live.first_token_at = self._loop.time()
+            self.counters.ttft.observe(live.first_token_at - live.accepted_at)
+        choice.check_at = choice.delivered + self._config.max_pending_tokens
+        if choice.pending > self._config.max_pending_tokens:
+            message = f"more than {self._config.max_pending_tokens} tokens waited for a reader that did not take them"
+            self._fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
+
+    def _break_off(self, choice: ChoiceLog, problem: str) -> None:
+        live = self._live[choice.log.request.request_id]
+        logger.error("request %s: %s", live.request_id, problem)
+        self._fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
+
+    def _on_finish(self, member: Member, row: FinishRow) -> None:
+        choice = member.streams.get(row.stream)
+        if choice is None:
+            return
+        live = self._live[choice.log.request.request_id]
+        if row.reason == FinishReason.ABORT:
+            self._detach(live)
+            self._move(live)
+        elif row.reason == FinishReason.ERROR:
+            self._break_off(choice, f"replica {member.replica_id} ended it: {row.message}")
+        elif row.num_tokens != len(choice.tokens):
+            self._break_off(choice, f"{row.num_tokens} tokens were generated, {len(choice.tokens)} arrived")
+        else:
+            self._complete(member, live, choice, row)
+
+    def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
+        del member.streams[row.stream]
+        choice.finish(row.reason)
+        if live.log.finished:
+            self._detach(live)
+            self._retire_if_idle(member)
+        live.log.wake()
+
+    def _on_rejected(self, member: Member, refusal: Rejected) -> None:
+        live = member.live.get(refusal.stream)
+        if live is None:
+            return
+        self._detach(live)
+        if refusal.elsewhere:
+            member.draining = True
+            self._retire_if_idle(member)
+            self._place(live)
+        else:
+            self._fail(live, ApiError(refusal.code, refusal.message, param=refusal.param))

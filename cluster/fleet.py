@@ -1,0 +1,185 @@
+"""The replicas that a router holds links to: reading them, noticing that one died, choosing one for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from cluster.dispatch_config import DispatcherConfig
+from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
+from cluster.member import LiveRequest, Member
+from cluster.messages import Down, Load, Ping, block_key
+from cluster.policy import PrefixIndex, rank
+from engine.prefix_hash import prompt_hashes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica as a router sees it now. `age`: seconds since its engine is known to have moved."""
+
+    replica_id: str
+    incarnation: int
+    draining: bool
+    ready: bool
+    num_requests: int
+    age: float
+    load: Load
+
+
+class FleetListener(Protocol):
+    """Who acts on what the replicas say and on their loss."""
+
+    def on_message(self, member: Member, message: Down) -> None:
+        """A replica said something."""
+
+    def on_lost(self, member: Member, code: str, message: str) -> None:
+        """A replica's link is over; the member is no longer in the fleet."""
+
+
+class Fleet:
+    """Links by replica id, one reader task each, and a watch over silence. Used on one event loop."""
+
+    def __init__(self, config: DispatcherConfig, listener: FleetListener, rng: Random) -> None:
+        self.index = PrefixIndex()
+        self._config = config
+        self._listener = listener
+        self._rng = rng
+        self._members: dict[str, Member] = {}
+        self._loop = asyncio.get_running_loop()
+        self._watcher = self._loop.create_task(self._watch())
+
+    @property
+    def members(self) -> list[Member]:
+        """The replicas whose links hold."""
+        return list(self._members.values())
+
+    def get(self, replica_id: str) -> Member | None:
+        """Return a replica by its id."""
+        return self._members.get(replica_id)
+
+    def add(self, link: ReplicaLink) -> Member:
+        """Take in a new link; one to an earlier life of the same replica is given up."""
+        former = self._members.get(link.replica_id)
+        if former is not None:
+            self.lose(former, SUPERSEDED, "the router has a newer link")
+        member = Member(link, self._loop.time())
+        self._members[link.replica_id] = member
+        member.reader = self._loop.create_task(self._read(member))
+        return member
+
+    def lose(self, member: Member, code: str, message: str) -> None:
+        """Give a replica's link up, now and for good."""
+        if member.gone:
+            return
+        member.gone = True
+        if self._members.get(member.replica_id) is member:
+            del self._members[member.replica_id]
+            self.index.drop(member.replica_id)
+        member.link.close(code, message)
+        if member.reader is not None and member.reader is not asyncio.current_task():
+            member.reader.cancel()
+        self._listener.on_lost(member, code, message)
+
+    def has_ready(self) -> bool:
+        """Whether some replica takes requests and moves."""
+        now = self._loop.time()
+        return any(self._is_ready(member, now) for member in self._members.values())
+
+    def views(self) -> list[ReplicaView]:
+        """Return a snapshot of all replicas."""
+        now = self._loop.time()
+        return [
+            ReplicaView(
+                member.replica_id,
+                member.incarnation,
+                member.draining,
+                self._is_ready(member, now),
+                len(member.live),
+                member.progress_age(now),
+                member.load,
+            )
+            for member in self._members.values()
+        ]
+
+    def choose(self, live: LiveRequest) -> Member | None:
+        """Return the replica that `live` should run on, or None while there is none for it."""
+        now = self._loop.time()
+        pool = [m for m in self._members.values() if m.takes_requests]
+        unprobed = [member for member in pool if member.probe is None]
+        pool = unprobed if self.is_suspect(live) else unprobed or pool
+        pool = [member for member in pool if self._is_ready(member, now)] or pool
+        if len(pool) < 2:
+            return pool[0] if pool else None
+        overlaps = self.index.overlaps(self._block_keys(live, pool[0].block_size))
+        candidates = [member.candidate(overlaps.get(member.replica_id, 0)) for member in pool]
+        ranked = rank(candidates, len(live.log.request.prompt_token_ids), self._rng, self._config.policy)
+        return self._members[ranked[0]]
+
+    def is_suspect(self, live: LiveRequest) -> bool:
+        """Whether one more death without progress would put the request in quarantine."""
+        return live.strikes >= self._config.quarantine_deaths - 1
+
+    async def close(self, code: str) -> None:
+        """End all links, and wait until their tasks have ended."""
+        members = self.members
+        for member in members:
+            self.lose(member, code, "the router stops")
+        self._watcher.cancel()
+        tasks = [member.reader for member in members if member.reader is not None]
+        await asyncio.gather(self._watcher, *tasks, return_exceptions=True)
+        await asyncio.gather(*(member.link.wait_closed() for member in members))
+
+    def _is_ready(self, member: Member, now: float) -> bool:
+        return member.takes_requests and member.progress_age(now) <= self._config.stall_timeout
+
+    def _block_keys(self, live: LiveRequest, block_size: int) -> list[int]:
+        if live.block_keys is None:
+            request = live.log.request
+            prompt = request.prompt_token_ids[: self._config.max_hashed_tokens]
+            try:
+                hashes = prompt_hashes(prompt, block_size, request.cache_salt)
+            except OverflowError:
+                hashes = []  # ids that no vocabulary has: the replica will refuse them by name
+            live.block_keys = [block_key(digest) for digest in hashes]
+        return live.block_keys
+
+    async def _read(self, member: Member) -> None:
+        try:
+            while not member.gone:
+                message = await member.link.receive()
+                member.last_heard = self._loop.time()
+                self._listener.on_message(member, message)
+        except LinkClosedError as error:
+            self.lose(member, error.code, error.message)
+        except Exception:
+            # A fault of ours in reading one replica must not strand its requests.
+            logger.exception("the link to replica %s failed", member.replica_id)
+            self.lose(member, DAMAGED, "a message could not be handled")
+
+    async def _watch(self) -> None:
+        period = min(self._config.stall_timeout / 6, self._config.ping_interval / 2)
+        while True:
+            due = self._loop.time() + period
+            await asyncio.sleep(period)
+            now = self._loop.time()
+            for member in self.members:
+                # Time in which this process did not run is no silence of theirs: what they said waits to be read.
+                member.last_heard = min(now, member.last_heard + max(0.0, now - due))
+                self._attend(member, now)
+
+    def _attend(self, member: Member, now: float) -> None:
+        if now - member.last_heard > self._config.stall_timeout:
+            self.lose(member, STALLED, f"silent for {self._config.stall_timeout:g} s")
+        elif member.load.progress_age > self._config.progress_timeout:
+            self.lose(member, STALLED, f"its engine has not moved for {self._config.progress_timeout:g} s")
+        elif now - member.last_ping >= self._config.ping_interval and not member.link.closed:
+            member.last_ping = now
+            try:
+                member.link.send(Ping())
+            except LinkClosedError as error:
+                self.lose(member, error.code, error.message)

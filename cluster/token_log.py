@@ -1,0 +1,131 @@
+"""What the router remembers of a live request: all that is needed to go on with it on another replica."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.errors import ApiError
+from cluster.generation import TokenChunk
+from engine.report import TokenLogprob
+from engine.request import Request
+
+
+class ChoiceLog:
+    """One choice: its output tokens so far, and how many of them the consumer has taken.
+
+    check_at: the output position from which on the dispatcher looks at the choice more closely (first token of an
+    attempt, slow consumer), so that the rows between cost nothing.
+    """
+
+    __slots__ = ("check_at", "choice", "delivered", "finish_reason", "finish_told", "log", "logprobs", "tokens")
+
+    def __init__(self, log: TokenLog, choice: int, tokens: tuple[int, ...]) -> None:
+        self.log = log
+        self.choice = choice
+        self.tokens = list(tokens)
+        self.logprobs: list[TokenLogprob] = []  # one per token beyond those the request came with, if it wants any
+        self.delivered = len(tokens)
+        self.check_at = len(tokens)
+        self.finish_reason: str | None = None
+        self.finish_told = False
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the consumer has not taken."""
+        return len(self.tokens) - self.delivered
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would bring tokens or the end."""
+        return self.delivered < len(self.tokens) or (self.finish_reason is not None and not self.finish_told)
+
+    def finish(self, reason: str) -> None:
+        """Note that the choice has ended; the first reason stays."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.log.num_open -= 1
+
+    def discard(self) -> None:
+        """End the choice on behalf of the consumer, who wants nothing more of it."""
+        self.finish("stop")
+        self.finish_told = True
+        self.delivered = len(self.tokens)
+        self.logprobs.clear()
+
+    def take(self) -> TokenChunk:
+        """Return what is new as one chunk."""
+        chunk = TokenChunk(
+            self.choice,
+            tuple(self.tokens[self.delivered :]),
+            tuple(self.logprobs),
+            self.finish_reason,
+            self.log.num_cached_tokens,
+        )
+        self.delivered = len(self.tokens)
+        self.logprobs.clear()
+        self.finish_told = self.finish_reason is not None
+        return chunk
+
+
+class TokenLog:
+    """The choices of one request, and the one consumer that waits for them. Used on one event loop.
+
+    num_open: choices that have not ended. num_cached_tokens: prompt tokens from the first replica's prefix cache.
+    """
+
+    __slots__ = ("_waiter", "choices", "error", "num_cached_tokens", "num_open", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        logs = request.resume if request.resume is not None else dict.fromkeys(range(request.params.n), ())
+        self.choices = {choice: ChoiceLog(self, choice, tokens) for choice, tokens in logs.items()}
+        self.num_open = len(self.choices)
+        self.num_cached_tokens = 0
+        self.error: ApiError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has ended."""
+        return self.num_open == 0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that the consumer has not taken."""
+        return any(choice.has_news for choice in self.choices.values())
+
+    @property
+    def longest(self) -> int:
+        """Output tokens of the longest choice."""
+        return max((len(choice.tokens) for choice in self.choices.values()), default=0)
+
+    def unfinished(self) -> list[ChoiceLog]:
+        """Return the choices that still run."""
+        return [choice for choice in self.choices.values() if choice.finish_reason is None]
+
+    def resume(self) -> dict[int, tuple[int, ...]]:
+        """Return what another replica needs to go on: unfinished choice -> output tokens so far."""
+        return {choice.choice: tuple(choice.tokens) for choice in self.unfinished()}
+
+    def take(self) -> list[TokenChunk]:
+        """Return one chunk for every choice that has news."""
+        return [choice.take() for choice in self.choices.values() if choice.has_news]
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with its one typed error; the first one stays."""
+        if self.error is None:
+            self.error = error
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the consumer look again."""
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for `wake`. Called by the consumer after it saw nothing new, without awaiting in between."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
