@@ -16,12 +16,13 @@ from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from parallel.errors import ChannelError, ParallelError
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHAN = 3  # exit status of a rank that found its parent gone
+SENTINEL_LEAD = 1.0  # seconds, far more than it takes
 MAX_REPORT = 16384  # characters of a rank's last words that are kept
 
 
@@ -35,6 +36,7 @@ class Gang:
         self._processes = tuple(processes)
         self._reports = tuple(reports)
         self._words: dict[int, str] = {}  # rank -> what it said when it failed
+        self._reading = threading.Lock()
         # multiprocessing runs these before it waits for children at exit, so a stopped one cannot hold the exit up.
         self._end = util.Finalize(self, _kill_all, args=(self._processes,), exitpriority=100)
 
@@ -68,7 +70,10 @@ class Gang:
 
     def wait_for_death(self, timeout: float | None = None) -> str | None:
         """Block until a rank ends and return what `failure` says; None after `timeout` seconds."""
-        connection.wait([process.sentinel for process in self._processes], timeout)
+        by_sentinel = {process.sentinel: process for process in self._processes}
+        for sentinel in connection.wait(list(by_sentinel), timeout):
+            # The sentinel is a pipe that the kernel closes a moment before the process can be waited for.
+            by_sentinel[cast("int", sentinel)].join(SENTINEL_LEAD)
         return self.failure()
 
     def join(self, timeout: float) -> bool:
@@ -81,15 +86,16 @@ class Gang:
     def kill(self) -> None:
         """End all ranks at once and free what they leave behind. Can be called twice."""
         self._end()
-        for rank, report in enumerate(self._reports, start=1):
+        for rank in range(1, len(self._reports) + 1):
             self._last_words(rank)
-            report.close()
 
     def _last_words(self, rank: int) -> str:
-        report = self._reports[rank - 1]
-        if rank not in self._words and not report.closed:
-            self._words[rank] = _read(report)
-        return self._words.get(rank, "")
+        with self._reading:  # a thread may wait for a death while another kills
+            report = self._reports[rank - 1]
+            if rank not in self._words:
+                self._words[rank] = _read(report)
+                report.close()
+            return self._words[rank]
 
     def __enter__(self) -> Self:
         return self

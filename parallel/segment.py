@@ -15,6 +15,7 @@ import time
 import weakref
 from mmap import mmap
 from pathlib import Path
+from typing import Self
 
 from parallel.errors import ChannelError
 
@@ -76,6 +77,12 @@ class Segment:
     def close(self) -> None:
         """Let go; the owner's end removes the name. Can be called twice."""
         self._end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _end(descriptor: int, name: str | None) -> None:

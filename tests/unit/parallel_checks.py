@@ -1,0 +1,75 @@
+"""What all ranks of a group run together in tests of the group and of the broadcast channel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel.channel import BroadcastChannel
+from parallel.errors import ChannelClosed, ChannelError
+from parallel.group import Group
+
+TIMEOUT = 20.0
+
+
+def all_reduce_sums_in_place(group: Group) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x = torch.full((2, 3), group.rank + 1).to(dtype)
+        assert group.all_reduce(x) is x
+        assert (x == sum(range(1, group.size + 1))).all()
+
+
+def all_gather_joins_in_rank_order(group: Group) -> None:
+    x = torch.arange(6).reshape(2, 3) + 10 * group.rank
+    parts = [torch.arange(6).reshape(2, 3) + 10 * rank for rank in range(group.size)]
+    assert torch.equal(group.all_gather(x), torch.cat(parts, -1))
+    assert torch.equal(group.all_gather(x, dim=0), torch.cat(parts, 0))
+    assert torch.equal(group.all_gather(x.t(), dim=1), torch.cat([part.t() for part in parts], 1))
+
+
+def broadcast_overwrites_with_the_source(group: Group) -> None:
+    for src in range(group.size):
+        x = torch.full((4,), float(group.rank))
+        assert group.broadcast(x, src) is x
+        assert (x == src).all()
+
+
+def strided_tensors_are_refused_in_place(group: Group) -> None:
+    for collective in (group.all_reduce, group.broadcast):
+        with pytest.raises(ValueError, match="contiguous"):
+            collective(torch.ones(3, 2).t())
+
+
+def inference_tensors_work(group: Group) -> None:
+    with torch.inference_mode():
+        assert group.all_reduce(torch.ones(2)).tolist() == [group.size] * 2
+
+
+def messages_arrive_whole_whatever_their_size(group: Group) -> None:
+    messages = [b"", b"short", b"x" * 64, b"y" * 65, bytes(range(256)) * 1000]
+    channel = BroadcastChannel(group, inline_bytes=64)
+    if group.rank == 0:
+        for message in messages:
+            channel.send(message, TIMEOUT)
+        channel.close()
+        channel.close()
+        return
+    assert [bytes(channel.receive(TIMEOUT)) for _ in messages] == messages
+    with pytest.raises(ChannelClosed):
+        channel.receive(TIMEOUT)
+
+
+def the_wrong_end_is_refused(group: Group) -> None:
+    channel = BroadcastChannel(group)
+    with pytest.raises(ChannelError, match="only"):
+        channel.receive(TIMEOUT) if group.rank == 0 else channel.send(b"", TIMEOUT)
+
+
+def join_and_wait(rank: int, size: int, address: str) -> None:
+    """Join the group, then miss every collective until killed."""
+    import signal
+
+    from parallel.torch_group import connect
+
+    with connect(rank, size, address, "cpu", TIMEOUT):
+        signal.pause()

@@ -1,0 +1,123 @@
+"""Groups of real processes over gloo: collectives, rendezvous, deadlines."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel.channel import BroadcastChannel
+from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
+from parallel.group import Group, SoloGroup
+from parallel.launcher import launch
+from parallel.rendezvous import Rendezvous
+from parallel.torch_group import connect
+from tests.unit import parallel_checks as checks
+from tests.unit.parallel_ranks import Crew, crew
+
+TIMEOUT = 20.0
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[Crew]:
+    with crew(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        checks.all_reduce_sums_in_place,
+        checks.all_gather_joins_in_rank_order,
+        checks.broadcast_overwrites_with_the_source,
+        checks.strided_tensors_are_refused_in_place,
+        checks.inference_tensors_work,
+        checks.messages_arrive_whole_whatever_their_size,
+        checks.the_wrong_end_is_refused,
+    ],
+)
+def test_on_three_ranks(trio: Crew, check: Callable[[Group], None]) -> None:
+    trio.run(check)
+
+
+def test_no_default_group_is_made(trio: Crew):
+    assert not dist.is_initialized()
+
+
+def test_a_group_of_one_does_nothing():
+    group = connect(0, 1, None, "cpu", TIMEOUT)
+    assert isinstance(group, SoloGroup)
+    x = torch.ones(2, 3)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.broadcast(x) is x
+    group.barrier()
+    group.close()
+
+
+def test_a_hung_rank_misses_the_deadline():
+    with Rendezvous.create() as rendezvous, launch(2, checks.join_and_wait, (2, rendezvous.address)):
+        group = connect(0, 2, rendezvous, "cpu", TIMEOUT, collective_timeout=0.2)
+        with group, pytest.raises(ChannelTimeout, match="all-reduce of rank 0 of 2 missed its deadline"):
+            group.all_reduce(torch.ones(1))
+        with pytest.raises(ChannelError, match="closed"):
+            group.all_reduce(torch.ones(1))
+
+
+def test_a_dead_rank_ends_a_wait_without_deadline():
+    with (
+        Rendezvous.create() as rendezvous,
+        launch(2, checks.join_and_wait, (2, rendezvous.address)) as gang,
+        connect(0, 2, rendezvous, "cpu", TIMEOUT) as group,
+    ):
+        gang.kill()
+        with pytest.raises(ChannelError, match="a peer is gone"):
+            group.broadcast(torch.ones(1), src=1, timeout=float("inf"))
+        BroadcastChannel(group).close()  # nobody is left to be told, which is no error
+
+
+def test_ranks_that_do_not_come_are_told_in_time():
+    with Rendezvous.create() as rendezvous, pytest.raises(RendezvousError, match=r"rank 0 of 2 .* within 0\.3 s"):
+        connect(0, 2, rendezvous, "cpu", 0.3)
+
+
+def test_an_absent_rank_0_is_told_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(RendezvousError, match=rf"no rank 0 answers at 127\.0\.0\.1:{port} after 0\.1 s"):
+        connect(1, 2, f"127.0.0.1:{port}", "cpu", 0.1)
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "host:port", ":80"])
+def test_a_malformed_address_is_refused(address: str):
+    with pytest.raises(RendezvousError, match=r"is not of the form 127\.0\.0\.1:29500"):
+        connect(1, 2, address, "cpu", 0.1)
+
+
+def test_a_rank_outside_the_group_and_a_missing_address_are_refused():
+    with pytest.raises(ValueError, match="rank must be 0 to 1 in a group of 2, not 2"):
+        connect(2, 2, "127.0.0.1:1", "cpu", 0.1)
+    with pytest.raises(RendezvousError, match="needs the address"):
+        connect(0, 2, None, "cpu", 0.1)
+
+
+def test_the_store_listens_on_its_own_address_only_and_every_store_has_its_own_port():
+    with Rendezvous.create() as first, Rendezvous.create() as second:
+        assert first.address != second.address
+        port = int(first.address.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), TIMEOUT):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), TIMEOUT)
+
+
+def test_a_host_that_is_not_ours_is_refused():
+    with pytest.raises(RendezvousError, match="give an address of this machine"):
+        Rendezvous.create("192.0.2.1")
+    closed = Rendezvous.create()
+    closed.close()
+    with pytest.raises(RendezvousError, match="is closed"):
+        connect(0, 2, closed, "cpu", 0.1)
