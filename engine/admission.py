@@ -92,7 +92,7 @@ class Admission:
             self._check_tokens(tokens, "resume")
             if len(tokens) > longest:
                 raise InvalidRequestError(
-                    f"choice {choice} is complete: resume has {len(tokens)} tokens, at most {longest} leave one to do",
+                    f"choice {choice} is complete: resume has {len(tokens)} tokens, at most {longest} leave work",
                     "resume",
                 )
 
