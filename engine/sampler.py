@@ -1,6 +1,13 @@
-"""Chooses tokens from logits. Each row's token is a function of its own logits, parameters and key alone."""
+"""Chooses tokens from logits. Each row's token is a function of its own logits, parameters and key alone.
+
+Whole-vocabulary passes are what sampling costs on a CPU, so there are few: the vocabulary is looked at in runs of
+neighbouring ids, by their peaks (to find the best) and their masses (to draw), and only then id by id.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,12 +18,12 @@ from torch import Tensor
 from engine.noise import gumbel, row_keys
 from engine.report import Floats, Ints, Logprobs, SamplingInputs, StepOutputs
 
-# Tokens are drawn in two races: one among runs of this many neighbouring ids, one within the winning run.
-RUN = 128
-# Best tokens looked at when a row's top-p set is searched; rows that need more are sorted whole.
-CANDIDATES = 256
+RUN = 64
 # Where the runs' indices begin in the noise of a row, beyond all token ids.
 RUN_INDEX = 1 << 32
+# Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
+CANDIDATES = 64
+MORE = 16
 NEVER = float("-inf")
 
 
@@ -30,9 +37,11 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> StepOutputs:
     raw = logits.clone() if wants_logprobs and not _keeps_logits(inputs) else logits
     _forbid(logits, inputs)
     _penalise(logits, inputs)
-    best = logits.argmax(dim=-1)
+    logits = F.pad(logits, (0, -logits.shape[1] % RUN), value=NEVER) if logits.shape[1] % RUN else logits.contiguous()
+    peaks = logits.view(len(logits), -1, RUN).amax(dim=-1)
+    best = _argmax(logits, peaks)
     sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
-    tokens = best if inputs.all_greedy else _draw(logits, best, inputs)
+    tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
     chosen = tokens.where(sound, -1)
     logprobs = _logprobs(raw, chosen.clamp(min=0), inputs.num_logprobs) if wants_logprobs else None
     token_ids = chosen.to(torch.int32).cpu().numpy()
@@ -76,88 +85,126 @@ def _history(ids: Ints, vocab: int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.where(ids < 0, vocab, ids).astype(np.int64)).to(device)
 
 
-def _column(values: Floats | NDArray[np.bool_], like: Tensor) -> Tensor:
+def _column(values: NDArray[Any], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)[:, None]
 
 
-def _draw(logits: Tensor, best: Tensor, inputs: SamplingInputs) -> Tensor:
+def _members(runs: Tensor) -> Tensor:
+    """Return the ids in some runs of each row: [num_rows, n] -> [num_rows, n * RUN]."""
+    return (runs[:, :, None] * RUN + torch.arange(RUN, device=runs.device)).flatten(1)
+
+
+def _argmax(logits: Tensor, peaks: Tensor) -> Tensor:
+    """Return each row's best id, the lowest of equals; a NaN counts as best."""
+    ids = _members(peaks.argmax(dim=-1, keepdim=True))
+    return ids.gather(1, logits.gather(1, ids).argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _best_values(logits: Tensor, peaks: Tensor, count: int) -> Tensor:
+    """Return the `count` largest logits of each row, sorted; they lie in the runs with the largest peaks."""
+    if 2 * count < peaks.shape[1]:
+        logits = logits.gather(1, _members(peaks.topk(count, dim=-1, sorted=False).indices))
+    return logits.topk(count, dim=-1).values
+
+
+@dataclass(slots=True)
+class _Race:
+    """The rows that are drawn at random, after temperature.
+
+    logits: [num_rows, vocab]; peaks: the largest of each run before temperature, [num_rows, vocab / RUN];
+    most: each row's largest logit, [num_rows, 1]; weights: exp(logits - most), [num_rows, vocab].
+    """
+
+    logits: Tensor
+    peaks: Tensor
+    most: Tensor
+    weights: Tensor
+
+    def rows(self, index: Tensor) -> _Race:
+        """Return some of the rows; all of them without a copy."""
+        if len(index) == len(self.logits):
+            return self
+        return _Race(*(each.index_select(0, index) for each in (self.logits, self.peaks, self.most, self.weights)))
+
+
+def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -> Tensor:
     """Return the tokens of all rows, `best` where temperature is 0."""
     rows = np.flatnonzero(inputs.temperature)
     index = torch.from_numpy(rows).to(logits.device)
     if len(rows) < len(logits):
-        logits = logits.index_select(0, index)
+        logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
     logits = logits.div_(_column(inputs.temperature[rows], logits))
     most = logits.gather(1, best[index, None])
-    threshold = _threshold(logits, most, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
-    if threshold is not None:
-        logits = logits.masked_fill_(logits < threshold, NEVER)
+    race = _Race(logits, peaks, most, (logits - most).exp_())
+    least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
     keys = row_keys(inputs.seeds[rows], inputs.choices[rows], inputs.positions[rows])
-    return best.index_copy(0, index, _race(logits, most, torch.from_numpy(keys).to(logits.device)))
+    return best.index_copy(0, index, _run(race, least, torch.from_numpy(keys).to(logits.device)))
 
 
-def _race(logits: Tensor, most: Tensor, keys: Tensor) -> Tensor:
-    """Draw one id per row from softmax(logits) by Gumbel-max: first a run of ids by its mass, then an id within.
+def _run(race: _Race, least: Tensor | None, keys: Tensor) -> Tensor:
+    """Draw one id per row, among the logits of at least `least`, by Gumbel-max; keys: [num_rows].
 
-    logits: [num_rows, vocab]; most: each row's largest, [num_rows, 1]; keys: [num_rows]. Both races follow from the
-    chain rule of probabilities, so the result is distributed as if every id had its own noise, at a fraction of it.
+    First a run is drawn by its mass, then an id within it. By the chain rule of probabilities the result is
+    distributed as if every id of the vocabulary had noise of its own, at a fraction of the cost.
     """
-    count, vocab = logits.shape
-    if vocab % RUN:
-        logits = F.pad(logits, (0, -vocab % RUN), value=NEVER)
-    mass = (logits - most).exp_().reshape(count, -1, RUN).sum(dim=-1).double().log_()
-    runs = torch.arange(mass.shape[1], device=logits.device)
-    run = (mass + gumbel(keys, runs[None] + RUN_INDEX)).argmax(dim=-1)
-    ids = run[:, None] * RUN + torch.arange(RUN, device=logits.device)
-    within = logits.gather(1, ids).double() + gumbel(keys, ids)
-    return ids.gather(1, within.argmax(dim=-1, keepdim=True))[:, 0]
+    weights = race.weights if least is None else race.weights.mul_(race.logits >= least)
+    mass = weights.view(len(weights), -1, RUN).sum(dim=-1).double().log_()
+    runs = torch.arange(mass.shape[1], device=mass.device)
+    ids = _members((mass + gumbel(keys, runs[None] + RUN_INDEX)).argmax(dim=-1, keepdim=True))
+    within = race.logits.gather(1, ids)
+    if least is not None:
+        within.masked_fill_(within < least, NEVER)
+    return ids.gather(1, (within.double() + gumbel(keys, ids)).argmax(dim=-1, keepdim=True))[:, 0]
 
 
-def _threshold(logits: Tensor, most: Tensor, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
+def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
     """Return the least logit that each row may draw, [num_rows, 1]; None when no row is filtered.
 
     Ties with the least are kept, so that a row does not depend on how anybody sorts.
     """
-    vocab = logits.shape[1]
-    limited = (top_k > 0) & (top_k < vocab)
+    limited = (top_k > 0) & (top_k < race.logits.shape[1])
     rows = np.flatnonzero(limited | (top_p < 1))
     if not rows.size and not min_p.any():
         return None
     with np.errstate(divide="ignore"):
-        threshold = most + _column(np.log(min_p), logits)
+        least = race.most + _column(np.log(min_p), race.most)
     if not rows.size:
-        return threshold
-    index = torch.from_numpy(rows).to(logits.device)
-    some = logits if len(rows) == len(logits) else logits.index_select(0, index)
-    count = min(vocab, max(CANDIDATES, int(top_k[rows].max(where=limited[rows], initial=1))))
-    found = some.topk(count, dim=-1).values
-    least = threshold[index]
+        return least
+    index = torch.from_numpy(rows).to(least.device)
+    limited, top_k, top_p = limited[rows], top_k[rows], top_p[rows]
+    some = race.rows(index)
+    mine = least[index]
     if limited.any():
-        last = np.where(limited[rows], top_k[rows], count).astype(np.int64) - 1
-        kth = found.gather(1, torch.from_numpy(last).to(logits.device)[:, None])
-        least = torch.where(_column(limited[rows], logits), kth.maximum(least), least)
+        mine = _top_k(some, mine, limited, top_k)
     if (top_p < 1).any():
-        least = _nucleus(some, found, most[index], least, _column(top_p[rows], logits))
-    return threshold.index_copy(0, index, least)
+        mine = _top_p(some, mine, _column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
+    return least.index_copy(0, index, mine)
 
 
-def _nucleus(logits: Tensor, found: Tensor, most: Tensor, least: Tensor, top_p: Tensor) -> Tensor:
-    """Return the least logit of the smallest set of best tokens whose mass reaches top_p.
+def _top_k(race: _Race, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) -> Tensor:
+    """Raise `least` to the k-th best logit in the rows that are limited."""
+    rank = np.where(limited, top_k, 1).astype(np.int64) - 1
+    values = _best_values(race.logits, race.peaks, int(rank.max()) + 1)
+    kth = values.gather(1, _column(rank, least)).maximum(least)
+    return torch.where(_column(limited, least), kth, least)
 
-    found: the best logits of each row, sorted; least: [num_rows, 1] what earlier filters left.
+
+def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
+    """Raise `least` to the lowest logit of the smallest set of best tokens whose mass reaches top_p.
+
+    least: what earlier filters left, [num_rows, 1]; count: how many of the best are looked at first.
     """
-    weights = (logits - most).exp_().masked_fill_(logits < least, 0)
-    wanted = weights.sum(dim=-1, keepdim=True).double() * top_p
-    mass = (found - most).exp_().masked_fill_(found < least, 0).double()
-    before = mass.cumsum(dim=-1) - mass
-    inside = (before < wanted) & (found >= least)
-    last = found.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)).maximum(least)
+    wanted = (race.weights * (race.logits >= least)).sum(dim=-1, keepdim=True).double() * top_p
+    values = _best_values(race.logits, race.peaks, count)
+    mass = ((values - race.most).exp_() * (values >= least)).double()
+    inside = (mass.cumsum(dim=-1) - mass < wanted) & (values >= least)
+    last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)).maximum(least)
     last = torch.where(top_p < 1, last, least)
-    # Where even the last candidate is inside, the set may go on beyond the candidates.
+    # Where even the last one looked at is inside, the set may go on.
     unsure = torch.nonzero(inside[:, -1] & (top_p[:, 0] < 1))[:, 0]
-    if found.shape[1] < logits.shape[1] and len(unsure):
-        rest = logits[unsure]
-        whole = rest.sort(dim=-1, descending=True).values
-        last[unsure] = _nucleus(rest, whole, most[unsure], least[unsure], top_p[unsure])
+    if count < race.logits.shape[1] and len(unsure):
+        more = min(count * MORE, race.logits.shape[1])
+        last[unsure] = _top_p(race.rows(unsure), least[unsure], top_p[unsure], more)
     return last
 
 
