@@ -1,0 +1,140 @@
+"""One batch of requests through the engine core, from the first step to the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from engine.core import EngineCore
+from engine.detokenizer import TextStream
+from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.outputs import CompletionOutput
+from engine.report import StepReport, TokenLogprob
+from engine.request import FinishReason, Request, Sequence
+from engine.tokenizer import Tokenizer
+
+
+class ChoiceRun:
+    """Tokens of one choice. Its text is made once at the end, unless stop strings have to be watched for."""
+
+    def __init__(self, index: int, stream: TextStream, watch: bool, wants_logprobs: bool) -> None:
+        self.reason: FinishReason | None = None
+        self._index = index
+        self._stream = stream
+        self._watch = watch
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] | None = [] if wants_logprobs else None
+        self._text = ""
+
+    def add(self, token_id: int, logprob: TokenLogprob | None, reason: FinishReason | None) -> bool:
+        """Take one token, the last one if `reason` is given; return whether it completed a stop string."""
+        self._tokens.append(token_id)
+        if logprob is not None and self._logprobs is not None:
+            self._logprobs.append(logprob)
+        if self._watch:
+            self._text += self._stream.push((token_id,), reason is FinishReason.STOP)
+        if self._stream.stopped:
+            self.reason = FinishReason.STOP
+        elif reason is not None:
+            self.end(reason)
+        return self._stream.stopped
+
+    def end(self, reason: FinishReason) -> None:
+        """No more tokens come."""
+        self.reason = reason
+        if not self._watch:
+            self._text = self._stream.push(self._tokens, reason is FinishReason.STOP)
+        self._text += self._stream.flush()
+
+    def output(self) -> CompletionOutput:
+        """Return the whole choice."""
+        reason = self.reason or FinishReason.ERROR
+        return CompletionOutput(self._index, self._text, self._tokens, reason.value, self._logprobs)
+
+
+class BatchRun:
+    """Drives `core` until a batch of requests is done. `core` must have nothing else to do meanwhile.
+
+    num_done: requests that have all their choices. num_tokens: tokens generated so far.
+    """
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer, requests: Items[Request]) -> None:
+        """Add all requests, or none: raises `InvalidRequestError` naming the first that cannot run (`prompts[3]`)."""
+        self.num_done = 0
+        self.num_tokens = 0
+        self._core = core
+        self._choices: dict[str, list[ChoiceRun]] = {}
+        self._open: dict[str, int] = {}
+        self._cached: dict[str, int] = {}
+        try:
+            for number, request in enumerate(requests):
+                _add(core, request, number)
+                self._choices[request.request_id] = _choices(request, tokenizer)
+                self._open[request.request_id] = request.params.n
+        except BaseException:
+            self.abort()
+            raise
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `step` has more to do."""
+        return self._core.has_unfinished
+
+    def step(self) -> None:
+        """Run one engine step and take what it brings. Raises `EngineDeadError`."""
+        report = self._core.step()
+        self.num_tokens += len(report.token_ids)
+        self._take(report)
+
+    def abort(self) -> None:
+        """End what still runs, and leave the core with nothing to do."""
+        for request_id, count in self._open.items():
+            if count:
+                self._core.abort(request_id)
+        while self._core.has_unfinished:
+            self._core.step()
+
+    def outputs(self, request_id: str) -> list[CompletionOutput]:
+        """Return the choices of a request that is done."""
+        return [choice.output() for choice in self._choices[request_id]]
+
+    def num_cached_tokens(self, request_id: str) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return self._cached.get(request_id, 0)
+
+    def _take(self, report: StepReport) -> None:
+        ended = {finish.sequence: finish.reason for finish in report.finished}
+        logprobs = report.logprobs
+        for row, (sequence, token_id) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
+            request_id = sequence.request.request_id
+            choice = self._choices[request_id][sequence.index]
+            if choice.add(token_id, logprobs.get(row), ended.get(sequence)):
+                self._core.finish_choice(request_id, sequence.index)
+        for sequence, reason in ended.items():
+            self._close(sequence, reason)
+
+    def _close(self, sequence: Sequence, reason: FinishReason) -> None:
+        request_id = sequence.request.request_id
+        choice = self._choices[request_id][sequence.index]
+        if choice.reason is None:
+            choice.end(reason)
+        self._cached.setdefault(request_id, sequence.num_cached_tokens)
+        self._open[request_id] -= 1
+        self.num_done += self._open[request_id] == 0
+
+
+def _choices(request: Request, tokenizer: Tokenizer) -> list[ChoiceRun]:
+    params = request.params
+    streams = tokenizer.text_streams(params)
+    wants = params.logprobs is not None
+    return [ChoiceRun(i, stream, bool(params.stop), wants) for i, stream in enumerate(streams)]
+
+
+def _add(core: EngineCore, request: Request, number: int) -> None:
+    """Add one request; its refusal names its place in the batch."""
+    try:
+        core.add(request)
+    except PromptTooLongError as error:
+        raise PromptTooLongError(f"prompts[{number}]: {error}", f"prompts[{number}]") from error
+    except InvalidRequestError as error:
+        field = f"prompts[{number}]" if error.param == "prompt" else f"sampling_params[{number}].{error.param}"
+        raise InvalidRequestError(f"{field}: {error}", field, error.code) from error

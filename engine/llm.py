@@ -1,0 +1,267 @@
+"""Offline generation: a model, a list of prompts, their texts."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, Self, cast
+
+from tqdm import tqdm
+
+from engine.batch_run import BatchRun
+from engine.config import EngineConfig, config_fields
+from engine.core import EngineCore
+from engine.errors import ConfigError, InvalidRequestError
+from engine.interrupts import DeferredInterrupt
+from engine.local_executor import ModelInfo, build_executor
+from engine.outputs import RequestOutput
+from engine.report import EngineStats
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+BAR_DELAY = 1.0  # seconds: shorter runs need no progress bar
+
+
+class LLM:
+    """A model on this machine, for batches of prompts. Used by one thread; close it, or use it as a context manager.
+
+        with LLM("path/to/model") as llm:
+            for result in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
+                print(result.outputs[0].text)
+
+    With `tensor_parallel_size` above 1 the other ranks are processes that end with this one. Python starts those by
+    importing the main program again: keep its work under `if __name__ == "__main__":`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        device: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        block_size: int = 16,
+        num_kv_blocks: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        seed: int = 0,
+        **more: Any,
+    ) -> None:
+        """Load `model` (local folder or hub id). Settings, and those in `more`, are `EngineConfig`'s fields.
+
+        Raises `ConfigError` naming the setting, `CheckpointError` naming what is wrong with the model, and
+        `EngineDeadError` when a rank did not come up.
+        """
+        _refuse_unknown(more)
+        config = EngineConfig(
+            model=str(model),
+            tensor_parallel_size=tensor_parallel_size,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+            seed=seed,
+            **more,
+        )
+        self.tokenizer = Tokenizer(config.tokenizer or config.model)
+        executor, info = build_executor(config)
+        self.info: ModelInfo = info
+        try:
+            self._core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+        except BaseException:
+            executor.close()
+            raise
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return one result per prompt, in order.
+
+        prompts: texts or lists of token ids, one or many. sampling_params: one for all, or one per prompt.
+        use_tqdm: show progress and tokens/s on stderr when it takes longer than a second.
+
+        The tokens of a request do not depend on the others. One without a seed gets its own from the LLM's seed and
+        its number since the LLM was made, so that a program gives the same texts each time it is run.
+
+        Raises `InvalidRequestError` naming prompt and field before anything is run, `EngineDeadError` when a rank
+        died. Ctrl-C takes effect after the current step and leaves the LLM usable; a second one closes it at once.
+        """
+        return self._run(self._tokenized(_as_list(prompts)), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answer to one conversation, or to each of several; see `generate`.
+
+        messages: dicts with `role` and `content`, filled into the model's own chat template; `chat_template_kwargs`
+        are extra variables of the template. Raises `InvalidRequestError` when the model has no template.
+        """
+        prompts: list[tuple[str | None, list[int]]] = []
+        for conversation in _conversations(messages):
+            text = self.tokenizer.render_chat(conversation, options=chat_template_kwargs)
+            prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False, param="messages")))
+        return self._run(prompts, sampling_params, use_tqdm)
+
+    def stats(self) -> EngineStats:
+        """Return the engine's figures: KV blocks, prefix hits, preemptions, tokens since the start."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Free the model and end the other ranks. Can be called twice."""
+        self._core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = _params_of(sampling_params, len(prompts))
+        requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
+        run = BatchRun(self._core, self.tokenizer, requests)
+        with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:
+            while run.unfinished:
+                self._step(run)
+                _show(bar, run)
+                _check(interrupt, run)
+        return [
+            RequestOutput(text, ids, run.outputs(request.request_id), run.num_cached_tokens(request.request_id))
+            for (text, ids), request in zip(prompts, requests, strict=True)
+        ]
+
+    def _step(self, run: BatchRun) -> None:
+        try:
+            run.step()
+        except BaseException:  # in the middle of a step nobody knows where things stand
+            self.close()
+            raise
+
+    def _tokenized(self, prompts: Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
+        found: list[tuple[str | None, list[int]]] = []
+        for number, prompt in enumerate(prompts):
+            if isinstance(prompt, str):
+                found.append((prompt, self.tokenizer.encode(prompt, param=f"prompts[{number}]")))
+            else:
+                found.append((None, list(prompt)))
+        return found
+
+    def _request(self, token_ids: list[int], params: SamplingParams) -> Request:
+        number = self._num_requests
+        self._num_requests += 1
+        seed = _derived_seed(self.info.config.seed, number) if params.seed is None else params.seed
+        return Request(f"offline-{number}", tuple(token_ids), params, seed=seed)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt, as text or token ids, becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts must be a string, a list of token ids, or a list of these, not {type(prompts).__name__}",
+            "prompts",
+            "invalid_type",
+        )
+    if prompts and isinstance(prompts[0], int):
+        return [cast("Sequence[int]", prompts)]
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
+            raise InvalidRequestError(
+                f"prompts[{number}] must be a string or a list of token ids, not {type(prompt).__name__}",
+                f"prompts[{number}]",
+                "invalid_type",
+            )
+    return cast("Sequence[Prompt]", prompts)
+
+
+def _conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    if messages and isinstance(messages[0], Mapping):
+        return [cast("Sequence[Message]", messages)]
+    return list(cast("Sequence[Sequence[Message]]", messages))
+
+
+def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(
+            f"sampling_params must be one, or one per prompt: {count} prompts came with {len(given)}",
+            "sampling_params",
+        )
+    return given
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    """A seed of 63 bits for request `number` of an LLM with `seed`."""
+    digest = blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        if name not in config_fields():
+            near = difflib.get_close_matches(name, config_fields(), n=1)
+            hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(config_fields())
+            raise ConfigError(f"unknown setting {name}; {hint}", name)
+
+
+def _progress(total: int, wanted: bool) -> tqdm[Any]:
+    return tqdm(
+        total=total,
+        disable=not wanted,
+        delay=BAR_DELAY,
+        desc="Generating",
+        unit="prompt",
+        file=sys.stderr,
+    )
+
+
+def _check(interrupt: DeferredInterrupt, run: BatchRun) -> None:
+    try:
+        interrupt.check()
+    except KeyboardInterrupt:
+        run.abort()
+        raise
+
+
+def _show(bar: tqdm[Any], run: BatchRun) -> None:
+    elapsed = bar.format_dict["elapsed"]
+    if elapsed > 0:
+        bar.set_postfix_str(f"{run.num_tokens / elapsed:,.0f} tokens/s", refresh=False)
+    bar.update(run.num_done - bar.n)
