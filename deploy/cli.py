@@ -1,0 +1,116 @@
+"""The `squadron` command.
+
+Commands import what they need when they run: Ray and torch take seconds, which `--help` must not wait for.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deploy.environment import Environment, prepare_local_ray
+from deploy.flags import ServeCommand, in_flags, merge_settings, with_settings
+from engine.errors import SquadronError
+from parallel.errors import ParallelError, ShardingError
+
+app = typer.Typer(
+    name="squadron",
+    help="Serve large language models on Ray, so that every token survives.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.command(cls=ServeCommand)
+@with_settings
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder, a hub id, or 'demo'. May stand in --config as `model:` instead."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of settings, named as the flags; the command line wins."),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check model and settings, print what would run and where, and stop."),
+    ] = False,
+    wait_for_nodes: Annotated[
+        bool,
+        typer.Option("--wait-for-nodes", help="In a cluster too small now, wait for nodes (autoscaling)."),
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's and Serve's own logs.")] = False,
+    **chosen: Any,
+) -> None:
+    """Serve MODEL over an OpenAI-compatible endpoint.
+
+    Starts Ray on this machine, or joins the cluster that RAY_ADDRESS names ("auto" finds one started by `ray start`).
+    Ctrl-C stops everything that was started; a second Ctrl-C does not wait for running streams.
+    """
+    environment = Environment.read()
+    if model is not None:
+        chosen["model"] = model
+    if environment.api_key is not None:
+        chosen.setdefault("api_key", environment.api_key)
+    settings = merge_settings(config, chosen)
+    if dry_run:
+        from deploy.plan import describe_plan, make_plan
+
+        print(describe_plan(make_plan(settings)))
+        return
+    if environment.ray_address is None:
+        prepare_local_ray()
+    from deploy.serve import Options, serve_model
+
+    serve_model(settings, Options(environment.ray_address, wait_for_nodes, verbose))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model id.", show_default="the first that the server has")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 = always the likeliest token.")] = 0.7,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
+    ] = None,
+) -> None:
+    """Chat with a served model in the terminal. /clear forgets the conversation, /exit ends it.
+
+    Lines can also be piped in: each is one message.
+    """
+    from deploy.chat import Chat, ChatOptions
+
+    key = api_key or Environment.read().api_key
+    Chat(ChatOptions(url, model, system, max_tokens, temperature, key)).run(sys.stdin)
+
+
+@app.command()
+def version() -> None:
+    """Print the version of Squadron and of what it runs on."""
+    for name in ("squadron", "ray", "torch", "transformers"):
+        print(f"{name} {installed_version(name)}")
+
+
+def main() -> None:
+    """Run the command; what Squadron refuses on purpose is one sentence and exit code 1."""
+    try:
+        app()
+    except (SquadronError, ParallelError) as error:
+        errors.print(Text.assemble(("Error: ", "bold red"), explain(error)))
+        raise SystemExit(1) from None
+
+
+def explain(error: Exception) -> str:
+    """Return one sentence that names the flag to change, where there is one."""
+    hint = "; change --tensor-parallel-size" if isinstance(error, ShardingError) else ""
+    return in_flags(" ".join(str(error).split())) + hint

@@ -1,0 +1,66 @@
+"""The one place where environment variables are read and set."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# What a Ray of our own is started with; a variable that is set already is left alone.
+# Ray has no switch of its own for "this machine only": the flag of its macOS and Windows builds, which puts all its
+# servers on 127.0.0.1, does the same on Linux. Serve's replicas listen on every interface all the same, so that
+# tokens stay on: nothing on those ports is answered without one.
+LOCAL_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the commands take from the environment.
+
+    ray_address: `RAY_ADDRESS`, the Ray cluster to join; None = start one.
+    api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
+    """
+
+    ray_address: str | None = None
+    api_key: str | None = None
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """Read `variables`, by default this process's. An empty variable counts as unset."""
+        variables = os.environ if variables is None else variables
+        return cls(
+            ray_address=variables.get("RAY_ADDRESS") or None,
+            api_key=variables.get("SQUADRON_API_KEY") or None,
+        )
+
+
+def prepare_local_ray() -> None:
+    """Pin what Ray would take from the machine. Must come before the first import of ray, which reads some of it."""
+    for name, value in LOCAL_RAY.items():
+        os.environ.setdefault(name, value)
+    if os.environ["RAY_AUTH_MODE"] == "token" and not any(os.environ.get(name) for name in TOKEN_VARIABLES):
+        _ensure_token(Path.home() / ".ray" / "auth_token")
+
+
+def _ensure_token(path: Path) -> None:
+    """Make the file that Ray looks for, readable by its owner alone (Ray would let everybody read it)."""
+    if path.is_file():
+        return
+    token = secrets.token_hex(32)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        # A home that cannot be written to: this process and its children share the token in their environment.
+        os.environ["RAY_AUTH_TOKEN"] = token
+        return
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(token)

@@ -1,0 +1,202 @@
+"""Command-line flags made from `ClusterConfig`: one flag per setting, so that there is one source of truth."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from operator import getitem
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+import yaml
+from typer.core import TyperCommand
+
+from cluster.config import ClusterConfig, flag, parse_config
+from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
+from engine.errors import ConfigError
+
+SHORT = {"tensor_parallel_size": "-tp"}
+POSITIONAL = "model"
+CHOICES = {
+    "dtype": DTYPES,
+    "device": DEVICES,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "attention_backend": ATTENTION_BACKENDS,
+}
+# What an open setting (default None) comes to.
+OPEN_DEFAULTS = {
+    "tokenizer": "the model's own",
+    "device": "cuda where there is one",
+    "max_model_len": "the model's own limit",
+    "num_kv_blocks": "from memory",
+    "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
+    "served_model_name": "the last part of MODEL",
+    "api_key": "$SQUADRON_API_KEY, else no key",
+    "link_host": "loopback on one node, else the node's address",
+}
+HELP = {
+    "Model": {
+        "tokenizer": "Folder or hub id of the tokenizer.",
+        "served_model_name": "Model id that clients use.",
+        "dtype": "Type of weights and activations.",
+        "max_model_len": "Most tokens of prompt and output of one sequence.",
+        "seed": "Seed of requests that bring none.",
+    },
+    "Engine": {
+        "tensor_parallel_size": "Ranks of one replica; each holds a slice of the model.",
+        "device": "Where the model runs.",
+        "max_num_seqs": "Most sequences in one step.",
+        "max_num_batched_tokens": "Most tokens in one step, prompt and decode.",
+        "long_prefill_token_threshold": "Most prompt tokens of one sequence in a step; 0 = all.",
+        "scheduling_policy": "Who goes first.",
+        "attention_backend": "How attention is computed.",
+        "enforce_eager": "Never capture or compile; easier to debug.",
+        "step_timeout": "Seconds after which a step counts as hung and its replica is replaced.",
+    },
+    "KV cache": {
+        "block_size": "Tokens in one KV block; a power of two.",
+        "num_kv_blocks": "KV blocks of each rank.",
+        "gpu_memory_utilization": "Share of a GPU's memory to use, above 0 and at most 1.",
+        "kv_cache_memory_bytes": "Bytes of KV cache of each rank on CPU.",
+        "enable_prefix_caching": "Reuse the KV blocks of prompts that begin alike.",
+    },
+    "Cluster": {
+        "replicas": "Copies of the model, each a tensor-parallel group.",
+        "routers": "Copies of the HTTP front end.",
+        "cpus_per_worker": "CPUs that Ray reserves for each rank.",
+        "link_host": "Address on which replicas listen for routers.",
+        "stall_timeout": "Seconds without a sign of life after which a router leaves a replica.",
+        "drain_timeout": "Seconds that a replica told to stop may take to finish its streams.",
+    },
+    "HTTP": {
+        "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",
+        "port": "Port to listen on; 0 = any free one.",
+        "api_key": "Key that clients must send as a bearer token.",
+        "max_body_bytes": "Largest request body.",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of `ClusterConfig` as a flag. `shown` is its default in words; `kind` is int, float, str or bool."""
+
+    name: str
+    kind: type
+    shown: str
+    panel: str
+    help: str
+
+
+class ServeCommand(TyperCommand):
+    """A command whose complaint about an unknown flag asks "did you mean"."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual; name the nearest flag when one is unknown."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Typer exports no class for unknown options; this attribute is what tells them from other errors.
+            near = getattr(error, "possibilities", None)
+            if near:
+                error.message = f"{error.message}. Did you mean {near[0]}?"  # type: ignore[attr-defined]  # see above
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return every setting but the model, in the order of the help page."""
+    hints = get_type_hints(ClusterConfig)
+    defaults = {f.name: f.default for f in fields(ClusterConfig)}
+    return tuple(
+        Setting(name, _plain(hints[name]), _shown(name, defaults[name]), panel, text)
+        for panel, texts in HELP.items()
+        for name, text in texts.items()
+    )
+
+
+def with_settings(function: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one flag per setting; its `**chosen` gets those that were on the command line."""
+
+    def command(**values: Any) -> None:
+        names = {setting.name for setting in settings()}
+        chosen = {key: value for key, value in values.items() if key in names and value is not None}
+        function(**{key: value for key, value in values.items() if key not in names}, **chosen)
+
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = [_parameter(setting) for setting in settings()]
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *made)}
+    command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]  # read by typer
+    return command
+
+
+def load_settings(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings. Raises `ConfigError` naming the file where it is no mapping or not readable."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> ClusterConfig:
+    """Return the configuration of file and command line, which wins. Raises `ConfigError`."""
+    loaded = {} if path is None else load_settings(path)
+    try:
+        return parse_config({**loaded, **chosen})
+    except ConfigError as error:
+        if path is not None and error.flag in loaded and error.flag not in chosen:
+            raise ConfigError(f"{path}: {error}", error.flag) from None
+        raise
+
+
+def in_flags(message: str) -> str:
+    """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
+
+    A setting of one plain word, such as port, is taken for one only at the head of the message or before `=`.
+    """
+    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL]
+    compound = "|".join(name for name in words if "_" in name)
+    plain = "|".join(name for name in words if "_" not in name)
+    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:)"
+    return re.sub(found, lambda match: flag(match[0]), message)
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    spelt = flag(setting.name)
+    names = [spelt] if setting.kind is not bool else [f"{spelt}/--no-{spelt[2:]}"]
+    if setting.name in SHORT:
+        names.append(SHORT[setting.name])
+    option = typer.Option(
+        *names,
+        help=f"{setting.help} (default: {setting.shown})",
+        show_default=False,
+        metavar="|".join(CHOICES.get(setting.name, ())) or None,
+        rich_help_panel=setting.panel,
+    )
+    annotation = getitem(Annotated, (setting.kind | None, option))  # made, not written: mypy need not know it
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain(hint: Any) -> type:
+    """Return int, float, str or bool from an annotation such as `Annotated[int, ...] | None`."""
+    if get_origin(hint) is Annotated:
+        return _plain(get_args(hint)[0])
+    if get_origin(hint) in (Union, UnionType):
+        return _plain(next(part for part in get_args(hint) if part is not NoneType))
+    kind: type = hint
+    return kind
+
+
+def _shown(name: str, default: Any) -> str:
+    if default is None or default is MISSING:
+        return OPEN_DEFAULTS[name]
+    return f"{default:,}" if type(default) is int and default >= 10**6 else str(default)

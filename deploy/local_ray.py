@@ -1,0 +1,111 @@
+"""The Ray cluster under the app: started on this machine for the life of the command, or joined."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from abc import ABC, abstractmethod
+
+import psutil
+import ray
+
+from cluster.placement import Placement
+from engine.errors import ConfigError
+
+# Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
+OBJECT_STORE_BYTES = 128 * 2**20
+EXIT_SECONDS = 5.0
+
+
+class RayCluster(ABC):
+    """A connection to a Ray cluster. `about` says in a few words which."""
+
+    about: str
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the cluster, and end what was started with it. Can be called twice."""
+
+
+class LocalRay(RayCluster):
+    """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
+
+    Must be made in the main thread: Linux ends Ray's processes with the thread that started them.
+    """
+
+    def __init__(self, cpus: float, verbose: bool) -> None:
+        logical = max(os.cpu_count() or 1, math.ceil(cpus))
+        ray.init(
+            address="local",
+            num_cpus=logical,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+        )
+        self.about = f"on this machine, {logical} logical CPUs"
+
+    def stop(self) -> None:
+        """End Ray and make sure that none of its processes outlives the command."""
+        started = descendants()
+        ray.shutdown()
+        _, alive = psutil.wait_procs(started, timeout=EXIT_SECONDS)
+        kill_all(alive)
+
+
+class JoinedRay(RayCluster):
+    """A cluster that was there before and stays. Raises `ConfigError` when it cannot be reached."""
+
+    def __init__(self, address: str, verbose: bool) -> None:
+        try:
+            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"RAY_ADDRESS={address} cannot be joined ({_first_line(error)}); unset it to start Ray here",
+                "address",
+            ) from error
+        self.about = f"joined {address}, {len(ray.nodes())} nodes"
+
+    def stop(self) -> None:
+        """Disconnect."""
+        ray.shutdown()
+
+
+def check_capacity(placement: Placement, free: dict[str, float], total: dict[str, float]) -> None:
+    """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
+    ranks = f"{placement.replicas} replicas x {len(placement.bundles)} ranks"
+    needs = (
+        ("GPU", placement.gpus, f"{ranks} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
+        (
+            "CPU",
+            placement.cpus,
+            f"{ranks} x {placement.bundles[0]['CPU']:g} and {placement.routers} routers need {placement.cpus:g}",
+            "or lower --cpus-per-worker",
+        ),
+    )
+    for kind, needed, why, otherwise in needs:
+        if needed > free.get(kind, 0.0):
+            raise ConfigError(
+                f"Ray has {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s free, but {why}; "
+                f"lower --replicas or --tensor-parallel-size, {otherwise}, or add nodes (--wait-for-nodes)",
+                "replicas",
+            )
+
+
+def descendants() -> list[psutil.Process]:
+    """Return every process that this one started, theirs included."""
+    return psutil.Process().children(recursive=True)
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """SIGKILL those that still run."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

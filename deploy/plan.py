@@ -1,0 +1,84 @@
+"""What a command line comes to, worked out before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import yaml
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from cluster.config import ClusterConfig
+from cluster.model_names import known_models, resolve_model
+from cluster.placement import Placement, plan_placement
+from engine.checkpoint import read_json
+from engine.config import EngineConfig
+from engine.errors import CheckpointError
+from engine.loader import check_sharding, open_model
+from engine.models.registry import architecture_of
+from engine.models.spec import DecoderSpec
+from engine.runner import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked configuration. `resolved` has what the model and this machine fill in; `config` is what was said."""
+
+    config: ClusterConfig
+    resolved: EngineConfig
+    spec: DecoderSpec
+
+    @property
+    def placement(self) -> Placement:
+        """Bundles and totals, on GPUs where the model runs on them."""
+        return plan_placement(self.config, (self.resolved.device or "cpu").startswith("cuda"))
+
+
+def make_plan(config: ClusterConfig) -> Plan:
+    """Check a configuration against the model's config file; no weight is read.
+
+    Raises `ConfigError`, `CheckpointError` or `ShardingError`.
+    """
+    spec = _read_spec(resolve_model(config.model))
+    check_sharding(spec, config.tensor_parallel_size)
+    return Plan(config, resolve(config.engine, spec), spec)
+
+
+def describe_plan(plan: Plan) -> str:
+    """Return the resolved configuration as YAML that `--config` takes, and as comments what it would place."""
+    config, spec, placement = plan.config, plan.spec, plan.placement
+    filled = {f.name: getattr(plan.resolved, f.name) for f in fields(EngineConfig)}
+    values = {**asdict(replace(config, served_model_name=config.model_id)), **filled}
+    if values["api_key"]:
+        values["api_key"] = "***"
+    bundle = ", ".join(f"{kind}: {amount:g}" for kind, amount in placement.bundles[0].items())
+    lines = (
+        f"# Model: {spec.architecture}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
+        f"vocabulary {spec.vocab_size:,}, {spec.num_heads} heads on {spec.num_kv_heads} KV heads.",
+        f"# Places {placement.replicas} x {len(placement.bundles)} ranks (replicas x tensor-parallel size) "
+        f"in bundles of {{{bundle}}}, and {placement.routers} x router.",
+        f"# Needs {placement.cpus:g} CPUs and {placement.gpus:g} GPUs.",
+    )
+    return yaml.safe_dump(values, sort_keys=False) + "\n".join(lines)
+
+
+def _read_spec(model: str) -> DecoderSpec:
+    """Read the config of a folder, or of a hub id without fetching its weights."""
+    if Path(model).is_dir():
+        return open_model(model).spec
+    near = difflib.get_close_matches(model, known_models(), n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    # Its retries would be told line by line; what comes of them is said below.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    try:
+        path = hf_hub_download(model, "config.json")
+    except (HFValidationError, RepositoryNotFoundError) as error:
+        raise CheckpointError(f"model: {model!r} is neither a folder nor a model of the hub{hint}") from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model: {model!r} is no folder, is not in the hub's cache, and the hub cannot be reached{hint}"
+        ) from error
+    return architecture_of(read_json(Path(path)))[1]

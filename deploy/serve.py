@@ -1,0 +1,244 @@
+"""`squadron serve`: from a configuration to an address that answers, and back to an empty machine."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass, replace
+
+import httpx
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
+from rich.console import Console
+
+from cluster.app import build, uses_gpu
+from cluster.config import ClusterConfig
+from cluster.placement import plan_placement
+from deploy.interrupts import Interrupted, Interrupts
+from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity
+from deploy.phases import PhaseLog
+from deploy.plan import make_plan
+from deploy.readiness import Readiness, StartError
+from engine.errors import ConfigError
+
+APP = "squadron"
+# Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
+CTRL_C_GRACE = 5.0
+DELETE_SECONDS = 10.0
+WATCH_SECONDS = 2.0
+PROMPT = "What does os.path.join do?"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command was told beside the configuration.
+
+    ray_address: cluster to join; None = start one. wait_for_nodes: do not refuse a cluster that is too small now.
+    """
+
+    ray_address: str | None = None
+    wait_for_nodes: bool = False
+    verbose: bool = False
+
+
+def serve_model(config: ClusterConfig, options: Options) -> None:
+    """Serve until told to stop. Raises `SquadronError` or `ParallelError` when it does not come up."""
+    with Interrupts() as interrupts:
+        server = Server(config, options)
+        grace = 0.0
+        try:
+            server.start(interrupts)
+            server.announce()
+            server.watch()
+        except Interrupted as stop:
+            grace = CTRL_C_GRACE if stop.number == signal.SIGINT else config.drain_timeout
+            server.say(f"Stopping: running streams get {grace:g} s; Ctrl-C again does not wait.")
+            if not server.ready:
+                raise SystemExit(128 + stop.number) from None
+        finally:
+            interrupts.stopping = True
+            server.stop(grace)
+
+
+class Server:
+    """One app on one Ray cluster, for as long as the command runs."""
+
+    def __init__(self, config: ClusterConfig, options: Options) -> None:
+        self.ready = False
+        self._config = config
+        self._options = options
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._phases = PhaseLog(self._console)
+        self._cluster: RayCluster | None = None
+        self._deployed = False
+
+    def say(self, text: str) -> None:
+        """Print one line as it is."""
+        self._console.print(text, markup=False)
+
+    def start(self, interrupts: Interrupts) -> None:
+        """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
+        if self._options.ray_address is None:
+            make_plan(self._config)
+            self._config = replace(self._config, port=free_port(self._config.host, self._config.port))
+        with self._phases.phase("Ray") as notes:
+            self._cluster = self._connect()
+            notes.append(self._cluster.about)
+        interrupts.listen()
+        self._check_capacity()
+        with self._phases.phase("Serve"):
+            self._start_serve()
+            self._deploy()
+        with self._phases.waiting("Replicas"):
+            bodies = self._readiness().wait()
+        config = self._config
+        self._phases.replicas(bodies, f"{config.replicas} replicas x {config.tensor_parallel_size} ranks")
+        self.ready = True
+
+    def announce(self) -> None:
+        """Say where the model is served and how to ask it."""
+        config = self._config
+        self._phases.total(f"{self._url}/v1   model {config.model_id}")
+        if not is_loopback(config.host) and not config.api_key:
+            self._console.print(
+                f"[bold red]Warning:[/] anybody who reaches {config.host} can use this server: set --api-key "
+                "or SQUADRON_API_KEY."
+            )
+        self.say("\n" + curl(self._url, config) + "\n")
+        self.say("`squadron chat` in another terminal talks to it. Ctrl-C stops it.")
+
+    def watch(self) -> None:
+        """Block while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
+        while True:
+            time.sleep(WATCH_SECONDS)
+            try:
+                gone = APP not in serve.status().applications
+            except (RayError, RayServeException, ConnectionError) as error:
+                raise StartError(f"Ray is gone: {type(error).__name__}") from error
+            if gone:
+                self._deployed = False
+                raise StartError(f"the app {APP} was deleted by somebody else")
+
+    def stop(self, grace: float) -> None:
+        """Delete the app, let its streams finish for `grace` seconds, and end what was started."""
+        if self._cluster is None:
+            ray.shutdown()
+            return
+        try:
+            if self._deployed and ray.is_initialized():
+                self._delete(grace)
+        finally:
+            self._cluster.stop()
+
+    @property
+    def _url(self) -> str:
+        return f"http://{connect_host(self._config.host)}:{self._config.port}"
+
+    def _connect(self) -> RayCluster:
+        address, verbose = self._options.ray_address, self._options.verbose
+        if address is not None:
+            return JoinedRay(address, verbose)
+        # Whether GPUs are used changes nothing about the CPUs.
+        return LocalRay(plan_placement(self._config, use_gpu=False).cpus, verbose)
+
+    def _check_capacity(self) -> None:
+        if not self._options.wait_for_nodes:
+            placement = plan_placement(self._config, uses_gpu(self._config))
+            check_capacity(placement, ray.available_resources(), ray.cluster_resources())
+
+    def _start_serve(self) -> None:
+        logging.getLogger("ray.serve").setLevel(logging.INFO if self._options.verbose else logging.ERROR)
+        status = serve.status()
+        if APP in status.applications:
+            raise StartError(f"an app named {APP} already runs in this cluster; delete it first (`serve shutdown`)")
+        if status.proxies:
+            self._find_proxy()
+            return
+        free_port(self._config.host, self._config.port)
+        serve.start(
+            http_options={"host": self._config.host, "port": self._config.port},
+            logging_config=LoggingConfig(enable_access_log=False),
+        )
+
+    def _find_proxy(self) -> None:
+        """Serve runs in the joined cluster already, and keeps the address that it was started with."""
+        try:
+            httpx.get(f"{self._url}/-/healthz", timeout=5.0, trust_env=False)
+        except httpx.HTTPError:
+            raise StartError(
+                f"Serve already runs in this cluster, but not at {self._url}: give its address with --host and --port"
+            ) from None
+
+    def _deploy(self) -> None:
+        target = serve.RunTarget(build(asdict(self._config)), name=APP, route_prefix="/")
+        self._deployed = True
+        try:
+            serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        except RayServeException as error:
+            raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
+
+    def _readiness(self) -> Readiness:
+        config = self._config
+        return Readiness(APP, self._url, config.api_key, config.replicas, self.say)
+
+    def _delete(self, grace: float) -> None:
+        serve.delete(APP, _blocking=False)
+        # Replicas without streams need a moment of their own; a cluster that stays is not waited for longer.
+        deadline = time.monotonic() + max(grace, DELETE_SECONDS if isinstance(self._cluster, JoinedRay) else 0.0)
+        while time.monotonic() < deadline and APP in serve.status().applications:
+            time.sleep(0.1)
+
+
+def free_port(host: str, port: int) -> int:
+    """Return `port` if it can be listened on, and any free one for 0. Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        # As the server will do: a port whose last connections have only just closed is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(
+                f"cannot listen on {host} port {port} ({reason}); choose another --port (0 = any free one) or --host",
+                "port",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def connect_host(host: str) -> str:
+    """Return how a URL on this machine names the address that a server listens on."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
+    return str(address) if address.version == 4 else f"[{address}]"
+
+
+def curl(url: str, config: ClusterConfig) -> str:
+    """Return a command to paste that asks the model something."""
+    key = ' -H "Authorization: Bearer $SQUADRON_API_KEY"' if config.api_key else ""
+    body = {
+        "model": config.model_id,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "max_tokens": 100,
+        "stream": True,
+    }
+    return f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n  -d '{json.dumps(body)}'"
