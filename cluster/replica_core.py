@@ -164,7 +164,12 @@ class ReplicaCore:
             self._reject(run.session, run.stream, error)
 
     def on_dead(self, reason: str) -> None:
-        """End all links with the reason, so that the routers go elsewhere at once."""
+        """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.
+
+        Called by the engine thread's outcome, and by whoever else learns that the tensor-parallel group is gone.
+        """
+        if self.dead_reason is not None:
+            return
         self.dead_reason = clipped(reason)
         for session in list(self._sessions.values()):
             self._end_session(session, ENGINE_DEAD, self.dead_reason)

@@ -1,0 +1,542 @@
+"""The dispatcher: every accepted request ends in the exact answer or one typed error, whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from random import Random
+
+import pytest
+
+from cluster.dispatch_config import DispatcherConfig
+from cluster.errors import ApiError
+from cluster.generation import TokenChunk
+from cluster.links.faulty import FaultPlan
+from cluster.messages import Report
+from cluster.replica_core import ReplicaTimes
+from engine.errors import ConfigError
+from engine.request import Request
+from tests.unit.cluster_lab import Lab, oracle, until
+from tests.unit.engine_driver import expected, request
+
+
+def long_request(name: str, seed: int = 0, **params) -> Request:
+    return request(name, 5, seed=seed, **{"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, **params})
+
+
+async def test_tokens_are_those_of_an_undisturbed_run():
+    async with Lab() as lab:
+        await lab.start("a")
+        await lab.start("b")
+        requests = [request(f"r{i}", 3 + i, seed=i, temperature=i % 2, max_tokens=5 + i) for i in range(12)]
+        results = await asyncio.gather(*map(lab.collect, requests))
+        assert results == [oracle(r) for r in requests]
+        assert lab.dispatcher.counters.outcomes == {"completed": 12}
+        assert lab.dispatcher.counters.tokens == sum(len(t) for r in results for t in r.values())
+
+
+async def test_first_token_arrives_while_the_engine_has_run_only_one_step():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=1)
+        async with aclosing(lab.dispatcher.generate(long_request("r"))) as chunks:
+            chunk = await anext(chunks)
+        assert chunk.token_ids == tuple(expected(long_request("r"))[:1])
+        assert replica.executor.executed == 1
+
+
+@pytest.mark.parametrize("phase", range(6))
+async def test_killed_replica_costs_no_token(phase):
+    """Killed before the first step, after it, and later; another replica goes on at the next position."""
+    async with Lab(seed=phase) as lab:
+        await lab.start("a", steps=phase)
+        requests = [long_request(f"r{i}", seed=i, logprobs=1 if i % 2 else None) for i in range(4)]
+        running = [asyncio.create_task(lab.collect(r)) for r in requests]
+        await until(lambda: lab.dispatcher.counters.reports >= phase)
+        await lab.start("b")
+        lab.kill("a")
+        assert await asyncio.gather(*running) == [oracle(r) for r in requests]
+        assert lab.dispatcher.counters.migrations == 4
+
+
+async def test_finished_choices_are_not_run_again_after_a_kill():
+    async with Lab() as lab:
+        await lab.start("a", steps=12)
+        r = request("r", 5, seed=3, n=4, temperature=1.0, max_tokens=40, stop_token_ids=tuple(range(1, 8)))
+        lengths = sorted(len(tokens) for tokens in oracle(r).values())
+        assert lengths[0] < 12 < lengths[-1], "the seed must give choices on both sides of the kill"
+        running = asyncio.create_task(lab.collect(r))
+        await until(lambda: lab.dispatcher.counters.reports >= 12)
+        survivor = await lab.start("b")
+        lab.kill("a")
+        assert await running == oracle(r)
+        assert survivor.core.stats.generated_tokens == sum(max(0, length - 12) for length in lengths)
+
+
+async def test_reports_of_a_former_life_are_dropped():
+    """A partition heals and the old replica's words arrive late, repeated, on its own link and on the new one's."""
+    async with Lab(DispatcherConfig(stall_timeout=0.4)) as lab:
+        await lab.start("a", steps=6)
+        old = lab.alive["a"].links[0]
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 6)
+        replayed = [message for message in old.heard if isinstance(message, Report)]
+        old.hold()
+        lab.alive["a"].executor.allow(10)
+        new = await lab.start("b", steps=10)
+        await until(lambda: lab.lost == [("a", "stalled")])
+        await until(lambda: new.executor.executed == 10)
+        old.release()
+        for message in [*replayed, *reversed(replayed)]:
+            old.inject(message)
+            new.links[0].inject(message)
+        new.executor.allow(100)
+        assert await running == oracle(long_request("r"))
+        assert lab.dispatcher.counters.stale_reports == 2 * len(replayed)
+
+
+async def test_rows_of_an_abandoned_attempt_are_dropped():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=3)
+        async with aclosing(lab.dispatcher.generate(long_request("gone"))) as chunks:
+            await anext(chunks)
+        heard = replica.links[0].heard
+        report = next(message for message in heard if isinstance(message, Report))
+        late = Report(
+            len([m for m in heard if isinstance(m, Report)]),
+            report.incarnation,
+            report.step,
+            report.streams,
+            report.indices,
+            report.tokens,
+            report.load,
+        )
+        before = lab.dispatcher.counters.stale_rows
+        replica.links[0].inject(late)
+        await until(lambda: lab.dispatcher.counters.stale_rows == before + 1)
+
+
+async def test_missing_report_closes_the_link_and_the_request_goes_on_elsewhere():
+    async with Lab() as lab:
+        await lab.start("a", plan=FaultPlan(drop_down=0.3))
+        await lab.start("b")
+        requests = [long_request(f"r{i}", seed=i) for i in range(8)]
+        assert await asyncio.gather(*map(lab.collect, requests)) == [oracle(r) for r in requests]
+        assert set(lab.lost) == {("a", "damaged")}
+
+
+async def test_misplaced_token_is_an_error_and_never_a_token():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=2)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports == 2)
+        reports = [message for message in replica.links[0].heard if isinstance(message, Report)]
+        last = reports[-1]
+        replica.links[0].inject(
+            Report(last.sequence + 1, last.incarnation, 9, last.streams, last.indices, last.tokens, last.load)
+        )
+        with pytest.raises(ApiError) as caught:
+            await running
+        assert (caught.value.code, caught.value.request_id) == ("internal_error", "r")
+        assert lab.dispatcher.counters.misplaced_rows == 1
+        replica.executor.allow(2)
+        await replica.until_stats(lambda stats: stats.num_running == 0)
+
+
+async def test_requests_survive_the_loss_of_all_replicas_if_one_comes_back():
+    async with Lab() as lab:
+        await lab.start("a", steps=5)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 5)
+        lab.kill("a")
+        await until(lambda: not lab.dispatcher.ready)
+        await lab.start("a2")
+        assert await running == oracle(long_request("r"))
+
+
+async def test_running_request_gets_one_typed_error_when_no_replica_comes_back():
+    async with Lab(DispatcherConfig(no_replica_timeout=0.1)) as lab:
+        await lab.start("a", steps=5)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 5)
+        lab.kill("a")
+        with pytest.raises(ApiError) as caught:
+            await running
+        assert (caught.value.code, caught.value.status, caught.value.retry_after) == ("replica_lost", 503, 1)
+
+
+async def test_new_request_without_a_replica_is_refused_with_retry_after():
+    async with Lab(DispatcherConfig(admission_wait=0.05)) as lab:
+        with pytest.raises(ApiError) as caught:
+            await lab.collect(long_request("r"))
+        assert (caught.value.code, caught.value.status, caught.value.retry_after) == ("no_replica", 503, 1)
+        assert lab.dispatcher.counters.outcomes == {"no_replica": 1}
+        assert lab.dispatcher.num_live == 0
+
+
+async def test_new_request_waits_a_moment_for_the_first_replica():
+    async with Lab() as lab:
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await asyncio.sleep(0)
+        await lab.start("a")
+        assert await running == oracle(long_request("r"))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7])
+async def test_closing_the_consumer_frees_the_request_on_its_replica(steps):
+    """While it waits, prefills (a chunk of 64 of 90 tokens) and decodes: blocks are free within two steps."""
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=steps)
+        r = request("r", 90, max_tokens=30, ignore_eos=True)
+        running = asyncio.create_task(lab.collect(r))
+        await until(lambda: replica.core.num_requests == 1 and replica.executor.executed == steps)
+        running.cancel()
+        await asyncio.wait([running])
+        assert lab.dispatcher.num_live == 0
+        await until(lambda: replica.core.num_requests == 0)
+        replica.executor.allow(2)
+        await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
+        assert replica.held_blocks == 0
+        assert replica.executor.executed <= steps + 2
+        assert lab.dispatcher.counters.outcomes == {"aborted": 1}
+
+
+async def test_finished_choice_ends_alone_and_the_last_one_ends_the_request():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=4)
+        r = long_request("r", n=2)
+        seen: dict[int, list[int]] = {0: [], 1: []}
+        async for chunk in lab.dispatcher.generate(r):
+            seen[chunk.choice].extend(chunk.token_ids)
+            if len(seen[0]) == 3 and chunk.choice == 0:
+                lab.dispatcher.finish_choice("r", 0)
+                replica.executor.allow(100)
+            if len(seen[1]) >= 20:
+                lab.dispatcher.finish_choice("r", 1)
+        assert seen[0] == oracle(r)[0][:3]
+        assert seen[1] == oracle(r)[1][: len(seen[1])]
+        assert len(seen[1]) < 40
+        assert lab.dispatcher.counters.outcomes == {"completed": 1}
+        await until(lambda: replica.core.num_requests == 0)
+        lab.dispatcher.finish_choice("r", 0)
+
+
+async def test_choice_finished_by_the_consumer_is_not_migrated():
+    async with Lab() as lab:
+        await lab.start("a", steps=4)
+        r = long_request("r", n=2)
+        seen: dict[int, list[int]] = {0: [], 1: []}
+        async for chunk in lab.dispatcher.generate(r):
+            seen[chunk.choice].extend(chunk.token_ids)
+            if chunk.choice == 0 and len(seen[0]) == 3:
+                lab.dispatcher.finish_choice("r", 0)
+            if chunk.choice == 1 and len(seen[1]) == 4:
+                survivor = await lab.start("b")
+                lab.kill("a")
+        assert seen == {0: oracle(r)[0][:3], 1: oracle(r)[1]}
+        assert survivor.core.stats.generated_tokens == 36
+
+
+async def test_slow_consumer_is_cut_off_and_others_are_not():
+    async with Lab(DispatcherConfig(max_pending_tokens=8)) as lab:
+        replica = await lab.start("a", pace=0.001)
+        slow = lab.dispatcher.generate(long_request("slow"))
+        first = await anext(slow)
+        assert await lab.collect(long_request("quick", max_tokens=30)) == oracle(long_request("quick", max_tokens=30))
+        await until(lambda: replica.core.num_requests == 0)
+        tokens = list(first.token_ids)
+        with pytest.raises(ApiError) as caught:
+            async for chunk in slow:
+                tokens.extend(chunk.token_ids)
+        assert caught.value.code == "slow_consumer"
+        assert tokens == expected(long_request("slow"))[: len(tokens)]
+        assert len(tokens) <= 8 + 2
+
+
+async def test_refused_request_gets_the_engines_error_and_the_link_goes_on():
+    async with Lab() as lab:
+        await lab.start("a")
+        with pytest.raises(ApiError) as caught:
+            await lab.collect(request("r", 200))
+        assert (caught.value.code, caught.value.status) == ("context_length_exceeded", 400)
+        with pytest.raises(ApiError) as caught:
+            await lab.collect(request("r2", (10**6,)))
+        assert caught.value.status == 400
+        assert lab.lost == []
+        assert await lab.collect(request("r3", 5)) == oracle(request("r3", 5))
+
+
+async def test_request_id_in_use_is_refused():
+    async with Lab() as lab:
+        await lab.start("a", steps=1)
+        async with aclosing(lab.dispatcher.generate(long_request("r"))) as chunks:
+            await anext(chunks)
+            with pytest.raises(ApiError) as caught:
+                await lab.collect(long_request("r"))
+        assert caught.value.code == "duplicate_request"
+
+
+async def test_draining_replica_sends_new_requests_elsewhere_and_finishes_its_own():
+    async with Lab() as lab:
+        old = await lab.start("a", steps=3)
+        running = asyncio.create_task(lab.collect(long_request("old")))
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        new = await lab.start("b")
+        old.core.drain()
+        assert await lab.collect(long_request("new")) == oracle(long_request("new"))
+        assert new.core.stats.generated_tokens == 40
+        old.executor.allow(100)
+        assert await running == oracle(long_request("old"))
+        await asyncio.wait_for(old.core.drained(), 5)
+        await until(lambda: lab.lost == [("a", "drained")])
+        assert lab.dispatcher.counters.migrations == 0
+
+
+async def test_submit_that_crosses_the_news_of_draining_goes_elsewhere():
+    async with Lab() as lab:
+        old = await lab.start("a")
+        old.core.drain()
+        # The dispatcher has not run since: it still takes "a" for open.
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await lab.start("b")
+        assert await running == oracle(long_request("r"))
+        assert old.core.stats.generated_tokens == 0
+
+
+@pytest.mark.parametrize("hand_over", [False, True])
+async def test_removed_replica_finishes_or_hands_over(hand_over):
+    async with Lab() as lab:
+        old = await lab.start("a", steps=3)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        new = await lab.start("b")
+        lab.dispatcher.remove_replica("a", hand_over)
+        old.executor.allow(0 if hand_over else 100)
+        assert await running == oracle(long_request("r"))
+        assert new.core.stats.generated_tokens == (37 if hand_over else 0)
+        await until(lambda: lab.lost == [("a", "drained")])
+        lab.dispatcher.remove_replica("nobody")
+
+
+async def test_silent_replica_is_given_up_and_its_requests_go_on():
+    async with Lab(DispatcherConfig(stall_timeout=0.3)) as lab:
+        await lab.start("a", steps=4)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        await lab.start("b")
+        lab.alive["a"].links[0].hold()
+        assert await running == oracle(long_request("r"))
+        assert lab.lost == [("a", "stalled")]
+
+
+async def test_replica_that_speaks_but_does_not_step_is_given_up_after_its_own_deadline():
+    async with Lab(DispatcherConfig(stall_timeout=0.3, progress_timeout=0.8)) as lab:
+        await lab.start("a", steps=4)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        assert lab.dispatcher.ready
+        await until(lambda: not lab.dispatcher.ready)
+        assert lab.lost == []
+        await lab.start("b")
+        assert await running == oracle(long_request("r"))
+        assert lab.lost == [("a", "stalled")]
+
+
+async def test_short_pause_of_the_network_kills_nobody():
+    async with Lab(DispatcherConfig(stall_timeout=2.0), seed=1) as lab:
+        replica = await lab.start("a", plan=FaultPlan(delay=0.02))
+        requests = [long_request(f"r{i}", seed=i, max_tokens=10) for i in range(4)]
+        running = [asyncio.create_task(lab.collect(r)) for r in requests]
+        await until(lambda: lab.dispatcher.counters.reports >= 1)
+        replica.links[0].hold()
+        await asyncio.sleep(0.2)
+        replica.links[0].release()
+        assert await asyncio.gather(*running) == [oracle(r) for r in requests]
+        assert lab.lost == []
+
+
+async def test_time_in_which_the_router_did_not_run_is_no_silence_of_the_replica():
+    async with Lab(DispatcherConfig(stall_timeout=0.4)) as lab:
+        await lab.start("a")
+        await asyncio.sleep(0.1)
+        loop = asyncio.get_running_loop()
+        resume = loop.time() + 0.6
+        while loop.time() < resume:
+            pass
+        await asyncio.sleep(0.2)
+        assert lab.lost == []
+        assert await lab.collect(long_request("r")) == oracle(long_request("r"))
+
+
+async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are_not():
+    poison = 60
+    async with Lab(DispatcherConfig(quarantine_deaths=3, no_replica_timeout=20.0)) as lab:
+
+        def revive(name: str, code: str) -> None:
+            lab.graveyard.append(lab.alive.pop(name))
+            tasks.append(asyncio.create_task(lab.start(f"{name}'", poison=poison, pace=0.001)))
+
+        tasks: list[asyncio.Task] = []
+        lab.dispatcher._on_link_lost = revive
+        await lab.start("a", poison=poison, pace=0.001)
+        await lab.start("b", poison=poison, pace=0.001)
+        # Prompts in which the fake model never says the poisonous token, fresh ones at the same time as the poison.
+        safe = [r for i in range(60) if poison not in (r := long_request(f"r{i}", seed=i)).prompt_token_ids]
+        safe = [r for r in safe if poison not in expected(r)][:10]
+        poisonous = request("p", (1, 2, poison), max_tokens=5)
+        running = [asyncio.create_task(lab.collect(r)) for r in [*safe[:5], poisonous, *safe[5:]]]
+        results = await asyncio.gather(*running, return_exceptions=True)
+        error = results.pop(5)
+        assert isinstance(error, ApiError)
+        assert (error.code, error.status, error.retryable) == ("request_quarantined", 500, False)
+        assert results == [oracle(r) for r in safe]
+        assert lab.dispatcher.counters.links_lost == {"engine_dead": 3}
+        lab.dispatcher._on_link_lost = None
+        await asyncio.gather(*tasks)
+
+
+async def test_links_that_end_in_good_order_blame_no_request():
+    async with Lab(DispatcherConfig(quarantine_deaths=2)) as lab:
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        for i in range(4):
+            replica = await lab.start(f"a{i}", steps=0)
+            await until(lambda replica=replica: replica.core.num_requests == 1)
+            replica.links[0].cut("closed", "rolling update")
+            await until(lambda i=i: len(lab.lost) == i + 1)
+        await lab.start("b")
+        assert await running == oracle(long_request("r"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_any_mix_of_kills_cuts_repeats_and_delays_leaves_every_token_in_its_place(seed):
+    rng = Random(seed)
+    async with Lab(DispatcherConfig(quarantine_deaths=1000, stall_timeout=0.5), seed=seed) as lab:
+
+        def plan() -> FaultPlan:
+            return FaultPlan(
+                repeat=rng.choice([0.0, 0.3]),
+                drop_down=rng.choice([0.0, 0.0, 0.05]),
+                delay=rng.choice([0.0, 0.0, 0.005]),
+                cut_after=rng.choice([None, rng.randrange(1, 40)]),
+            )
+
+        for name in ("a", "b"):
+            await lab.start(name, plan=plan(), pace=0.001)
+        requests = [
+            long_request(
+                f"r{i}", seed=i, n=rng.choice([1, 1, 3]), max_tokens=rng.randrange(1, 60), ignore_eos=i % 2 == 0
+            )
+            for i in range(16)
+        ]
+        running = [asyncio.create_task(lab.collect(r)) for r in requests]
+        number = 0
+        while not all(task.done() for task in running):
+            await asyncio.sleep(rng.random() * 0.05)
+            name = rng.choice(sorted(lab.alive))
+            fault = rng.choice(["kill", "cut", "hold", "nothing"])
+            replica = lab.alive[name]
+            if fault == "kill" or replica.links[-1].closed:
+                number += 1
+                lab.kill(name)
+                await lab.start(f"{name[0]}{number}", plan=plan() if number < 12 else None, pace=0.001)
+            elif fault == "cut":
+                replica.links[-1].cut()
+                lab.dispatcher.add_link(await replica.link(plan=plan()))
+            elif fault == "hold":
+                replica.links[-1].hold()
+        assert [task.result() for task in running] == [oracle(r) for r in requests]
+        assert lab.dispatcher.counters.misplaced_rows == 0
+        assert lab.dispatcher.counters.accepted == lab.dispatcher.counters.outcomes["completed"] == 16
+        for replica in lab.alive.values():
+            for link in replica.links:
+                link.release()
+            await until(lambda replica=replica: replica.core.num_requests == 0)
+
+
+async def test_lost_link_to_a_living_replica_frees_its_requests_there():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=4)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        replica.links[0].cut()
+        await until(lambda: replica.core.num_requests == 0)
+        lab.dispatcher.add_link(await replica.link())
+        replica.executor.allow(100)
+        assert await running == oracle(long_request("r"))
+        await replica.until_stats(lambda stats: stats.num_running == 0)
+        assert replica.held_blocks == 0
+
+
+async def test_prefixes_are_sent_where_they_are_cached():
+    async with Lab() as lab:
+        replicas = [await lab.start(name) for name in "abc"]
+        prompt = tuple(1 + i % 7 for i in range(40))
+        first = request("first", prompt)
+        await lab.collect(first)
+        chunks: list[TokenChunk] = []
+        for i in range(6):
+            async for chunk in lab.dispatcher.generate(request(f"r{i}", (*prompt, 1, 2, i))):
+                chunks.append(chunk)
+        assert all(chunk.num_cached_tokens == 40 for chunk in chunks)
+        assert sorted(replica.core.stats.prompt_tokens > 0 for replica in replicas) == [False, False, True]
+
+
+async def test_router_that_comes_later_learns_what_is_cached():
+    async with Lab() as lab:
+        first = await lab.start("a")
+        prompt = tuple(1 + i % 7 for i in range(40))
+        await lab.collect(request("first", prompt))
+        first.links[0].cut("closed")
+        await until(lambda: lab.lost == [("a", "closed")])
+        lab.dispatcher.add_link(await first.link())
+        await lab.start("b")
+        await until(lambda: lab.dispatcher.counters.reports >= 1)
+        for i in range(4):
+            await lab.collect(request(f"r{i}", (*prompt, 1, 2, i)))
+        assert lab.alive["b"].core.stats.prompt_tokens == 0
+
+
+async def test_drain_refuses_the_new_and_waits_for_the_old():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=3)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        drained = asyncio.create_task(lab.dispatcher.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await lab.collect(long_request("new"))
+        assert (caught.value.code, caught.value.status) == ("shutting_down", 503)
+        assert not drained.done()
+        replica.executor.allow(100)
+        assert await running == oracle(long_request("r"))
+        await asyncio.wait_for(drained, 5)
+
+
+async def test_close_ends_every_request_with_one_typed_error():
+    async with Lab() as lab:
+        await lab.start("a", steps=3)
+        running = [asyncio.create_task(lab.collect(long_request(f"r{i}"))) for i in range(3)]
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        await lab.dispatcher.close()
+        errors = await asyncio.gather(*running, return_exceptions=True)
+        assert [(type(e), e.code) for e in errors] == [(ApiError, "shutting_down")] * 3
+
+
+async def test_figures_say_what_happened():
+    async with Lab() as lab:
+        await lab.start("a", times=ReplicaTimes(heartbeat=0.05))
+        await lab.collect(long_request("r"))
+        counters = lab.dispatcher.counters
+        assert sum(counters.ttft.counts) == sum(counters.tpot.counts) == sum(counters.latency.counts) == 1
+        assert (counters.prompt_tokens, counters.tokens) == (5, 40)
+        assert counters.ttft.total < counters.latency.total
+        view = lab.dispatcher.replicas()[0]
+        assert (view.replica_id, view.ready, view.num_requests, view.load.generated_tokens) == ("a", True, 0, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stall_timeout", 0.0), ("quarantine_deaths", 1), ("max_pending_tokens", 0)]
+)
+async def test_wrong_settings_are_refused_by_name(name, value):
+    with pytest.raises(ConfigError) as caught:
+        DispatcherConfig(**{name: value})
+    assert caught.value.flag == name
