@@ -1,0 +1,165 @@
+"""Random histories of an engine: whatever happens around a request, its tokens are those of an undisturbed run."""
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from engine.errors import InvalidRequestError
+from engine.request import FinishReason, Request
+from tests.unit.engine_driver import VOCAB, Driver, request
+
+PROMPT = tuple(1 + i % (VOCAB - 1) for i in range(30))
+CONTEXT = 40
+
+shapes = st.fixed_dictionaries(
+    {
+        "block_size": st.sampled_from([1, 2, 4]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(1, 12),
+        "long_prefill_token_threshold": st.sampled_from([0, 1, 3]),
+        "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
+        "enable_prefix_caching": st.booleans(),
+    }
+)
+params = st.fixed_dictionaries(
+    {
+        "n": st.integers(1, 3),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "max_tokens": st.integers(1, 12),
+        "ignore_eos": st.booleans(),
+    },
+    optional={
+        "min_tokens": st.just(1),
+        "stop_token_ids": st.sampled_from([(3,), (5, 7, 11, 13, 17, 19)]),
+        "presence_penalty": st.just(0.5),
+    },
+)
+_undisturbed: dict[tuple, dict[int, tuple[list[int], FinishReason]]] = {}
+
+
+def undisturbed(one: Request) -> dict[int, tuple[list[int], FinishReason]]:
+    """Return tokens and end of each choice of a request that has a large engine to itself."""
+    key = one.prompt_token_ids, one.params, one.seed
+    if key not in _undisturbed:
+        driver = Driver(num_blocks=64, max_num_batched_tokens=256)
+        driver.run(replace(one, request_id="alone", resume=None))
+        _undisturbed[key] = {
+            index: (driver.tokens["alone", index], driver.reason("alone", index)) for index in range(one.params.n)
+        }
+    return _undisturbed[key]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, steps, aborts, migrates and forgets; blocks are so few that much is preempted and evicted."""
+
+    ids = Bundle("ids")
+
+    @initialize(shape=shapes, tokens=st.integers(10, 44))
+    def start(self, shape, tokens):
+        self.driver = Driver(num_blocks=1 + tokens // shape["block_size"], max_model_len=CONTEXT, **shape)
+        self.accepted: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+
+    def submit(self, one):
+        before = self.driver.core.stats()
+        try:
+            self.driver.core.add(one)
+        except InvalidRequestError as error:
+            assert error.param in ("prompt", "max_tokens", "n"), error
+            assert self.driver.core.stats() == before
+            return multiple()
+        self.accepted[one.request_id] = one
+        return one.request_id
+
+    @rule(
+        target=ids,
+        shared=st.integers(0, 20),
+        own=st.lists(st.integers(1, 5), max_size=6),
+        asked=params,
+        seed=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+    )
+    def add(self, shared, own, asked, seed, priority, salt):
+        prompt = PROMPT[:shared] + tuple(own) or PROMPT[:1]
+        one = request(f"r{len(self.accepted)}", prompt, seed, **asked)
+        return self.submit(replace(one, priority=priority, cache_salt=salt))
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count):
+        for _ in range(count):
+            report = self.driver.step()
+            assert report.num_tokens <= self.driver.core._scheduler._budget
+
+    @rule(request_id=ids)
+    def abort(self, request_id):
+        live = self.is_live(request_id)
+        assert self.driver.core.abort(request_id) == live
+        if live:
+            self.aborted.add(request_id)
+
+    @rule(target=ids, request_id=ids)
+    def migrate(self, request_id):
+        """Take a request away and let it go on under another id, as if another replica had died."""
+        old = self.accepted[request_id]
+        unfinished = [
+            index
+            for index in (range(old.params.n) if old.resume is None else old.resume)
+            if (request_id, index) not in self.driver.finished
+        ]
+        if not unfinished or request_id in self.aborted:
+            return multiple()
+        self.abort(request_id)
+        logs = {index: (*self.log(old, index), *self.driver.tokens[request_id, index]) for index in unfinished}
+        return self.submit(replace(old, request_id=f"r{len(self.accepted)}", resume=logs))
+
+    @rule()
+    def forget(self):
+        self.driver.core.reset_prefix_cache()
+
+    @invariant()
+    def sound(self):
+        if not hasattr(self, "driver"):
+            return
+        self.driver.core.check_integrity()
+        stats = self.driver.core.stats()
+        assert 0 <= stats.kv_usage <= 1
+        ended = {key[0] for key in self.driver.finished}
+        live = {one for one in self.accepted if self.is_live(one)}
+        assert set(self.accepted) == ended | self.aborted | live
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        self.driver.drain()
+        for request_id, one in self.accepted.items():
+            for index in range(one.params.n) if one.resume is None else one.resume:
+                self.check(one, request_id, index)
+        stats = self.driver.core.stats()
+        assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
+        assert stats.outstanding_tokens == 0
+
+    def check(self, one, request_id, index):
+        tokens, reason = undisturbed(one)[index]
+        got = [*self.log(one, index), *self.driver.tokens[request_id, index]]
+        end = self.driver.reason(request_id, index)
+        if end is FinishReason.ABORT:
+            assert request_id in self.aborted
+            assert got == tokens[: len(got)]
+        else:
+            assert (got, end) == (tokens, reason)
+
+    def is_live(self, request_id):
+        return request_id in self.driver.core._scheduler
+
+    @staticmethod
+    def log(one, index):
+        return () if one.resume is None else one.resume[index]
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
