@@ -1,0 +1,321 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint import Checkpoint, find_checkpoint
+from engine.errors import CheckpointError
+from engine.loader import load_model, open_model
+from parallel.errors import ShardingError
+from parallel.group import SoloGroup
+from tests.parity.tiny_models import LLAMA3, make
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One checkpoint of each kind that the tests need, made once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for name in ("llama", "llama3_tied_biased", "gpt2", "qwen2"):
+        make(name, root / name)
+    make("llama", root / "sharded", max_shard_size="50KB")
+    return root
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """Return a function that copies a checkpoint, so that the test may spoil it."""
+
+    def copy(name):
+        return shutil.copytree(saved / name, tmp_path / name)
+
+    return copy
+
+
+def load(path, group=None, dtype=torch.float32):
+    opened = open_model(str(path))
+    return load_model(opened, opened.spec, opened.spec.max_positions, group or SoloGroup(), dtype)
+
+
+def edit_config(path, **values):
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config.update(values)
+    file.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+
+
+def edit_weights(path, change):
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.named_parameters()}
+
+
+def refused(path, *words):
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_sharded_files_hold_the_same_model(saved):
+    assert len(list((saved / "sharded").glob("*.safetensors"))) > 3
+    whole, sharded = weights(load(saved / "llama")), weights(load(saved / "sharded"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(sharded[name], tensor, rtol=0, atol=0)
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(saved):
+    assert {p.dtype for p in load(saved / "llama", dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+
+
+def test_missing_tensor_is_named(folder):
+    path = folder("llama")
+    edit_weights(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    refused(path, "missing", "model.layers.1.mlp.up_proj.weight")
+
+
+def test_extra_tensor_is_named(folder):
+    path = folder("llama")
+    edit_weights(path, lambda tensors: tensors.update({"model.layers.1.surprise": torch.zeros(2)}))
+    refused(path, "not part of this architecture", "model.layers.1.surprise")
+
+
+def test_misshaped_tensor_is_named_with_both_shapes(folder):
+    path = folder("llama")
+    edit_weights(path, lambda tensors: tensors.update({"model.layers.2.mlp.down_proj.weight": torch.zeros(64, 95)}))
+    refused(path, "model.safetensors", "model.layers.2.mlp.down_proj.weight", "[64, 95]", "[64, 96]")
+
+
+def test_many_missing_tensors_are_counted(folder):
+    path = folder("llama")
+    edit_config(path, num_hidden_layers=6)
+    refused(path, "missing", "more")
+
+
+@pytest.mark.parametrize("keep", [4, 100, 3000])
+def test_truncated_file_is_named(folder, keep):
+    path = folder("llama")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-keep] if keep == 4 else file.read_bytes()[:keep])
+    refused(path, "model.safetensors", "truncated or damaged")
+
+
+def test_missing_shard_is_named(folder):
+    path = folder("sharded")
+    gone = sorted(path.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    refused(path, gone.name, "missing")
+
+
+def test_shard_without_its_tensor_is_named(folder):
+    path = folder("sharded")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    tensors = load_file(path / file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path / file)
+    refused(path, file, "model.norm.weight")
+
+
+def test_index_cannot_point_outside_the_folder(folder):
+    path = folder("sharded")
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.norm.weight"] = "../llama/model.safetensors"
+    file.write_text(json.dumps(index))
+    refused(path, "outside the folder")
+
+
+def test_pickled_weights_are_refused(folder):
+    path = folder("llama")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refused(path, "pytorch_model.bin", "safetensors")
+
+
+def test_folder_without_weights_or_config(folder):
+    path = folder("llama")
+    (path / "model.safetensors").unlink()
+    refused(path, "neither model.safetensors nor")
+    (path / "config.json").unlink()
+    refused(path, "config.json is missing")
+
+
+def test_damaged_config_is_named(folder):
+    path = folder("llama")
+    (path / "config.json").write_text("{")
+    refused(path, "config.json", "JSON")
+
+
+def test_buffers_among_the_weights_are_ignored(folder):
+    path = folder("llama")
+    edit_weights(
+        path, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    )
+    load(path)
+    path = folder("gpt2")
+    edit_weights(path, lambda tensors: tensors.update({"transformer.h.0.attn.bias": torch.zeros(1, 1, 8, 8)}))
+    load(path)
+
+
+def test_gpt2_saved_without_its_outer_module(saved, folder):
+    path = folder("gpt2")
+
+    def strip(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+
+    edit_weights(path, strip)
+    expected, found = weights(load(saved / "gpt2")), weights(load(path))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+
+
+def test_tied_head_in_the_file_is_ignored(saved, folder):
+    path = folder("llama3_tied_biased")
+    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(199, 64)}))
+    model = load(path)
+    assert model.head.weight is model.embedding.weight
+    assert model.head.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM"]),
+        ({"architectures": None}, ["architectures"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["yarn", "default, linear"]),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["factor"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"hidden_act": "xielu"}, ["hidden_act", "xielu", "silu"]),
+        ({"hidden_size": "64"}, ["hidden_size", "integer"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
+        ({"attention_bias": "yes"}, ["attention_bias", "true or false"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 4", "num_key_value_heads = 3"]),
+    ],
+    ids=str,
+)
+def test_unsupported_config_is_refused_before_any_weight(folder, values, words):
+    path = folder("llama")
+    (path / "model.safetensors").unlink()
+    edit_config(path, **values)
+    refused(path, *words)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"use_sliding_window": True, "layer_types": ["linear_attention"] * 3}, ["linear_attention"]),
+        ({"use_sliding_window": True, "layer_types": ["full_attention"]}, ["layer_types", "3 layers"]),
+    ],
+    ids=str,
+)
+def test_unknown_layer_types_are_refused(folder, values, words):
+    path = folder("qwen2")
+    edit_config(path, **values)
+    refused(path, *words)
+
+
+def test_unsupported_gpt2_variants_are_refused(folder):
+    path = folder("gpt2")
+    edit_config(path, scale_attn_by_inverse_layer_idx=True)
+    refused(path, "scale_attn_by_inverse_layer_idx")
+
+
+def test_old_and_new_rope_settings_mean_the_same(folder):
+    path = folder("llama3_tied_biased")
+    new = open_model(str(path)).spec
+    old = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    edit_config(path, rope_parameters=..., rope_theta=10000.0, rope_scaling=old, dtype=..., torch_dtype="float32")
+    assert open_model(str(path)).spec == new
+
+
+def test_sliding_window_is_off_unless_used(folder):
+    path = folder("qwen2")
+    edit_config(path, sliding_window=4, layer_types=..., use_sliding_window=False)
+    assert open_model(str(path)).spec.sliding_windows == (0, 0, 0)
+    edit_config(path, sliding_window=4, use_sliding_window=True, max_window_layers=2)
+    assert open_model(str(path)).spec.sliding_windows == (0, 0, 4)
+
+
+def test_remote_code_is_ignored(folder, caplog):
+    path = folder("llama")
+    (path / "evil.py").write_text("raise SystemExit('ran')")
+    edit_config(path, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    load(path)
+    assert "auto_map" in caplog.text
+
+
+def test_end_of_sequence_ids_come_from_both_configs(folder):
+    path = folder("llama")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 99999]}))
+    assert open_model(str(path)).spec.eos_token_ids == (2, 7)
+
+
+def test_unknown_model_is_refused_in_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for model, word in (("no-such/model", "hub"), (str(tmp_path / "nowhere"), "is not a folder"), ("a b c", "hub")):
+        with pytest.raises(CheckpointError, match=word) as error:
+            find_checkpoint(model)
+        assert "\n" not in str(error.value)
+
+
+def test_hub_id_is_found_in_the_cache(monkeypatch, saved, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--llama"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abcd")
+    shutil.copytree(saved / "llama", repository / "snapshots" / "0123abcd")
+    assert load(find_checkpoint("some/llama")).spec.num_layers == 3
+
+
+class OneOfTwo(SoloGroup):
+    """Rank 1 of a group of two, as far as loading goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.rank, self.size = 1, 2
+
+
+class Counting:
+    """A tensor on disk that counts the elements read from it."""
+
+    def __init__(self, source, counts):
+        self.source, self.counts = source, counts
+
+    def get_shape(self):
+        return self.source.get_shape()
+
+    def __getitem__(self, index):
+        found = self.source[index]
+        self.counts.append(found.numel())
+        return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_rank_reads_only_its_slices(saved, monkeypatch, name):
+    counts = []
+    source = Checkpoint.source
+    monkeypatch.setattr(Checkpoint, "source", lambda self, name: Counting(source(self, name), counts))
+    load(saved / name, OneOfTwo())
+    half = sum(counts)
+    counts.clear()
+    whole = sum(p.numel() for p in load(saved / name).parameters())
+    replicated = 256 * 64 if name == "gpt2" else 0  # the learned positions
+    assert half - replicated < 0.55 * (whole - replicated)
+
+
+def test_sizes_that_cannot_be_split_are_refused_before_any_weight(folder):
+    path = folder("llama")
+    (path / "model.safetensors").unlink()
+    group = OneOfTwo()
+    group.size = 3
+    with pytest.raises(ShardingError, match="num_attention_heads"):
+        load(path, group)
