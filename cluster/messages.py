@@ -274,6 +274,23 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
     )
 
 
+def stats_of(load: Load) -> EngineStats:
+    """Return a replica's figures as its engine has them."""
+    return EngineStats(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_blocks_total=load.kv_blocks_total,
+        kv_blocks_free=load.kv_blocks_free,
+        kv_blocks_cached=load.kv_blocks_cached,
+        prefix_query_tokens=load.prefix_query_tokens,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        preemptions=load.preemptions,
+        prompt_tokens=load.prompt_tokens,
+        generated_tokens=load.generated_tokens,
+        outstanding_tokens=load.outstanding_tokens,
+    )
+
+
 def block_key(digest: bytes) -> int:
     """Return the short name of a KV block. It only steers routing, where a rare collision does no harm."""
     return int.from_bytes(digest[:HASH_KEY_BYTES], "little")

@@ -54,6 +54,11 @@ class RayGang:
         """Node ids of ranks 1..N-1."""
         return [node for node, _ in self._identities]
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of ranks 1..N-1, each on its own node."""
+        return [pid for _, pid in self._identities]
+
     def start(self, target: Callable[..., None], args_of_rank: Callable[[int], tuple[Any, ...]]) -> None:
         """Run `target(*args_of_rank(rank))` on every worker."""
         self._runs = [

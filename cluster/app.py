@@ -1,0 +1,76 @@
+"""The Serve app: `serve run cluster.app:build model=demo`, `serve deploy FILE`, or the `squadron serve` command."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from cluster.config import ClusterConfig, parse_config
+from cluster.discovery import LeaseRequestRouter
+from cluster.model_names import resolve_model
+from cluster.placement import ROUTER_CPUS, plan_placement
+from cluster.replica import Replica
+from cluster.router import Router
+
+# Serve's own limits must never be what holds a request back: admission is the router's job.
+UNLIMITED_REQUESTS = 100_000
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Return the app for `args`: the settings of `ClusterConfig`, by name, dashes or underscores.
+
+    Raises `ConfigError` naming the setting.
+    """
+    config = parse_config(args)
+    resolve_model(config.model)
+    # The name travels, not the folder: each node finds its own copy.
+    settings = asdict(replace(config, served_model_name=config.model_id))
+    return _router(config).bind(settings, _replica(config).bind(settings))
+
+
+def uses_gpu(config: ClusterConfig) -> bool:
+    """Whether replicas are placed on GPUs: as the device says, or where the cluster has any."""
+    if config.device is not None:
+        return config.device.startswith("cuda")
+    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _replica(config: ClusterConfig) -> serve.Deployment:
+    bundles = plan_placement(config, uses_gpu(config)).bundles
+    return serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=config.replicas,
+        placement_group_bundles=list(bundles),
+        placement_group_strategy="PACK",
+        ray_actor_options={"num_cpus": bundles[0]["CPU"], "num_gpus": bundles[0].get("GPU", 0)},
+        max_ongoing_requests=UNLIMITED_REQUESTS,
+        max_constructor_retry_count=3,
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        request_router_config=RequestRouterConfig(
+            request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
+        ),
+        logging_config=LoggingConfig(enable_access_log=False),
+    )
+
+
+def _router(config: ClusterConfig) -> serve.Deployment:
+    return serve.deployment(
+        Router,
+        name="Router",
+        num_replicas=config.routers,
+        ray_actor_options={"num_cpus": ROUTER_CPUS},
+        max_ongoing_requests=UNLIMITED_REQUESTS,
+        max_constructor_retry_count=3,
+        health_check_period_s=1,
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        logging_config=LoggingConfig(enable_access_log=False),
+    )

@@ -1,0 +1,103 @@
+"""A router's register of replicas: finds each by a lease, links up with it, and lets go when it leaves or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.announcement import Announcement
+from cluster.discovery import ReplicaWatch
+from cluster.dispatcher import Dispatcher
+from cluster.link import LinkError
+from cluster.links.grpc_client import connect
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_SECONDS = 0.25
+
+
+class ReplicaDirectory:
+    """Keeps one link per running replica in the dispatcher, for as long as the replica's lease lasts."""
+
+    def __init__(self, router_id: str, replicas: DeploymentHandle[Any], dispatcher: Dispatcher) -> None:
+        self._router_id = router_id
+        self._lease_call = replicas.options(stream=True).lease
+        self._dispatcher = dispatcher
+        self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
+        self._members: frozenset[str] = frozenset()
+        self._announced: dict[str, Announcement] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._search())
+
+    @property
+    def announcements(self) -> list[Announcement]:
+        """Replicas leased now."""
+        return list(self._announced.values())
+
+    def close(self) -> None:
+        """Give back all leases."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _search(self) -> None:
+        """Keep one lease call pending; each that is answered brings one more replica."""
+        while True:
+            lease = self._lease_call.remote(self._router_id, watch=self._watch)
+            try:
+                announcement = await anext(lease)
+            except Exception as error:
+                # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again.
+                logger.debug("no lease: %r", error)
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._watch.known.add(announcement.replica_id)
+            self._spawn(self._hold(announcement, lease))
+
+    async def _hold(self, announcement: Announcement, lease: Any) -> None:
+        """Stay linked to one replica until the link or the lease ends, then make room to find it again."""
+        replica_id = announcement.replica_id
+        try:
+            link = await connect(announcement.address, self._router_id)
+        except LinkError as error:
+            logger.warning("no link to replica %s: %s", replica_id, error)
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            self._announced[replica_id] = announcement
+            self._dispatcher.add_link(link)
+            ended = asyncio.create_task(_lease_ended(lease))
+            closed = asyncio.create_task(link.wait_closed())
+            await asyncio.wait((ended, closed), return_when=asyncio.FIRST_COMPLETED)
+            link.close()
+            ended.cancel()
+            self._announced.pop(replica_id, None)
+        finally:
+            lease.cancel()
+            self._watch.known.discard(replica_id)
+
+    def _members_changed(self, ids: frozenset[str]) -> None:
+        """Serve took replicas out of the set: they get nothing new and may go when they are done."""
+        for replica_id in self._members - ids:
+            self._dispatcher.remove_replica(replica_id)
+        self._members = ids
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the register of replicas failed", exc_info=error)
+
+
+async def _lease_ended(lease: Any) -> None:
+    """Return when the replica ends the lease or dies."""
+    try:
+        async for _ in lease:
+            pass
+    except Exception as error:
+        logger.info("lease over: %s", type(error).__name__)

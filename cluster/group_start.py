@@ -1,0 +1,81 @@
+"""Forms a replica's tensor-parallel group: the driver worker in this process, the other ranks as Ray actors."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import ray
+from ray.util import get_current_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from cluster.config import ClusterConfig
+from cluster.worker_actor import RayGang
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.executor import Executor
+from engine.loader import ModelFolder
+from engine.local_executor import ModelInfo, build_executor, drive_gang, prepare_model
+from engine.worker import worker_main
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class StartedGroup:
+    """A group that is ready for its first step. `gang` is None for a group of one."""
+
+    executor: Executor
+    info: ModelInfo
+    gang: RayGang | None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank."""
+        return (os.getpid(), *(self.gang.pids if self.gang else ()))
+
+
+def start_group(config: ClusterConfig, host: str) -> StartedGroup:
+    """Load the model on all ranks. host: where rank 0 listens for the others.
+
+    Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
+    """
+    if config.tensor_parallel_size == 1:
+        executor, info = build_executor(config.engine)
+        return StartedGroup(executor, info, None)
+    folder, engine = prepare_model(config.engine)
+    placement = get_current_placement_group()
+    if placement is None:
+        raise ConfigError(
+            "tensor_parallel_size above 1 needs a placement group with one bundle per rank; deploy with "
+            "cluster.app:build, which asks for it",
+            "tensor_parallel_size",
+        )
+    return _start_gang(folder, engine, placement, host)
+
+
+def _start_gang(folder: ModelFolder, engine: EngineConfig, placement: PlacementGroup, host: str) -> StartedGroup:
+    size = engine.tensor_parallel_size
+    gang = RayGang(placement, tuple(placement.bundle_specs))
+    here = ray.get_runtime_context().get_node_id()
+    try:
+        rendezvous = Rendezvous.create(host)
+        same_host = all(node == here for node in gang.nodes)
+        ring = SharedMemoryRing.create(readers=size - 1) if same_host else None
+    except BaseException:
+        gang.kill()
+        raise
+    handle = ring.name if ring else None
+    gang.start(worker_main, lambda rank: (engine, rank, size, rendezvous.address, handle))
+    executor, info = drive_gang(engine, folder, rendezvous, ring, gang)
+    return StartedGroup(executor, info, gang)
+
+
+def listening_host(config: ClusterConfig) -> str:
+    """Return where this process listens for its peers: as configured, else loopback on a cluster of one node."""
+    if config.link_host is not None:
+        return config.link_host
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return LOOPBACK if len(alive) <= 1 else str(ray.util.get_node_ip_address())

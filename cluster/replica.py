@@ -1,0 +1,103 @@
+"""The replica deployment: one tensor-parallel group, one scheduler, one report stream to each router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn
+
+from ray import serve
+
+from cluster.announcement import Announcement
+from cluster.config import ClusterConfig, resolve_config
+from cluster.group_start import StartedGroup, listening_host, start_group
+from cluster.links.grpc_server import LinkServer
+from cluster.replica_core import ReplicaCore, ReplicaFacts
+from cluster.start_error import ReplicaStartError
+from engine.core import EngineCore
+from engine.errors import EngineDeadError, SquadronError
+from parallel.errors import ParallelError
+
+logger = logging.getLogger("ray.serve")
+
+# A step may take `step_timeout`; the collective that missed it reports so itself, unless this process is stuck too.
+HEALTH_FACTOR = 1.5
+LAST_WORDS = 0.2  # seconds for links to carry the reason out before the process ends
+
+
+class Replica:
+    """Serve builds one per replica, in bundle 0 of its placement group. Everything in it ends with any rank of it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        try:
+            config = resolve_config(settings)
+            host = listening_host(config)
+            self._group = start_group(config, host)
+        except (SquadronError, ParallelError) as error:
+            raise ReplicaStartError.of(error) from error
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._loop = asyncio.get_running_loop()
+        self._deadline = HEALTH_FACTOR * config.step_timeout
+        self._core = ReplicaCore(_engine(self._group), _facts(self._id, config, self._group), on_dead=self._on_dead)
+        self._server = LinkServer(self._core.serve)
+        self._address = self._loop.create_task(self._server.start(host))
+        if self._group.gang is not None:
+            threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
+
+    async def lease(self, router_id: str, watch: None = None) -> AsyncIterator[Announcement]:
+        """Tell a router how to reach this replica, and stay open until it lets go or one of the two is gone.
+
+        `watch` steers the call on the router's side (`cluster.discovery`) and arrives as None.
+        """
+        info = self._group.info
+        address = await asyncio.shield(self._address)
+        logger.info("replica %s: leased by router %s", self._id, router_id)
+        yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids)
+        await asyncio.Event().wait()
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises: health is progress, not that a process exists."""
+        if not self._core.is_healthy(self._deadline):
+            raise EngineDeadError(f"no step and no idle tick within {self._deadline:g} s")
+
+    def _watch_gang(self) -> None:
+        gang = self._group.gang
+        try:
+            if gang is not None:
+                gang.wait_for_death()
+        except EngineDeadError as error:
+            self._loop.call_soon_threadsafe(self._on_dead, str(error))
+
+    def _on_dead(self, reason: str) -> None:
+        """The engine or a rank is gone: gangs die together. Serve starts a new replica, routers go elsewhere."""
+        logger.error("replica %s ends: %s", self._id, reason)
+        if self._group.gang is not None:
+            self._group.gang.kill()
+        self._loop.call_later(LAST_WORDS, _end_process)
+
+
+def _end_process() -> NoReturn:
+    # Nothing in this process can be trusted to unwind: a thread may hang in a collective for good.
+    logging.shutdown()
+    os._exit(1)
+
+
+def _engine(group: StartedGroup) -> EngineCore:
+    info = group.info
+    return EngineCore(info.config, group.executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+
+
+def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> ReplicaFacts:
+    info = group.info
+    return ReplicaFacts(
+        replica_id=replica_id,
+        model=config.model_id,
+        max_model_len=info.config.context_len,
+        vocab_size=info.vocab_size,
+        block_size=info.config.block_size,
+        num_kv_blocks=info.num_kv_blocks - 1,
+        eos_token_ids=info.eos_token_ids,
+    )

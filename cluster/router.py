@@ -1,0 +1,74 @@
+"""The router deployment: the HTTP front end, the live requests and their token logs, links to all replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.config import ClusterConfig, resolve_config
+from cluster.directory import ReplicaDirectory
+from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatcher import Dispatcher
+from cluster.messages import stats_of
+from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.openai.app import build_app
+from cluster.openai.served_model import ServedModel
+from cluster.start_error import ReplicaStartError
+from engine.errors import SquadronError
+from engine.loader import open_model
+from engine.tokenizer import Tokenizer
+
+
+@serve.ingress()
+class Router:
+    """Serve builds one per router copy. It holds no state that a client's retry could not rebuild."""
+
+    def __init__(self, settings: dict[str, Any], replicas: DeploymentHandle[Any]) -> None:
+        try:
+            self._config = resolve_config(settings)
+            self._model = _served_model(self._config)
+        except SquadronError as error:
+            raise ReplicaStartError.of(error) from error
+        self._replicas = replicas
+        self._router_id = uuid4().hex
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the front end (called by Serve on this replica's event loop)."""
+        config = self._config
+        times = DispatcherConfig(stall_timeout=config.stall_timeout, progress_timeout=2 * config.step_timeout)
+        self._dispatcher = Dispatcher(times)
+        self._directory = ReplicaDirectory(self._router_id, self._replicas, self._dispatcher)
+        return build_app(
+            self._dispatcher,
+            self._model,
+            Metrics(self._model.model_id, self._figures),
+            self._ready,
+            api_key=config.api_key,
+            max_body_bytes=config.max_body_bytes,
+        )
+
+    def _ready(self) -> dict[str, Any]:
+        return {
+            "ready": self._dispatcher.ready,
+            "model": self._model.model_id,
+            "router": self._router_id,
+            "replicas": [announcement.public() for announcement in self._directory.announcements],
+        }
+
+    def _figures(self) -> ClusterFigures:
+        replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]
+        return ClusterFigures(replicas, self._dispatcher.counters.migrations)
+
+
+def _served_model(config: ClusterConfig) -> ServedModel:
+    spec = open_model(config.model).spec
+    return ServedModel(
+        model_id=config.model_id,
+        tokenizer=Tokenizer(config.tokenizer or config.model),
+        max_model_len=config.max_model_len or spec.max_positions,
+        vocab_size=spec.vocab_size,
+    )
