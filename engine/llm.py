@@ -6,6 +6,7 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -41,7 +42,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         tensor_parallel_size: int = 1,
         dtype: str = "auto",

@@ -1,4 +1,4 @@
-"""Offline generation against transformers: the same tokens batched, chunked, cached, preempted, forked and sharded."""
+"""Offline generation against transformers: the same tokens batched, chunked, cached, preempted, forked, sharded."""
 
 import signal
 from pathlib import Path
@@ -19,6 +19,15 @@ DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=12, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=12)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small gain nothing from a second thread and lose much when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +114,8 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_no_process(folder, oracle, l
     asked = prompts(5, seed=6)
     before = set(psutil.Process().children(recursive=True))
     with open_llm(folder, tensor_parallel_size=2) as pair:
-        started = set(psutil.Process().children(recursive=True)) - before
+        new = set(psutil.Process().children(recursive=True)) - before
+        started = [process for process in new if "resource_tracker" not in " ".join(process.cmdline())]
         assert started
         results = pair.generate(asked, GREEDY)
         seeded = tokens_of(pair.generate(asked, SEEDED))
@@ -136,12 +146,18 @@ def test_requests_without_seed_are_reproducible_and_differ(folder, oracle):
     assert runs[0][0] != runs[0][1]
 
 
+def plain_token(llm, output):
+    """The text of one of the later tokens that is whole letters: the models here say many broken bytes."""
+    spelled = [llm.tokenizer.token_bytes(token) for token in output.token_ids[3:]]
+    return next(one.decode() for one in spelled if one.isalnum() and one.isascii())
+
+
 def test_stop_strings_cut_text_and_tokens_and_free_the_rest(llm):
     prompt = prompts(1, seed=10)[0]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     (whole,) = llm.generate([prompt], params)
     text = whole.outputs[0].text
-    stop = text[4:6]
+    stop = plain_token(llm, whole.outputs[0])
     stopping = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=(stop,))
     cut, other = llm.generate([prompt, prompt], [stopping, params])
     assert cut.outputs[0].text == text[: text.index(stop)]
@@ -158,7 +174,7 @@ def test_one_choice_stops_and_the_others_go_on(llm):
     prompt = prompts(1, seed=10)[0]
     params = SamplingParams(n=4, temperature=1.2, seed=2, max_tokens=20, ignore_eos=True)
     (whole,) = llm.generate([prompt], params)
-    stop = whole.outputs[2].text[3:6]
+    stop = plain_token(llm, whole.outputs[2])
     stopping = SamplingParams(n=4, temperature=1.2, seed=2, max_tokens=20, ignore_eos=True, stop=(stop,))
     (cut,) = llm.generate([prompt], stopping)
     assert cut.outputs[2].finish_reason == "stop"
