@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from engine.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -34,13 +36,17 @@ class PolicyConfig:
     """Weights of the cost, in prompt tokens.
 
     request_cost: what one more sequence beside ours costs. max_affinity: most that a cached prefix counts for.
-    full_cache_cost: what a full KV cache costs; it rises from `kv_pressure` on.
+    full_cache_cost: what a full KV cache costs; it rises from `kv_pressure` on. Raises `ConfigError`.
     """
 
     request_cost: float = 32.0
     max_affinity: int = 4096
     full_cache_cost: float = 8192.0
     kv_pressure: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.kv_pressure < 1.0:
+            raise ConfigError(f"kv_pressure must be at least 0 and below 1, not {self.kv_pressure}", "kv_pressure")
 
 
 def cost(candidate: Candidate, prompt_tokens: int, config: PolicyConfig) -> float:
@@ -62,11 +68,9 @@ def rank(
     eligible = [candidate for candidate in candidates if not candidate.draining]
     rng.shuffle(eligible)
     costs = {candidate.replica_id: cost(candidate, prompt_tokens, config) for candidate in eligible}
-    contenders = eligible[:2]
-    if eligible:
-        contenders.append(
-            max(eligible, key=lambda candidate: (candidate.overlap_tokens, -costs[candidate.replica_id]))
-        )
+    cached = [candidate for candidate in eligible if candidate.overlap_tokens]
+    home = max(cached, key=lambda c: (c.overlap_tokens, -costs[c.replica_id]), default=None)
+    contenders = eligible[:2] + ([home] if home else [])
     winner = min(contenders, key=lambda candidate: costs[candidate.replica_id], default=None)
     rest = sorted((c for c in eligible if c is not winner), key=lambda candidate: costs[candidate.replica_id])
     return [candidate.replica_id for candidate in ([winner] if winner else []) + rest]

@@ -50,6 +50,7 @@ class GrpcRouterLink(RouterLink):
         """Stop both directions; the server ends the stream after what was queued."""
         self._outbox.close(code, message)
         self._inbox.close(code, message, discard=True)
+        self._over.set()
 
     @property
     def closed(self) -> bool:
@@ -57,7 +58,7 @@ class GrpcRouterLink(RouterLink):
         return self._outbox.ended is not None
 
     async def wait_closed(self) -> None:
-        """Wait until the stream is over."""
+        """Wait until the stream is over for this end."""
         await self._over.wait()
 
     async def run(self, serve: Callable[[RouterLink], Awaitable[None]]) -> None:
@@ -72,7 +73,6 @@ class GrpcRouterLink(RouterLink):
             await asyncio.wait([writer], timeout=LINGER)
             writer.cancel()
             await asyncio.wait([reader, writer])
-            self._over.set()
         ended = self._outbox.ended
         if ended is not None and ended.code != CLOSED:
             await self._context.abort(grpc.StatusCode.ABORTED, f"{ended.code}: {ended.message}")
