@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
+from parallel.host_group import through_shared_memory
 from parallel.rendezvous import Rendezvous
 
 FOREVER = 10 * 365 * 86400.0  # seconds; torch has no word for no deadline
@@ -92,6 +93,7 @@ def connect(
     timeout: float,
     collective_timeout: float | None = None,
     name: str = "tensor-parallel",
+    shared_memory: bool = True,
 ) -> Group:
     """Form a group of `size` ranks and return this rank's end of it; blocks until all are there.
 
@@ -99,6 +101,7 @@ def connect(
     device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" gloo.
     timeout / collective_timeout: seconds for forming the group / for each collective (as `timeout` where None).
     name: tells apart the groups that are formed over one rendezvous.
+    shared_memory: whether CPU ranks that are all on one host send the hot collectives through memory, not sockets.
 
     Raises `RendezvousError` when the ranks do not meet in time, `ValueError` for a rank outside the group.
     """
@@ -111,16 +114,18 @@ def connect(
         raise RendezvousError(f"a group of {size} needs the address of a rendezvous")
     if isinstance(rendezvous, str):
         rendezvous = Rendezvous.join(rendezvous, timeout)
+    limit = timeout if collective_timeout is None else collective_timeout
     try:
         process_group = _process_group(rendezvous, name, rank, size, device, timeout)
-        group = TorchGroup(process_group, rank, size, device)
+        group: Group = TorchGroup(process_group, rank, size, device)
         group.barrier()
+        if device.type == "cpu" and shared_memory:
+            group = through_shared_memory(group, rendezvous.store(f"{name}/segments", timeout), limit)
     except (RuntimeError, ChannelError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
         ) from error
-    if collective_timeout is not None:
-        process_group._set_default_timeout(timedelta(seconds=collective_timeout))
+    process_group._set_default_timeout(timedelta(seconds=limit))
     return group
 
 

@@ -8,8 +8,9 @@ import torch
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group
+from parallel.host_group import HALF_BYTES
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 def all_reduce_sums_in_place(group: Group) -> None:
@@ -65,11 +66,28 @@ def the_wrong_end_is_refused(group: Group) -> None:
         channel.receive(TIMEOUT) if group.rank == 0 else channel.send(b"", TIMEOUT)
 
 
-def join_and_wait(rank: int, size: int, address: str) -> None:
+def large_tensors_go_in_several_exchanges(group: Group) -> None:
+    count = 2 * HALF_BYTES // 4 + 5
+    x = torch.arange(count, dtype=torch.float32).reshape(-1, 1)
+    gathered = group.all_gather(x + group.rank)
+    assert torch.equal(gathered, torch.cat([x + rank for rank in range(group.size)], -1))
+    assert torch.equal(group.all_reduce(x.clone()), x * group.size)
+    assert group.all_reduce(torch.empty(0, 4)).shape == (0, 4)
+
+
+def all_ranks_get_the_same_bits(group: Group) -> None:
+    for number in range(20):
+        generator = torch.Generator().manual_seed(number * group.size + group.rank)
+        x = group.all_reduce(torch.randn(1000, generator=generator).bfloat16())
+        for other in group.all_gather(x.view(1, -1), dim=0):
+            assert torch.equal(other, x)
+
+
+def join_and_wait(rank: int, size: int, address: str, shared_memory: bool = True) -> None:
     """Join the group, then miss every collective until killed."""
     import signal
 
     from parallel.torch_group import connect
 
-    with connect(rank, size, address, "cpu", TIMEOUT):
+    with connect(rank, size, address, "cpu", TIMEOUT, shared_memory=shared_memory):
         signal.pause()

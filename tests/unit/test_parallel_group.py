@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,35 +15,73 @@ import torch.distributed as dist
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
-from parallel.launcher import launch
+from parallel.host_group import HostGroup
+from parallel.launcher import Gang, launch
 from parallel.rendezvous import Rendezvous
-from parallel.torch_group import connect
+from parallel.segment import Segment
+from parallel.torch_group import TorchGroup, connect
 from tests.unit import parallel_checks as checks
 from tests.unit.parallel_ranks import Crew, crew
 
-TIMEOUT = 20.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture(scope="module")
 def trio() -> Iterator[Crew]:
+    """Three ranks that share memory."""
     with crew(3) as ranks:
         yield ranks
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        checks.all_reduce_sums_in_place,
-        checks.all_gather_joins_in_rank_order,
-        checks.broadcast_overwrites_with_the_source,
-        checks.strided_tensors_are_refused_in_place,
-        checks.inference_tensors_work,
-        checks.messages_arrive_whole_whatever_their_size,
-        checks.the_wrong_end_is_refused,
-    ],
-)
-def test_on_three_ranks(trio: Crew, check: Callable[[Group], None]) -> None:
+@pytest.fixture(scope="module")
+def distant_pair() -> Iterator[Crew]:
+    """Two ranks that use gloo for everything, as if they were on two hosts."""
+    with crew(2, shared_memory=False) as ranks:
+        yield ranks
+
+
+CHECKS = [
+    checks.all_reduce_sums_in_place,
+    checks.all_gather_joins_in_rank_order,
+    checks.broadcast_overwrites_with_the_source,
+    checks.strided_tensors_are_refused_in_place,
+    checks.inference_tensors_work,
+    checks.large_tensors_go_in_several_exchanges,
+    checks.messages_arrive_whole_whatever_their_size,
+    checks.the_wrong_end_is_refused,
+]
+
+
+@pytest.mark.parametrize("check", [*CHECKS, checks.all_ranks_get_the_same_bits])
+def test_three_ranks_of_one_host(trio: Crew, check: Callable[[Group], None]) -> None:
+    assert isinstance(trio.group, HostGroup)
     trio.run(check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_two_distant_ranks(distant_pair: Crew, check: Callable[[Group], None]) -> None:
+    assert isinstance(distant_pair.group, TorchGroup)
+    distant_pair.run(check)
+
+
+def test_ranks_that_share_no_memory_use_gloo(monkeypatch):
+    def elsewhere(name: str) -> Segment:
+        raise ChannelError(f"{name} is on another host")
+
+    monkeypatch.setattr(Segment, "attach", elsewhere)
+    groups: dict[int, Group] = {}
+
+    def join(rank: int, where: Rendezvous | str) -> None:
+        groups[rank] = connect(rank, 2, where, "cpu", TIMEOUT)
+
+    with Rendezvous.create() as rendezvous:
+        other = threading.Thread(target=join, args=(1, rendezvous.address))
+        other.start()
+        join(0, rendezvous)
+        other.join(TIMEOUT)
+        assert [type(groups[rank]) for rank in (0, 1)] == [TorchGroup, TorchGroup]
+        for group in groups.values():
+            group.close()
 
 
 def test_no_default_group_is_made(trio: Crew):
@@ -58,22 +99,34 @@ def test_a_group_of_one_does_nothing():
     group.close()
 
 
-def test_a_hung_rank_misses_the_deadline():
-    with Rendezvous.create() as rendezvous, launch(2, checks.join_and_wait, (2, rendezvous.address)):
-        group = connect(0, 2, rendezvous, "cpu", TIMEOUT, collective_timeout=0.2)
-        with group, pytest.raises(ChannelTimeout, match="all-reduce of rank 0 of 2 missed its deadline"):
-            group.all_reduce(torch.ones(1))
-        with pytest.raises(ChannelError, match="closed"):
-            group.all_reduce(torch.ones(1))
-
-
-def test_a_dead_rank_ends_a_wait_without_deadline():
+@contextmanager
+def beside_a_rank_that_hangs(shared_memory: bool, limit: float) -> Iterator[tuple[Group, Gang]]:
     with (
         Rendezvous.create() as rendezvous,
-        launch(2, checks.join_and_wait, (2, rendezvous.address)) as gang,
-        connect(0, 2, rendezvous, "cpu", TIMEOUT) as group,
+        launch(2, checks.join_and_wait, (2, rendezvous.address, shared_memory)) as gang,
+        connect(0, 2, rendezvous, "cpu", TIMEOUT, limit, shared_memory=shared_memory) as group,
     ):
-        gang.kill()
+        yield group, gang
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_hung_rank_misses_the_deadline(shared_memory: bool):
+    with beside_a_rank_that_hangs(shared_memory, limit=0.2) as (group, _):
+        with pytest.raises(ChannelTimeout, match=r"missed (its|the) deadline"):
+            group.all_reduce(torch.ones(1))
+        group.close()
+        for collective in (group.all_reduce, group.all_gather, group.broadcast):
+            with pytest.raises(ChannelError, match="closed"):
+                collective(torch.ones(1))
+
+
+def test_a_dead_rank_ends_the_group_long_before_the_deadline():
+    with beside_a_rank_that_hangs(shared_memory=True, limit=TIMEOUT) as (group, gang):
+        threading.Timer(0.1, gang.kill).start()
+        began = time.monotonic()
+        with pytest.raises(ChannelError, match="rank 1 is gone"):
+            group.all_reduce(torch.ones(1))
+        assert time.monotonic() - began < TIMEOUT / 2
         with pytest.raises(ChannelError, match="a peer is gone"):
             group.broadcast(torch.ones(1), src=1, timeout=float("inf"))
         BroadcastChannel(group).close()  # nobody is left to be told, which is no error
