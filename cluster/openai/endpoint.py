@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -16,12 +15,11 @@ from cluster.metrics import Metrics
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
 from cluster.openai.generation import Delta, Generation, PlacedLogprob
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
-from cluster.openai.prompts import RequestBuilder
+from cluster.openai.prompts import Parse, RequestBuilder
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import Call, parse_chat, parse_completion, parse_json
+from cluster.openai.validation import Call, parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 
-Parse = Callable[[Mapping[str, Any], ServedModel], Call]
 log = logging.getLogger("squadron.openai")
 
 
@@ -79,9 +77,8 @@ class GenerationEndpoint:
 
     async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str]) -> None:
         services = self._services
-        call = self._parse(parse_json(body), services.model)
+        call, requests = await services.builder.build(self._parse, body)
         exchange["id"] = call.request_id
-        requests = await services.builder.build(call)
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         track = services.metrics.track(prompt_tokens, call.params.n * len(requests))
         generation = Generation(call, requests, services.model.tokenizer, services.source, track)

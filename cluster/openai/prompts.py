@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from cluster.openai.schema import Prompt
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import Call
+from cluster.openai.validation import Call, parse_json
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.request import Request
-from engine.tokenizer import LONG_TEXT
+
+Parse = Callable[[Mapping[str, Any], ServedModel], Call]
+LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
 
 
 def build_requests(call: Call, model: ServedModel) -> list[Request]:
     """Return one request per prompt, in order; raises `InvalidRequestError` naming the field.
 
-    Takes milliseconds from `LONG_TEXT` characters on: give those to a thread (`RequestBuilder`).
+    Long prompts take milliseconds and more: an event loop leaves them to a `RequestBuilder`.
     """
     if call.conversation is not None:
         prompts = [_chat_ids(call, model)]
@@ -30,17 +34,21 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
 
 
 class RequestBuilder:
-    """`build_requests` for an event loop: short prompts at once, long ones on two threads of its own."""
+    """From a request's body to engine requests, for an event loop: long bodies go to two threads of its own."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
-    async def build(self, call: Call) -> list[Request]:
-        """Return the requests of a call; see `build_requests`."""
-        if call.text_length < LONG_TEXT:
-            return build_requests(call, self._model)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, build_requests, call, self._model)
+    async def build(self, parse: Parse, body: bytes) -> tuple[Call, list[Request]]:
+        """Return the accepted call and its requests; raises `ApiError` or `InvalidRequestError`."""
+        if len(body) < LONG_BODY:
+            return self._build(parse, body)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._build, parse, body)
+
+    def _build(self, parse: Parse, body: bytes) -> tuple[Call, list[Request]]:
+        call = parse(parse_json(body), self._model)
+        return call, build_requests(call, self._model)
 
     def close(self) -> None:
         """End the threads once what they do is done."""
@@ -76,7 +84,7 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
         raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
     if call.params.stop_token_ids and max(call.params.stop_token_ids) >= model.vocab_size:
         raise InvalidRequestError(f"stop_token_ids must be below {model.vocab_size}", "stop_token_ids")
-    wanted = call.params.max_tokens or 1
+    wanted = call.params.max_tokens or max(call.params.min_tokens, 1)
     if length + wanted <= model.longest_sequence:
         return
     limit = (
@@ -86,7 +94,7 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
     )
     raise PromptTooLongError(
         f"{param} has {length} tokens and at least {wanted} are to be generated, but {limit}; "
-        + ("shorten the prompt" if length >= model.longest_sequence else "shorten the prompt or lower max_tokens"),
+        + ("shorten the prompt" if length >= model.longest_sequence else "shorten it or ask for fewer tokens"),
         param,
     )
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_PROMPTS = 128
+MAX_MESSAGES = 4096
 Prompt = str | list[int]
 
 
@@ -18,8 +19,12 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
 
 
+def _starts_with_id(value: list[Any]) -> bool:
+    return bool(value) and type(value[0]) is int
+
+
 def _prompts(value: Any) -> list[Prompt]:
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and _starts_with_id(value)) else value
     if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
         raise PydanticCustomError(
             "prompt_type", "must be a string, a list of strings, a list of token ids, or a list of such lists"
@@ -27,6 +32,12 @@ def _prompts(value: Any) -> list[Prompt]:
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise PydanticCustomError("prompt_count", f"must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}")
     return prompts
+
+
+def _few_messages(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise PydanticCustomError("message_count", f"must hold at most {MAX_MESSAGES} messages, not {len(value)}")
+    return value
 
 
 def _strings(value: Any) -> tuple[str, ...]:
@@ -142,7 +153,7 @@ class CompletionFields(GenerationFields):
 class ChatFields(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

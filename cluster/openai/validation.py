@@ -66,13 +66,6 @@ class Call:
     priority: int = 0
     cache_salt: bytes = b""
 
-    @property
-    def text_length(self) -> int:
-        """Characters (or ids) that are still to be tokenized and checked."""
-        if self.conversation is not None:
-            return sum([len(message["content"]) for message in self.conversation.messages])
-        return sum(map(len, self.prompts))
-
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """Return the fields of a JSON object; raises `ApiError` (400) when the body is none."""

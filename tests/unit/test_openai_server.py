@@ -229,16 +229,17 @@ async def test_tokenizing_a_long_prompt_leaves_health_answering(tmp_path):
     async with client_for(app_for(source, roomy, max_body_bytes=2**23)) as client:
         body = json.dumps({**BODY, "prompt": "hello world, this is text. " * 50_000}).encode()
         call = asyncio.create_task(client.post("/v1/completions", content=body))
-        slowest, asked = 0.0, 0
+        slowest, asked, start = 0.0, 0, asyncio.get_running_loop().time()
         while not call.done():
             await asyncio.sleep(0.001)  # without a network nothing else would let the call run
             began = asyncio.get_running_loop().time()
             assert (await client.get("/health")).status_code == 200
             slowest = max(slowest, asyncio.get_running_loop().time() - began)
             asked += 1
+        took = asyncio.get_running_loop().time() - start
         assert (await call).status_code == 200
     assert asked > 10
-    assert slowest < 0.5
+    assert slowest < took / 2
 
 
 async def test_the_app_works_below_a_mount_point(model):

@@ -85,6 +85,7 @@ BAD_COMPLETIONS = [
     ({"prompt": ["a"] * 129}, 400, "prompt"),
     ({"prompt": "x " * 400}, 400, "prompt"),
     ({"prompt": "x", "max_tokens": 256}, 400, "prompt"),
+    ({"prompt": "x", "min_tokens": 256, "max_tokens": 256}, 400, "prompt"),
     ({"logprobs": 21}, 400, "logprobs"),
     ({"logprobs": True}, 400, "logprobs"),
     ({"echo": True}, 400, "echo"),
@@ -240,16 +241,20 @@ async def test_other_content_types_and_compressed_bodies_are_refused(model):
         {"model": MODEL, "prompt": [["x"]] * 100_000},
         {"model": MODEL, "prompt": "a", "x" * 1_000_000: 1},
         {"model": "m" * 3_000_000, "prompt": "a"},
+        {"model": MODEL, "prompt": [1] * 1_000_000},
+        {"model": MODEL, "messages": [1] * 1_000_000},
+        {"model": MODEL, "messages": [{"role": "user", "content": [1] * 1_000_000}]},
+        {"model": MODEL, "messages": [{"role": "user", "content": "x"}] * 100_000},
     ],
-    ids=["n", "stop", "stop_token_ids", "prompt", "field", "model"],
+    ids=["n", "stop", "stop_token_ids", "prompts", "field", "model", "ids", "messages", "parts", "conversation"],
 )
 async def test_hostile_sizes_are_refused_at_once(model, body):
     content = json.dumps(body).encode()
-    began = time.perf_counter()
-    answer = await post(model, "completions", content)
+    began = time.process_time()  # not the wall's: other tests may be running
+    answer = await post(model, "chat/completions" if "messages" in body else "completions", content)
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 2000
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 async def test_errors_echo_no_more_than_a_little_of_what_was_sent(model):
