@@ -29,7 +29,9 @@ class Rows:
         self.blocks = blocks
         self._params = params
         self._stops = stops
-        self.copies: dict[int, int] = {}  # destination -> source of block copies that the next step must make
+        # Destination -> source of block copies that the next step must make. A destination that is given up before is
+        # copied to nonetheless: its next owner writes later in the step.
+        self.copies: dict[int, int] = {}
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
@@ -136,9 +138,6 @@ class Rows:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""
         if sequence.slot < 0:
             return
-        if self.copies:
-            for block in sequence.block_table:
-                self.copies.pop(block, None)  # whoever gets this block next must not find it overwritten
         self.blocks.release(sequence.block_table)
         self.tables.clear(sequence.slot)
         self._stops.unwatch(sequence.request)

@@ -36,7 +36,7 @@ class Broken(Executor):
         self.closed += 1
 
 
-# ---- the life of a request ------------------------------------------------------------------------------------------
+# ---- the life of a request ---------------------------------------------------------------------------------
 
 
 def test_a_request_gives_the_same_tokens_alone_and_in_company():
@@ -174,7 +174,7 @@ def test_counters_add_up():
     assert stats.kv_usage == 0.0
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------
 
 BAD = [
     (request("", 3), "request_id"),
@@ -227,7 +227,7 @@ def test_prompts_that_do_not_fit_are_refused_with_what_fits():
     small = Driver(num_blocks=6)
     with pytest.raises(PromptTooLongError, match="the KV cache of 20 tokens holds at most 19"):
         small.core.add(request("x", 20, max_tokens=None))
-    with pytest.raises(InvalidRequestError, match="max_tokens=16 does not fit: the KV cache of 20 .* at most 15"):
+    with pytest.raises(InvalidRequestError, match=r"max_tokens=16 does not fit: the KV cache of 20 .* at most 15"):
         small.core.add(request("x", 5, max_tokens=16))
     small.run(request("fits", 5, max_tokens=15))
 
@@ -247,7 +247,7 @@ def test_aborting_what_is_not_there_is_said():
     assert not driver.core.abort("never")
 
 
-# ---- when something breaks ------------------------------------------------------------------------------------------
+# ---- when something breaks ---------------------------------------------------------------------------------
 
 STAGES = [
     (Tables, "fill", lambda args: args[1][0] == 13),
@@ -378,7 +378,7 @@ def test_closing_twice_is_harmless_and_final():
         driver.core.step()
 
 
-# ---- the fake model sees what a real one would ----------------------------------------------------------------------
+# ---- the fake model sees what a real one would -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damage", ["slot", "copy", "block"])

@@ -20,7 +20,7 @@ class Recorder(FakeExecutor):
         self.inputs, self.sampling = [], []
 
     def execute(self, inputs, sampling):
-        names = [name for name in StepInputs.__slots__]
+        names = list(StepInputs.__slots__)
         self.inputs.append(StepInputs(**{name: getattr(inputs, name).copy() for name in names}))
         taken = {name: getattr(sampling, name) for name in sampling.__slots__}
         copies = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in taken.items()}
@@ -51,7 +51,7 @@ def builder_for(tables, block_size, budget=64):
     return InputBuilder(tables, SamplingTable(tables.num_slots), block_size, budget)
 
 
-# ---- DESIGN section 7 -----------------------------------------------------------------------------------------------
+# ---- DESIGN section 7 --------------------------------------------------------------------------------------
 
 PROMPTS = ((10, 11, 12), (20, 21), (30, 31, 32, 33, 34, 35, 36, 37))
 STEP_1 = {
@@ -102,7 +102,7 @@ def test_worked_example_token_level_every_row(step):
 
 
 def test_worked_example_through_the_engine():
-    driver, recorder, reports = worked_example()
+    _, recorder, reports = worked_example()
     first, second = recorder.inputs
     for inputs, tokens in ((first, STEP_1), (second, STEP_2)):
         assert inputs.positions.tolist() == tokens["positions"]
@@ -145,7 +145,7 @@ def test_worked_example_masks():
     assert all(not row[int(row.sum()) :].any() for row in second)
 
 
-# ---- SYSTEMS B ------------------------------------------------------------------------------------------------------
+# ---- SYSTEMS B ---------------------------------------------------------------------------------------------
 
 
 def test_three_prompts_are_concatenated_without_padding():
@@ -171,7 +171,7 @@ def test_block_2759_starts_at_slot_44144():
     assert inputs.slot_mapping[16] == 44144
 
 
-# ---- against a per-token reference ----------------------------------------------------------------------------------
+# ---- against a per-token reference -------------------------------------------------------------------------
 
 
 @st.composite
@@ -224,7 +224,7 @@ def test_inputs_equal_a_per_token_reference(step):
         assert mask.tolist() == [[key <= position for key in range(max(inputs.seq_lens))] for position in positions]
 
 
-# ---- sampling -------------------------------------------------------------------------------------------------------
+# ---- sampling ----------------------------------------------------------------------------------------------
 
 
 def recorded(*requests, steps=3, **settings):
