@@ -114,6 +114,7 @@ async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | Non
 
 
 async def _greet(call: Any, router_id: str) -> Welcome:
+    await call.wait_for_connection()  # a write to a stream that was refused would hide the reason
     await call.write(encode(Hello(router_id)))
     frame = await call.read()
     if not isinstance(frame, bytes):

@@ -123,6 +123,7 @@ class LinkServer:
         sent = dict(context.invocation_metadata() or ()).get(SECRET_KEY, "")
         if not hmac.compare_digest(str(sent).encode(), self._secret.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong or missing secret")
+        await context.send_initial_metadata(())  # the router writes nothing before it was let in
         hello = await _first_message(context)
         if not isinstance(hello, Hello):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be a Hello, within 5 s")

@@ -30,11 +30,13 @@ def channel_options(limits: LinkLimits) -> list[tuple[str, int]]:
     return [
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_receive_message_length", limits.max_message_bytes),
-        ("grpc.keepalive_time_ms", 1000),
-        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.keepalive_time_ms", round(1000 * limits.keepalive)),
+        ("grpc.keepalive_timeout_ms", round(1000 * limits.keepalive_timeout)),
+        # What counts once a ping is out; a minute unless told otherwise.
+        ("grpc.http2.ping_timeout_ms", round(1000 * limits.keepalive_timeout)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),

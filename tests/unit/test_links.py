@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -254,8 +255,10 @@ async def test_first_message_must_be_a_hello_of_this_protocol(address, frame, st
         assert await call.code() is status
 
 
-async def test_replica_that_dies_under_the_link_is_noticed():
-    """kill -9 of a replica in another process: the link ends as lost, without waiting for a timeout."""
+@pytest.mark.parametrize(("kill", "deadline"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 5)])
+async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(kill, deadline):
+    """In another process: a killed one at once, a stopped one by the keepalive."""
+    limits = LinkLimits(keepalive=0.1, keepalive_timeout=0.6)
     program = (
         "import asyncio, tests.unit.test_links as t\n"
         "async def main():\n"
@@ -267,10 +270,10 @@ async def test_replica_that_dies_under_the_link_is_noticed():
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         port, secret = (await asyncio.to_thread(process.stdout.readline)).split()
-        link = await connect(LinkAddress("127.0.0.1", int(port), secret), "router")
-        process.kill()
+        link = await connect(LinkAddress("127.0.0.1", int(port), secret), "router", limits)
+        process.send_signal(kill)
         with pytest.raises(LinkClosedError) as caught:
-            await asyncio.wait_for(link.receive(), 1)
+            await asyncio.wait_for(link.receive(), deadline)
         assert caught.value.code == LOST
         await asyncio.wait_for(link.wait_closed(), 5)
     finally:
