@@ -124,7 +124,7 @@ class BatchRun:
 
 def _choices(request: Request, tokenizer: Tokenizer) -> list[ChoiceRun]:
     params = request.params
-    streams = tokenizer.text_streams(params)
+    streams = tokenizer.text_streams(params, request.prompt_token_ids)
     wants = params.logprobs is not None
     return [ChoiceRun(i, stream, bool(params.stop), wants) for i, stream in enumerate(streams)]
 

@@ -18,7 +18,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-MAX_PENDING_TOKENS = 8  # a character has at most 4 bytes: text that is still broken after 8 tokens stays broken
+MAX_STUCK_TOKENS = 8  # a character has at most 4 bytes: text that is still broken after 8 tokens stays broken
+CONTEXT_TOKENS = 6  # of the prompt, before the text to come: enough to know that it does not begin here
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -78,12 +79,13 @@ class WindowDecoder(TextDecoder):
     is the same in both decodings and cancels out.
     """
 
-    def __init__(self, backend: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
         self._backend = backend
         self._skip = skip_special_tokens
-        self._window: list[int] = []  # settled tokens that give context, then the tokens that wait
-        self._settled = 0  # how many tokens of the window are settled
-        self._shown = ""  # text of the settled tokens
+        self._window = list(context[-CONTEXT_TOKENS:])  # settled tokens that give context, then the tokens that wait
+        self._settled = len(self._window)  # how many tokens of the window are settled
+        self._shown = self._decode(self._window)  # text of the window that was returned
+        self._stuck = 0  # tokens since the last one that brought text
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """See `TextDecoder.feed`."""
@@ -92,13 +94,15 @@ class WindowDecoder(TextDecoder):
     def _feed_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        waiting = len(self._window) - self._settled
-        if len(text) <= len(self._shown) or (text.endswith(REPLACEMENT) and waiting < MAX_PENDING_TOKENS):
-            return ""
-        delta = text[len(self._shown) :]
-        self._window = self._window[self._settled :]
-        self._settled = len(self._window)
-        self._shown = self._decode(self._window)
+        certain = text if self._stuck >= MAX_STUCK_TOKENS else text.rstrip(REPLACEMENT)
+        delta = certain[len(self._shown) :]
+        self._stuck = 0 if delta else self._stuck + 1
+        if delta and len(certain) == len(text):
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._shown = self._decode(self._window)
+        elif delta:  # the last token ends in the middle of a character: there is no clean place to cut the window
+            self._shown = certain
         return delta
 
     def finish(self) -> str:
@@ -120,11 +124,15 @@ class TextDecoders:
         self._shown_table = ByteTable(backend, self._style, frozenset())
         self._skip_table = ByteTable(backend, self._style, special)
 
-    def decoder(self, skip_special_tokens: bool) -> TextDecoder:
-        """Return a fresh decoder for one choice."""
+    def decoder(self, skip_special_tokens: bool, context: Sequence[int] = ()) -> TextDecoder:
+        """Return a fresh decoder for text that goes on after the tokens of `context`.
+
+        Some tokenizers drop a space at the beginning of a text, and only there: what follows a prompt keeps it.
+        """
         if self._style == "other":
-            return WindowDecoder(self._backend, skip_special_tokens)
-        return ByteDecoder(self._skip_table if skip_special_tokens else self._shown_table, self._strip)
+            return WindowDecoder(self._backend, skip_special_tokens, context)
+        begins = self._strip and not any(map(self._skip_table.__getitem__, context))
+        return ByteDecoder(self._skip_table if skip_special_tokens else self._shown_table, begins)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that the token stands for, special tokens by their name; maybe half a character."""

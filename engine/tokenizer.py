@@ -50,7 +50,7 @@ class Tokenizer:
         return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`: exactly what a `TextStream` gives for them piece by piece."""
+        """Return the text of `token_ids` as a text of its own (`text_streams` is for what follows a prompt)."""
         decoder = self._decoders.decoder(skip_special_tokens)
         return decoder.feed(list(token_ids)) + decoder.finish()
 
@@ -58,12 +58,12 @@ class Tokenizer:
         """Bytes that one token stands for; a token may be half a character."""
         return self._decoders.token_bytes(token_id)
 
-    def text_streams(self, params: SamplingParams) -> list[TextStream]:
-        """Return one text stream for each of the `params.n` choices."""
+    def text_streams(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> list[TextStream]:
+        """Return one text stream for each of the `params.n` choices that go on after the prompt."""
         stops = StopMatcher(params.stop) if params.stop else None
         return [
             TextStream(
-                self._decoders.decoder(params.skip_special_tokens),
+                self._decoders.decoder(params.skip_special_tokens, prompt_token_ids),
                 stops,
                 params.include_stop_str_in_output,
                 params.min_tokens,

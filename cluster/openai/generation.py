@@ -101,7 +101,7 @@ class Generation:
         self._source = source
         self._track = track
         self._n = call.params.n
-        streams = [stream for _ in requests for stream in tokenizer.text_streams(call.params)]
+        streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         self._choices = [Choice(i, stream) for i, stream in enumerate(streams)]
         self._open = len(self._choices)
         self._cached = [0] * len(requests)

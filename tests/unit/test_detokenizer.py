@@ -164,6 +164,23 @@ def test_a_stream_is_rebuilt_from_the_token_log(tokenizer):
         assert resumed.num_tokens == whole.num_tokens
 
 
+@pytest.mark.parametrize("style", BACKENDS)
+def test_text_that_follows_a_prompt_joins_it(style):
+    backend = BACKENDS[style]
+    whole = backend.encode("The quick brown fox", add_special_tokens=False).ids
+    for cut in range(1, len(whole)):
+        stream = TextStream(DECODERS[style].decoder(True, whole[:cut]))
+        assert (
+            backend.decode(whole[:cut]) + stream_text(stream, [[one] for one in whole[cut:]]) == "The quick brown fox"
+        )
+
+
+def test_text_after_special_tokens_alone_begins_here():
+    ids = SENTENCEPIECE.encode("The fox", add_special_tokens=False).ids
+    stream = TextStream(DECODERS["sentencepiece"].decoder(True, [SENTENCEPIECE.token_to_id("<s>")]))
+    assert stream_text(stream, [ids]) == "The fox"
+
+
 def test_real_tokenizer_families_take_the_fast_path():
     assert isinstance(DECODERS["byte_level"].decoder(True), ByteDecoder)
     assert isinstance(DECODERS["sentencepiece"].decoder(True), ByteDecoder)
