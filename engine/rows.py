@@ -107,10 +107,10 @@ class Rows:
             self.copies[target] = source
             self.tables.blocks[sequence.slot, index] = target
 
-    def seal(self, sequence: Sequence, computed: int) -> None:
-        """Make the blocks findable that were filled since `sequence` had `computed` tokens in the cache."""
+    def seal(self, sequence: Sequence, before: int, after: int) -> None:
+        """Make the blocks findable that `sequence` filled while its computed tokens went from `before` to `after`."""
         size, hashes = self.blocks.block_size, sequence.block_hashes
-        first, last = computed // size, sequence.num_computed_tokens // size
+        first, last = before // size, after // size
         tokens = self.tables.tokens[sequence.slot, : last * size].tobytes()
         extend_hashes(hashes, tokens, size, root_hash(sequence.request.cache_salt))
         width = size * TOKEN_BYTES
@@ -149,6 +149,7 @@ class Rows:
     def check_integrity(self, placed: Items[Sequence]) -> None:
         """Check blocks, tables and slots against the sequences that hold a slot. Raises `IntegrityError`."""
         self.blocks.check_integrity(sequence.block_table for sequence in placed)
+        self._stops.check_integrity(sequence.request for sequence in placed)
         slots = sorted(self._free_slots + [sequence.slot for sequence in placed])
         if slots != list(range(self.tables.num_slots)):
             raise IntegrityError("free and used slots are not all slots, each once")

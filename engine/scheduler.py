@@ -285,16 +285,20 @@ class Scheduler:
     def _advance(self, schedule: Schedule) -> None:
         """Count the step's tokens as computed, and name the blocks that they filled."""
         self._tables.num_computed[schedule.slots] = schedule.seq_lens
-        for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
-            sequence.num_computed_tokens = computed
         if self._seals:
             self._seal(schedule)
+        if schedule.decode:
+            return  # `_append` counts both, in one go over the sequences
+        for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
+            sequence.num_computed_tokens = computed
         prefilling = self._roster.prefilling
         for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
             del prefilling[sequence]
 
     def _seal(self, schedule: Schedule) -> None:
         filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
+        if not filled.size:
+            return
         decoded = schedule.query_lens[filled] == 1
         together, singly = filled[decoded], filled[~decoded].tolist()
         try:
@@ -305,7 +309,8 @@ class Scheduler:
             singly = filled.tolist()
         for row in singly:
             sequence = schedule.sequences[row]
-            self._guard(sequence, self._rows.seal, sequence, int(schedule.num_computed[row]))
+            computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
+            self._guard(sequence, self._rows.seal, sequence, *computed)
 
     def _append(self, schedule: Schedule, token_ids: Ints) -> None:
         """Write the drawn tokens behind their sequences, and end those that are done."""
@@ -314,8 +319,13 @@ class Scheduler:
         tables.flat_tokens[slots * tables.context_len + positions] = token_ids
         num_tokens = positions + 1
         tables.num_tokens[slots] = num_tokens
-        for sequence in schedule.samples:
-            sequence.num_tokens += 1
+        if schedule.decode:
+            for sequence in schedule.samples:
+                sequence.num_computed_tokens = known = sequence.num_tokens
+                sequence.num_tokens = known + 1
+        else:
+            for sequence in schedule.samples:
+                sequence.num_tokens += 1
         self.counters.generated_tokens += len(schedule.samples)
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
         for row in ended.nonzero()[0].tolist():

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import IntegrityError
 from engine.report import Ints
 from engine.request import Request
 
@@ -40,3 +41,12 @@ class StopTokens:
     def hits(self, token_ids: Ints) -> NDArray[np.int32]:
         """Return a nonzero figure for every token that someone watches. [num_samples] -> [num_samples]."""
         return self._watchers.take(token_ids)
+
+    def check_integrity(self, watching: Iterable[Request]) -> None:
+        """Raise `IntegrityError` unless exactly these sequences' requests are watched for. O(vocabulary)."""
+        expected = np.zeros_like(self._watchers)
+        expected[list(self.eos_token_ids)] = 1
+        for request in watching:
+            np.add.at(expected, np.array(request.params.stop_token_ids, np.intp), 1)
+        if not np.array_equal(expected, self._watchers):
+            raise IntegrityError("stop ids are watched for sequences that left, or not for some that run")

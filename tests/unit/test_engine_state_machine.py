@@ -27,7 +27,7 @@ params = st.fixed_dictionaries(
     {
         "n": st.integers(1, 3),
         "temperature": st.sampled_from([0.0, 1.0]),
-        "max_tokens": st.integers(1, 12),
+        "max_tokens": st.integers(1, 16),
         "ignore_eos": st.booleans(),
     },
     optional={
@@ -87,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
         one = request(f"r{len(self.accepted)}", prompt, seed, **asked)
         return self.submit(replace(one, priority=priority, cache_salt=salt))
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 10))
     def step(self, count):
         for _ in range(count):
             report = self.driver.step()
