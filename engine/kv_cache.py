@@ -52,8 +52,7 @@ class KVCache:
 
     def clear(self, blocks: Tensor) -> None:
         """Zero these blocks, [num_blocks], in all layers."""
-        if len(blocks):
-            self.tensor.index_fill_(2, blocks, 0)
+        self.tensor.index_fill_(2, blocks, 0)
 
 
 def opened_blocks(slot_mapping: NDArray[np.int32], block_size: int) -> NDArray[np.int64]:

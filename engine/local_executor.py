@@ -116,8 +116,9 @@ class GangExecutor(Executor):
     @override
     def close(self) -> None:
         self._runner = None
-        self._channel.close()
+        # First the workers: a hung one would hold up whoever waits for it to read or to answer.
         self._workers.kill()
+        self._channel.close()
         self._group.close()
 
 
@@ -174,10 +175,10 @@ def drive_gang(
         runner = ModelRunner(config, group, folder)
     except BaseException as error:
         reason = _last_words(workers) if isinstance(error, ParallelError) else None
+        workers.kill()
         for part in (channel, group):
             if part is not None:
                 part.close()
-        workers.kill()
         if isinstance(error, ParallelError):
             raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
         raise

@@ -107,7 +107,8 @@ class ModelRunner:
         step, copies = to_device(inputs, self.group.device)
         self._cache.copy(copies)
         opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
-        self._cache.clear(torch.from_numpy(opened).to(self.group.device))
+        if opened.size:
+            self._cache.clear(torch.from_numpy(opened).to(self.group.device))
         context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
         hidden = self.model(step.input_ids, step.positions, context)
         if not len(step.logits_indices):

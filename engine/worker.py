@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.report import StepInputs
@@ -72,6 +73,19 @@ def await_workers(rendezvous: Rendezvous, size: int, check: Callable[[], None]) 
         time.sleep(0.02)
 
 
+class ControlChannel(BroadcastChannel):
+    """A channel over a group that it owns."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._owned = group
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._owned.close()
+
+
 def serve_steps(runner: ModelRunner, channel: Channel) -> None:
     """Run the steps that come down the channel until it is closed."""
     while True:
@@ -96,8 +110,7 @@ def open_channel(group: Group, rendezvous: Rendezvous | str, handle: str | None)
     if handle is not None:
         return SharedMemoryRing.attach(handle, reader=group.rank - 1)
     # A group of its own, on the host: an idle wait must not count against the collectives' deadline.
-    control = connect(group.rank, group.size, rendezvous, "cpu", START_TIMEOUT, name="control")
-    return BroadcastChannel(control)
+    return ControlChannel(connect(group.rank, group.size, rendezvous, "cpu", START_TIMEOUT, name="control"))
 
 
 def device_of(config: EngineConfig, rank: int) -> str:

@@ -25,5 +25,7 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
         return FlashAttention(spec)
     if wanted == "flash":
         raise ConfigError(f"attention_backend=flash cannot be used: {reason}", "attention_backend")
-    logger.info("attention backend: reference (flash cannot be used: %s)", reason)
+    # On a GPU the reference is many times slower than it need be; on a CPU it is what there is.
+    level = logging.WARNING if spec.device.type == "cuda" else logging.INFO
+    logger.log(level, "attention backend: reference (flash cannot be used: %s)", reason)
     return ReferenceAttention(spec)

@@ -12,8 +12,9 @@ import torch
 from engine import runner as runners
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
-from engine.local_executor import GangExecutor, build_executor
+from engine.local_executor import GangExecutor, build_executor, drive_gang, prepare_model
 from engine.runner import ModelRunner, resolve
+from engine.worker import worker_main
 from parallel.group import SoloGroup
 from parallel.rendezvous import Rendezvous
 from parallel.torch_group import connect
@@ -251,6 +252,59 @@ def test_a_rank_that_fails_to_load_gives_its_reason(models, monkeypatch):
     monkeypatch.setattr("engine.local_executor.run_worker", failing_rank.run)
     with pytest.raises(EngineDeadError, match=r"rank 1 .*kv_cache_memory_bytes"):
         build_executor(config(folder, tensor_parallel_size=2))
+
+
+class ThreadWorkers:
+    """Rank 1 as a thread of this process: what a gang looks like whose ranks were started elsewhere."""
+
+    def __init__(self, *args):
+        self.thread = ThreadPoolExecutor(1)
+        self.run = self.thread.submit(worker_main, *args)
+
+    def check(self):
+        if self.run.done():
+            raise EngineDeadError(f"rank 1 ended: {self.run.exception()}")
+
+    def kill(self):
+        self.thread.shutdown(wait=False)
+
+
+def test_a_gang_on_several_hosts_gets_its_steps_by_broadcast(models):
+    model, folder = models("llama")
+    opened, prepared = prepare_model(config(folder, tensor_parallel_size=2))
+    rendezvous = Rendezvous.create()
+    workers = ThreadWorkers(prepared, 1, 2, rendezvous.address, None)
+    executor, info = drive_gang(prepared, opened, rendezvous, None, workers)
+    own = SimpleNamespace(model=executor._runner.model, config=info.config, execute=executor.execute)
+    ragged = prompts(3, seed=9)
+    check_against(model, Stepper(own).generate(ragged, 4), ragged)
+    executor.close()
+    assert workers.run.exception(timeout=10) is None
+
+
+def test_kv_heads_are_shared_where_ranks_outnumber_them(models):
+    model, folder = models("qwen3")
+    rendezvous = Rendezvous.create()
+    with ThreadPoolExecutor(4) as threads:
+        ranks = list(
+            threads.map(
+                lambda rank: ModelRunner(
+                    config(folder), connect(rank, 4, rendezvous.address if rank else rendezvous, "cpu", 60.0)
+                ),
+                range(4),
+            )
+        )
+
+        def execute(inputs, draws):
+            return next(
+                threads.map(lambda runner: runner.execute(inputs, None if runner.group.rank else draws), ranks)
+            )
+
+        ragged = prompts(3, seed=10)
+        gang = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
+        check_against(model, gang.generate(ragged, 4), ragged)
+        for runner in ranks:
+            runner.group.close()
 
 
 def test_greedy_and_seeded_rows_share_a_step(models):
