@@ -1,0 +1,392 @@
+"""The replica without Ray: routers apart from each other, idempotent orders, freed blocks, drains, deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from cluster.engine_thread import EngineThread
+from cluster.link import ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
+from cluster.links.local import connect_local
+from cluster.messages import (
+    Abort,
+    Down,
+    Draining,
+    FinishChoice,
+    Heartbeat,
+    Hello,
+    Ping,
+    Rejected,
+    Report,
+    submit_message,
+)
+from cluster.replica_core import ReplicaTimes
+from engine.errors import InvalidRequestError
+from engine.report import EngineStats, StepReport
+from engine.request import Request
+from tests.unit.cluster_lab import GatedExecutor, LabReplica, until
+from tests.unit.engine_driver import expected, request
+
+Start = Callable[..., Awaitable[LabReplica]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    """Start a replica that may run `steps` steps and dies of the token `poison`."""
+    replicas: list[LabReplica] = []
+
+    async def started(steps: int = 10**6, times: ReplicaTimes | None = None, poison: int | None = None) -> LabReplica:
+        executor = GatedExecutor(256, steps, poison)
+        replicas.append(LabReplica("a", executor, 256, times or ReplicaTimes(heartbeat=60.0)))
+        return replicas[-1]
+
+    yield started
+    for replica in replicas:
+        replica.executor.close()
+        await replica.core.close()
+
+
+async def open_link(replica: LabReplica, router: str = "router") -> ReplicaLink:
+    return await connect_local(replica.core.serve, router)
+
+
+async def receive(link: ReplicaLink, kind: type[Down], wanted: Callable[[Any], bool] = lambda _: True) -> Any:
+    """Return the next message of a kind."""
+    async with asyncio.timeout(10):
+        while True:
+            message = await link.receive()
+            if isinstance(message, kind) and wanted(message):
+                return message
+
+
+async def tokens_of(link: ReplicaLink, keys: set[int]) -> dict[int, list[int]]:
+    """Return the tokens of these streams, all to their end."""
+    tokens: dict[int, list[int]] = {key: [] for key in keys}
+    open_keys = set(keys)
+    while open_keys:
+        report = await receive(link, Report)
+        for key, index, token in zip(report.streams, report.indices, report.tokens, strict=True):
+            assert index == len(tokens[key]), "positions must be dense"
+            tokens[key].append(token)
+        for row in report.finishes:
+            assert row.num_tokens == len(tokens[row.stream])
+            open_keys.remove(row.stream)
+    return tokens
+
+
+def long_request(name: str, **params: Any) -> Request:
+    return request(name, 5, **{"max_tokens": 30, "ignore_eos": True, "temperature": 1.0, **params})
+
+
+async def test_routers_with_equal_request_ids_do_not_meet(start):
+    replica = await start()
+    links = [await open_link(replica, name) for name in ("x", "y")]
+    for seed, link in enumerate(links):
+        link.send(submit_message(request("same", 5, seed=seed, temperature=1.0), 16))
+    for seed, link in enumerate(links):
+        assert await tokens_of(link, {16}) == {16: expected(request("same", 5, seed=seed, temperature=1.0))}
+
+
+async def test_each_router_gets_one_report_per_step_with_all_its_tokens(start):
+    replica = await start(steps=0)
+    links = [await open_link(replica, name) for name in ("x", "y")]
+    for link in links:
+        for i in range(3):
+            link.send(submit_message(long_request(f"r{i}", seed=i), 16 * i))
+    await replica.until_stats(lambda _: replica.core.num_requests == 6)
+    replica.executor.allow(100)
+    for link in links:
+        first = await receive(link, Report, lambda report: len(report.tokens) == 3)
+        second = await receive(link, Report)
+        assert sorted(first.streams) == [0, 16, 32]
+        assert (second.sequence, second.step) == (first.sequence + 1, first.step + 1)
+        assert second.incarnation == replica.core.incarnation
+
+
+async def test_submit_said_twice_runs_once_even_after_its_end(start):
+    replica = await start()
+    link = await open_link(replica)
+    submit = submit_message(long_request("r"), 16)
+    link.send(submit)
+    link.send(submit)
+    assert await tokens_of(link, {16}) == {16: expected(long_request("r"))}
+    link.send(submit)
+    link.send(submit_message(long_request("other"), 32))
+    assert await tokens_of(link, {32}) == {32: expected(long_request("other"))}
+    assert replica.core.stats.generated_tokens == 60
+
+
+async def test_abort_said_twice_or_of_the_unknown_harms_nobody(start):
+    replica = await start(steps=3)
+    link = await open_link(replica)
+    link.send(submit_message(long_request("r"), 16))
+    link.send(submit_message(long_request("other"), 32))
+    for message in (Abort(16), Abort(16), Abort(999), FinishChoice(999, 0), FinishChoice(32, 5)):
+        link.send(message)
+    await until(lambda: replica.core.num_requests == 1)
+    replica.executor.allow(100)
+    assert await tokens_of(link, {32}) == {32: expected(long_request("other"))}
+
+
+async def test_blocks_of_a_router_that_left_are_free_within_two_steps(start):
+    replica = await start(steps=4)
+    gone, stays = await open_link(replica, "gone"), await open_link(replica, "stays")
+    for i in range(5):
+        gone.send(submit_message(long_request(f"r{i}"), 16 * i))
+    stays.send(submit_message(long_request("r"), 16))
+    await until(lambda: replica.executor.executed == 4)
+    gone.close(LOST)
+    await until(lambda: replica.core.num_requests == 1)
+    replica.executor.allow(2)
+    await replica.until_stats(lambda stats: stats.num_running == 1 and stats.num_waiting == 0)
+    assert replica.executor.executed <= 6
+    replica.executor.allow(100)
+    assert await tokens_of(stays, {16}) == {16: expected(long_request("r"))}
+    assert replica.held_blocks == 0
+
+
+async def test_finished_choice_ends_and_its_siblings_go_on(start):
+    replica = await start(steps=4)
+    link = await open_link(replica)
+    r = long_request("r", n=3)
+    link.send(submit_message(r, 16))
+    tokens: dict[int, list[int]] = {16: [], 17: [], 18: []}
+    ended: set[int] = set()
+    while ended != {16, 18}:
+        report = await receive(link, Report)
+        for key, token in zip(report.streams, report.tokens, strict=True):
+            tokens[key].append(token)
+        if 17 in report.streams and len(tokens[17]) == 4:
+            link.send(FinishChoice(16, 1))
+            await until(lambda: len(replica.core._runs["r@1.16"].lanes) == 2)
+            replica.executor.allow(100)
+        ended |= {row.stream for row in report.finishes}
+    assert tokens[16] == expected(r, 0)
+    assert tokens[18] == expected(r, 2)
+    assert tokens[17] == expected(r, 1)[: len(tokens[17])]
+    assert len(tokens[17]) < 10
+
+
+async def test_resumed_request_goes_on_at_the_next_position_with_the_choices_it_names(start):
+    replica = await start()
+    link = await open_link(replica)
+    r = long_request("r", n=3)
+    logs = {0: tuple(expected(r, 0)[:7]), 2: ()}
+    link.send(submit_message(r, 16, logs))
+    reports = [await receive(link, Report, lambda report: bool(report.tokens))]
+    while len(reports[-1].finishes) == 0 or reports[-1].finishes[-1].stream != 18:
+        reports.append(await receive(link, Report))
+    rows = [row for report in reports for row in zip(report.streams, report.indices, report.tokens, strict=True)]
+    assert [(i, t) for s, i, t in rows if s == 16] == list(enumerate(expected(r, 0)))[7:]
+    assert [(i, t) for s, i, t in rows if s == 18] == list(enumerate(expected(r, 2)))
+    assert {s for s, _, _ in rows} == {16, 18}
+
+
+async def test_refusal_reaches_only_who_asked(start):
+    replica = await start()
+    link = await open_link(replica)
+    link.send(submit_message(request("long", 500), 16))
+    rejected = await receive(link, Rejected)
+    assert (rejected.stream, rejected.code, rejected.elsewhere) == (16, "context_length_exceeded", False)
+    link.send(submit_message(request("r", 5), 32))
+    assert await tokens_of(link, {32}) == {32: expected(request("r", 5))}
+    assert replica.core.num_requests == 0
+
+
+async def test_draining_replica_refuses_the_new_and_tells_so_and_finishes_the_old(start):
+    replica = await start(steps=2)
+    link = await open_link(replica)
+    link.send(submit_message(long_request("old"), 16))
+    await until(lambda: replica.core.num_requests == 1)
+    replica.core.drain()
+    await receive(link, Draining)
+    link.send(submit_message(long_request("new"), 32))
+    rejected = await receive(link, Rejected)
+    assert (rejected.stream, rejected.code, rejected.elsewhere) == (32, "draining", True)
+    drained = asyncio.create_task(replica.core.drained())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    replica.executor.allow(100)
+    await asyncio.wait_for(drained, 10)
+    assert (await open_link(replica, "late")).welcome.draining
+
+
+async def test_new_link_of_a_router_takes_the_place_of_the_old_one(start):
+    replica = await start(steps=2)
+    old = await open_link(replica)
+    old.send(submit_message(long_request("r"), 16))
+    await until(lambda: replica.core.num_requests == 1)
+    new = await open_link(replica)
+    assert replica.core.num_requests == 0
+    with pytest.raises(LinkClosedError) as caught:
+        await receive(old, Hello)
+    assert caught.value.code == SUPERSEDED
+    new.send(submit_message(long_request("r"), 32))
+    replica.executor.allow(100)
+    assert await tokens_of(new, {32}) == {32: expected(long_request("r"))}
+
+
+async def test_death_of_the_engine_is_told_to_all_routers_with_its_reason(start):
+    reasons: list[str] = []
+    replica = await start(poison=60)
+    replica.core._on_dead = reasons.append
+    links = [await open_link(replica, name) for name in ("x", "y")]
+    links[0].send(submit_message(request("p", (1, 2, 60)), 16))
+    for link in links:
+        with pytest.raises(LinkClosedError, match="poisoned") as caught:
+            await receive(link, Hello)
+        assert caught.value.code == ENGINE_DEAD
+    assert len(reasons) == 1
+    assert not replica.core.is_healthy(1000.0)
+    with pytest.raises(LinkRefusedError, match="poisoned"):
+        await open_link(replica, "late")
+    replica.core.on_dead("said again")
+    assert len(reasons) == 1
+
+
+async def test_idle_replica_says_that_it_is_alive_with_its_load(start):
+    replica = await start(times=ReplicaTimes(heartbeat=0.02))
+    link = await open_link(replica)
+    beat = await receive(link, Heartbeat)
+    assert beat.incarnation == replica.core.incarnation
+    assert beat.load.kv_blocks_total == 255
+    assert beat.load.progress_age < 5
+    assert replica.core.is_healthy(5.0)
+
+
+async def test_router_that_fell_silent_is_given_up(start):
+    replica = await start(steps=2, times=ReplicaTimes(heartbeat=0.02, router_timeout=0.2))
+    silent, speaking = await open_link(replica, "silent"), await open_link(replica, "speaking")
+    silent.send(submit_message(long_request("r"), 16))
+    speaking.send(submit_message(long_request("r"), 16))
+    async with asyncio.timeout(10):
+        while replica.core.num_requests == 2 or not silent.closed:
+            speaking.send(Ping())
+            await asyncio.sleep(0.01)
+    assert not speaking.closed
+    assert replica.core.num_requests == 1
+
+
+async def test_late_router_gets_the_cached_blocks_first(start):
+    replica = await start()
+    first = await open_link(replica, "first")
+    first.send(submit_message(request("r", 21), 16))
+    await tokens_of(first, {16})
+    late = await open_link(replica, "late")
+    snapshot = await receive(late, Report)
+    assert snapshot.sequence == snapshot.blocks.sequence == 0
+    assert snapshot.blocks.cleared
+    assert len(snapshot.blocks.stored) >= 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_nothing_is_left_after_any_order_of_submits_aborts_and_losses(start, seed):
+    rng = Random(seed)
+    replica = await start()
+    links: list[ReplicaLink] = [await open_link(replica, f"router{i}") for i in range(3)]
+    stream = 0
+    for _ in range(200):
+        place = rng.randrange(3)
+        stream += 16
+        match rng.choice(["submit", "submit", "submit", "abort", "finish", "lose"]):
+            case "submit":
+                params = {"n": rng.choice([1, 1, 4]), "max_tokens": rng.randrange(1, 40)}
+                links[place].send(submit_message(long_request(f"r{stream}", **params), stream))
+            case "abort":
+                links[place].send(Abort(16 * rng.randrange(stream // 16 + 1)))
+            case "finish":
+                links[place].send(FinishChoice(16 * rng.randrange(stream // 16 + 1), rng.randrange(4)))
+            case "lose" if rng.random() < 0.2:
+                links[place].close(LOST)
+                links[place] = await open_link(replica, f"router{place}")
+        if rng.random() < 0.2:
+            await asyncio.sleep(0.002)
+    await asyncio.wait_for(replica.core.drained(), 20)
+    await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
+    assert replica.held_blocks == 0
+    assert not replica.core._runs
+    assert not replica.core._lanes
+
+
+class BrittleCore:
+    """An engine that fails as told."""
+
+    def __init__(self, on_add: Exception | None = None, on_step: Exception | None = None) -> None:
+        self.on_add, self.on_step = on_add, on_step
+        self.work = False
+        self.closed = threading.Event()
+
+    def add(self, request: Request) -> None:
+        if self.on_add is not None:
+            raise self.on_add
+        self.work = True
+
+    def abort(self, request_id: str) -> bool:
+        return False
+
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        return False
+
+    def step(self) -> StepReport:
+        raise self.on_step or AssertionError("nothing to do")
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.work
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Notes:
+    """Takes down what the engine thread tells."""
+
+    def __init__(self) -> None:
+        self.rejected: list[tuple[str, InvalidRequestError]] = []
+        self.dead: list[str] = []
+        self.news = asyncio.Event()
+
+    def on_report(self, report: StepReport) -> None:
+        raise AssertionError("no step succeeds here")
+
+    def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        self.rejected.append((request_id, error))
+        self.news.set()
+
+    def on_dead(self, reason: str) -> None:
+        self.dead.append(reason)
+        self.news.set()
+
+
+async def test_fault_in_adding_one_request_is_that_requests_own():
+    core, notes = BrittleCore(on_add=KeyError("a secret")), Notes()
+    thread = EngineThread(core, asyncio.get_running_loop(), notes)
+    thread.start()
+    thread.add(long_request("r"))
+    await asyncio.wait_for(notes.news.wait(), 5)
+    assert [(name, error.code) for name, error in notes.rejected] == [("r", "internal_error")]
+    assert "secret" not in str(notes.rejected[0][1])
+    assert thread.is_healthy(5.0)
+    assert thread.stop()
+    assert core.closed.is_set()
+    assert not thread.is_healthy(5.0)
+
+
+async def test_unexpected_fault_in_a_step_ends_the_engine_with_a_reason():
+    core, notes = BrittleCore(on_step=ZeroDivisionError("oops")), Notes()
+    thread = EngineThread(core, asyncio.get_running_loop(), notes)
+    thread.start()
+    thread.add(long_request("r"))
+    await asyncio.wait_for(notes.news.wait(), 5)
+    assert notes.dead == ["the engine failed: ZeroDivisionError: oops"]
+    assert await asyncio.to_thread(core.closed.wait, 5)
+    assert not thread.is_healthy(5.0)
+    assert thread.stop()
