@@ -79,3 +79,9 @@ class SoloGroup(Group):
     @override
     def close(self) -> None:
         return
+
+
+def require_contiguous(x: Tensor) -> None:
+    """Raise `ValueError` for a tensor that a collective cannot overwrite in place."""
+    if not x.is_contiguous():
+        raise ValueError(f"an in-place collective needs a contiguous tensor, not strides {x.stride()}")

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout
-from parallel.group import Group
+from parallel.group import Group, require_contiguous
 from parallel.segment import Segment
 from parallel.waiting import SharedWord, wait_for_change
 
@@ -55,8 +55,7 @@ class HostGroup(Group):
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
-        if not x.is_contiguous():
-            raise ValueError(f"an in-place collective needs a contiguous tensor, not strides {x.stride()}")
+        require_contiguous(x)
         for piece in x.view(-1).split(HALF_BYTES // x.element_size()):
             first, *others = self._exchange(piece)
             torch.add(first, others[0], out=piece)

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
-from parallel.group import Group, SoloGroup
+from parallel.group import Group, SoloGroup, require_contiguous
 from parallel.host_group import through_shared_memory
 from parallel.rendezvous import Rendezvous
 
@@ -39,7 +39,7 @@ class TorchGroup(Group):
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
-        _check_contiguous(x)
+        require_contiguous(x)
         self._run("all-reduce", lambda pg: pg.allreduce([x], self._sum))
         return x
 
@@ -52,7 +52,7 @@ class TorchGroup(Group):
 
     @override
     def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
-        _check_contiguous(x)
+        require_contiguous(x)
         options = dist.BroadcastOptions()
         options.rootRank = src
         if timeout is not None:
@@ -145,8 +145,3 @@ def _process_group(
     gloo._threads = 1
     gloo._timeout = limit
     return backend(store, rank, size, gloo)
-
-
-def _check_contiguous(x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"an in-place collective needs a contiguous tensor, not strides {x.stride()}")
