@@ -38,16 +38,18 @@ class PhaseLog:
         with self._console.status(f"{label} ..."):
             yield
 
-    def replicas(self, bodies: Sequence[Mapping[str, Any]], config_note: str) -> None:
-        """Print the phases that the replicas went through: of each the slowest, for they start side by side."""
+    def replicas(self, bodies: Sequence[Mapping[str, Any]], waited: float, ranks: str) -> None:
+        """Print the phases that the replicas went through: of each the slowest, for they start side by side.
+
+        waited: seconds until all were ready; what they do not account for went by until their processes ran.
+        """
         names = list(dict.fromkeys(name for body in bodies for name in body["phases"]))
-        for number, name in enumerate(names):
-            seconds = max(float(body["phases"].get(name, 0.0)) for body in bodies)
+        slowest = {name: max(float(body["phases"].get(name, 0.0)) for body in bodies) for name in names}
+        self.line("Placement", max(waited - sum(slowest.values()), 0.0), ranks)
+        for name, seconds in slowest.items():
             label = LABELS.get(name, name.capitalize())
-            note = config_note if number == 0 else ""
-            if label == "KV blocks":
-                note = f"{min(int(body['kv_tokens']) for body in bodies):,} tokens fit in each replica"
-            self.line(label, seconds, note)
+            fits = f"{min(int(body['kv_tokens']) for body in bodies):,} tokens fit in each replica"
+            self.line(label, seconds, fits if label == "KV blocks" else "")
 
     def total(self, note: str) -> None:
         """Print how long all of it took."""

@@ -96,10 +96,11 @@ class Server:
         with self._phases.phase("Serve"):
             self._start_serve()
             self._deploy()
+        began = time.perf_counter()
         with self._phases.waiting("Replicas"):
             bodies = self._readiness().wait()
-        config = self._config
-        self._phases.replicas(bodies, f"{config.replicas} replicas x {config.tensor_parallel_size} ranks")
+        ranks = f"{self._config.replicas} replicas x {self._config.tensor_parallel_size} ranks"
+        self._phases.replicas(bodies, time.perf_counter() - began, ranks)
         self.ready = True
 
     def announce(self) -> None:

@@ -1,0 +1,177 @@
+"""What the command says before it starts anything, and the small pieces around starting."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from cluster.config import ClusterConfig, parse_config
+from cluster.placement import plan_placement
+from deploy import cli
+from deploy.environment import Environment, prepare_local_ray
+from deploy.local_ray import check_capacity
+from deploy.plan import describe_plan, make_plan
+from deploy.serve import connect_host, curl, free_port, is_loopback
+from engine.errors import CheckpointError, ConfigError
+from parallel.errors import ShardingError
+
+
+def squadron(*args, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", "from deploy.cli import main; main()", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "120"} | environment,
+        check=False,
+    )
+
+
+def test_help_does_not_wait_for_ray_and_torch():
+    code = "import sys, deploy.cli; print([m for m in ('ray', 'torch', 'transformers', 'httpx') if m in sys.modules])"
+    began = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+    assert time.monotonic() - began < 10  # a second, on a machine with nothing else to do
+
+
+def test_a_refused_start_is_one_sentence_and_exit_code_1():
+    result = squadron("serve", "demo", "--block-size", "17")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "Error: --block-size must be a power of two such as 16, not 17\n"
+
+
+def test_version_names_what_it_runs_on():
+    lines = squadron("version").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["squadron", "ray", "torch", "transformers"]
+
+
+def test_dry_run_prints_settings_that_a_file_takes_and_what_it_would_place():
+    config = parse_config({"model": "demo", "tensor_parallel_size": 2, "replicas": 3, "device": "cpu"})
+    text = describe_plan(make_plan(config))
+    again = parse_config(yaml.safe_load(text))
+    assert (again.replicas, again.served_model_name, again.device) == (3, "demo", "cpu")
+    assert again.max_model_len >= 1024
+    assert again.dtype in ("float32", "bfloat16")
+    assert "Places 3 x 2 ranks" in text
+    assert "Needs 6.25 CPUs and 0 GPUs" in text
+    assert make_plan(again).resolved == make_plan(config).resolved
+
+
+def test_dry_run_does_not_print_the_key():
+    text = describe_plan(make_plan(parse_config({"model": "demo", "api_key": "secret", "device": "cpu"})))
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"tensor_parallel_size": 7}, ShardingError, "cannot be split over 7"),
+        ({"max_model_len": 10**6}, ConfigError, "beyond the model's"),
+        ({"model": "./nowhere"}, ConfigError, "no folder ./nowhere"),
+        ({"model": "x" * 200}, CheckpointError, "neither a folder nor a model"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_anything_starts(settings, error, words):
+    with pytest.raises(error, match=words):
+        make_plan(parse_config({"model": "demo", "device": "cpu"} | settings))
+
+
+def test_a_size_that_cannot_be_split_names_the_flag():
+    assert cli.explain(ShardingError("no")) == "no; change --tensor-parallel-size"
+
+
+def test_a_taken_port_is_refused_by_name_and_zero_finds_a_free_one():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .*in use.*--port"):
+            free_port("127.0.0.1", port)
+        assert free_port("127.0.0.1", 0) not in (0, port)
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77"):
+        free_port("192.0.2.77", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "connect", "loopback"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("localhost", "localhost", True),
+        ("0.0.0.0", "127.0.0.1", False),
+        ("::", "[::1]", False),
+        ("::1", "[::1]", True),
+        ("10.1.2.3", "10.1.2.3", False),
+        ("server.example", "server.example", False),
+    ],
+)
+def test_where_a_listening_address_is_reached(host, connect, loopback):
+    assert connect_host(host) == connect
+    assert is_loopback(host) is loopback
+
+
+def test_a_cluster_too_small_is_refused_with_the_numbers():
+    config = ClusterConfig(model="demo", replicas=2, tensor_parallel_size=2)
+    placement = plan_placement(config, use_gpu=False)
+    check_capacity(placement, {"CPU": 4.25}, {"CPU": 8.0})
+    with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 routers need 4.25"):
+        check_capacity(placement, {"CPU": 4.0}, {"CPU": 8.0})
+    with pytest.raises(ConfigError, match=r"0 of 0 GPUs free.*need 4.*--device cpu"):
+        check_capacity(plan_placement(config, use_gpu=True), {"CPU": 64.0}, {"CPU": 64.0})
+
+
+def test_the_printed_curl_carries_the_key_only_by_name():
+    config = ClusterConfig(model="demo", api_key="secret", served_model_name="it's")
+    command = curl("http://127.0.0.1:1", config)
+    assert "secret" not in command
+    assert "$SQUADRON_API_KEY" in command
+
+
+def test_empty_variables_count_as_unset():
+    assert Environment.read({"RAY_ADDRESS": "", "SQUADRON_API_KEY": ""}) == Environment(None, None)
+    assert Environment.read({"RAY_ADDRESS": "auto"}).ray_address == "auto"
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """An environment without any of Ray's variables, and an empty home."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)
+    # Deleting what is set later: monkeypatch restores only what it has seen.
+    for name in ("RAY_AUTH_TOKEN", *prepare_local_ray.__globals__["LOCAL_RAY"]):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_our_own_ray_gets_a_token_that_only_its_owner_can_read(bare):
+    prepare_local_ray()
+    token = bare / ".ray" / "auth_token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text()) == 64
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    before = token.read_text()
+    prepare_local_ray()
+    assert token.read_text() == before
+
+
+def test_a_home_that_cannot_be_written_puts_the_token_into_the_environment(bare, monkeypatch):
+    (bare / ".ray").write_text("a file where the folder would be")
+    prepare_local_ray()
+    assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_what_the_user_set_is_left_alone(bare, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    prepare_local_ray()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+    assert not (bare / ".ray").exists()

@@ -1,0 +1,127 @@
+"""`squadron chat` against a small server that streams like OpenAI's."""
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from rich.console import Console
+
+from deploy.chat import Chat, ChatError, ChatOptions, sse_events
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every chat with `events`; keeps the bodies that it was sent."""
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies = []
+        self.keys = []
+        self.status = 200
+        self.events = [
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"index": 0, "delta": {"content": "[bold]Hello"}}]},
+            {"choices": [{"index": 0, "delta": {"content": " you"}, "finish_reason": "stop"}]},
+            {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 5}},
+        ]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self):
+        self.server.keys.append(self.headers.get("Authorization"))
+        self._send(200, json.dumps({"data": [{"id": "demo"}]}))
+
+    def do_POST(self):
+        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        if self.server.status != 200:
+            self._send(self.server.status, json.dumps({"error": {"message": "prompt is too long"}}))
+            return
+        self._send(
+            200, "".join(f"data: {json.dumps(event)}\n\n" for event in self.server.events) + "data: [DONE]\n\n"
+        )
+
+    def _send(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        """Keep the test's output clean."""
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def talk(server, lines, **options):
+    output = io.StringIO()
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    Chat(ChatOptions(url, **options), Console(file=output, width=200)).run(io.StringIO(lines))
+    return output.getvalue()
+
+
+def test_piped_lines_are_messages_of_one_conversation(server):
+    output = talk(server, "hi\n\nand again\n", system="Be brief.")
+    assert output.count("[bold]Hello you\n") == 2
+    assert "5 tokens" in output
+    assert server.bodies[0]["model"] == "demo"
+    assert server.bodies[1]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "[bold]Hello you"},
+        {"role": "user", "content": "and again"},
+    ]
+
+
+def test_clear_forgets_and_exit_ends(server):
+    talk(server, "hi\n/clear\nfresh\n/exit\nnever sent\n")
+    assert [len(body["messages"]) for body in server.bodies] == [1, 1]
+    assert server.bodies[1]["messages"][0]["content"] == "fresh"
+
+
+def test_the_key_is_sent_and_a_chosen_model_is_not_asked_for(server):
+    talk(server, "", api_key="secret")
+    assert server.keys == ["Bearer secret"]
+    talk(server, "hi\n", model="other")
+    assert server.keys == ["Bearer secret"]
+    assert server.bodies[0]["model"] == "other"
+
+
+def test_a_refused_message_is_shown_and_not_kept(server):
+    server.status = 400
+    output = talk(server, "too long\n")
+    assert "Error: prompt is too long" in output
+    server.status = 200
+    talk(server, "hi\n")
+    assert len(server.bodies[-1]["messages"]) == 1
+
+
+def test_a_stream_that_breaks_off_is_not_taken_for_an_answer(server):
+    server.events = server.events[:2]
+    assert "broke off" in talk(server, "hi\n")
+
+
+def test_an_error_inside_the_stream_is_shown(server):
+    server.events = [{"error": {"message": "all replicas are gone"}}]
+    assert "Error: all replicas are gone" in talk(server, "hi\n")
+
+
+def test_nobody_there_is_one_sentence(server):
+    server.server_close()
+    address = f"127.0.0.1:{server.server_port}"
+    with pytest.raises(ChatError, match=r"no server answers at .*squadron serve demo"):
+        Chat(ChatOptions(address), Console(file=io.StringIO())).run(io.StringIO("hi\n"))
+
+
+def test_comments_and_what_follows_done_are_no_events():
+    assert list(sse_events(iter([": ping", "", 'data: {"a": 1}', "data: [DONE]", "data: {}"]))) == [{"a": 1}]

@@ -1,0 +1,154 @@
+"""The command line, the settings file and `ClusterConfig` say the same."""
+
+import re
+from dataclasses import fields
+
+import pytest
+from rich.text import Text
+from typer.testing import CliRunner
+
+from cluster.config import ClusterConfig
+from deploy import cli
+from deploy.flags import CHOICES, OPEN_DEFAULTS, in_flags, load_settings, merge_settings, settings
+from engine.errors import ConfigError
+
+SETTINGS = {setting.name: setting for setting in settings()}
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Run the command line; returns exit code and plain output."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("SQUADRON_API_KEY", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    runner = CliRunner()
+
+    def invoke(*args):
+        result = runner.invoke(cli.app, args)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, Text.from_ansi(result.output).plain
+
+    return invoke
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `squadron serve` would have started."""
+    import deploy.serve
+
+    seen = []
+    monkeypatch.setattr(deploy.serve, "serve_model", lambda config, options: seen.append((config, options)))
+    monkeypatch.setattr(cli, "prepare_local_ray", lambda: None)
+    return seen
+
+
+def test_every_setting_but_the_model_is_a_flag_with_help_and_default():
+    assert {"model", *SETTINGS} == {f.name for f in fields(ClusterConfig)}
+    for field in fields(ClusterConfig):
+        if field.name != "model":
+            setting = SETTINGS[field.name]
+            assert setting.help.endswith(".")
+            assert (field.name in OPEN_DEFAULTS) == (field.default is None)
+            assert setting.kind in (int, float, str, bool)
+
+
+def test_help_lists_every_flag_with_its_default(run):
+    code, output = run("serve", "--help")
+    assert code == 0
+    for name in SETTINGS:
+        assert re.search(rf"--{name.replace('_', '-')}\b", output), name
+    assert "--no-enable-prefix-caching" in output
+    assert "-tp" in output
+    assert re.search(r"--max-num-seqs .*\(default: 256\)", output)
+    for choices in CHOICES.values():
+        assert "|".join(choices) in output
+
+
+def test_flags_reach_the_configuration_with_their_types(run, served):
+    code, _ = run(
+        *("serve", "demo", "-tp", "2", "--replicas=3", "--no-enable-prefix-caching", "--stall-timeout", "1.5"),
+        *("--served-model-name", "x", "--enforce-eager", "--wait-for-nodes"),
+    )
+    assert code == 0
+    config, options = served[0]
+    assert config == ClusterConfig(
+        model="demo",
+        tensor_parallel_size=2,
+        replicas=3,
+        enable_prefix_caching=False,
+        stall_timeout=1.5,
+        served_model_name="x",
+        enforce_eager=True,
+    )
+    assert options.wait_for_nodes
+    assert options.ray_address is None
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(run, served, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nmax-num-seqs: 7\nreplicas: 2\nenable_prefix_caching: false\n")
+    assert run("serve", "--config", str(path), "--replicas", "5")[0] == 0
+    config, _ = served[0]
+    assert (config.model, config.max_num_seqs, config.replicas, config.enable_prefix_caching) == ("demo", 7, 5, False)
+
+
+def test_the_key_may_come_from_the_environment(run, served, monkeypatch):
+    monkeypatch.setenv("SQUADRON_API_KEY", "from-environment")
+    run("serve", "demo")
+    run("serve", "demo", "--api-key", "from-flag")
+    assert [config.api_key for config, _ in served] == ["from-environment", "from-flag"]
+
+
+def test_a_cluster_to_join_comes_from_the_environment(run, served, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    run("serve", "demo")
+    assert served[0][1].ray_address == "10.0.0.1:6379"
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("--repicas", "--replicas"), ("--max_model_len", "--max-model-len")])
+def test_an_unknown_flag_asks_did_you_mean(run, typo, meant):
+    code, output = run("serve", "demo", typo, "2")
+    assert code == 2
+    assert f"Did you mean {meant}?" in output
+
+
+def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nreplica: 2\n")
+    with pytest.raises(ConfigError, match=r"settings.yaml: unknown setting replica; did you mean replicas\?"):
+        merge_settings(path, {})
+
+
+def test_a_wrong_value_is_blamed_on_whoever_gave_it(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nport: 99999\n")
+    with pytest.raises(ConfigError, match=r"settings.yaml: port: .*99999"):
+        merge_settings(path, {})
+    with pytest.raises(ConfigError, match=r"^port: .*70000"):
+        merge_settings(path, {"port": 70000})
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "1: number as key\n", "model: [unclosed\n", ""])
+def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, text):
+    path = tmp_path / "odd.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"odd\.yaml"):
+        load_settings(path)
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_settings(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("lower max_model_len to 32 or raise num_kv_blocks", "lower --max-model-len to 32 or raise --num-kv-blocks"),
+        ("device=cuda: torch sees no CUDA device", "--device=cuda: torch sees no CUDA device"),
+        ("port: Input should be less", "--port: Input should be less"),
+        ("the port of the host", "the port of the host"),
+        ("raise --max-model-len", "raise --max-model-len"),
+        ("/models/max_model_len/x", "/models/max_model_len/x"),
+    ],
+)
+def test_messages_spell_settings_as_flags(said, shown):
+    assert in_flags(said) == shown
