@@ -52,7 +52,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_ReplicaCollector(model_name, figures))
         label = {"model_name": model_name}
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.").labels(**label)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a token.").labels(
+            **label
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(**label)
         success = self._counter("request_success", "Choices that ended, by reason.", "finished_reason")
         self.finished = {
@@ -78,9 +80,8 @@ class Metrics:
         self._answers.labels(route=route, status=str(status), **self._label).inc()
 
     def track(self, prompt_tokens: int, choices: int) -> RequestTrack:
-        """Start to follow one accepted request."""
-        self.prompt_tokens.inc(prompt_tokens)
-        return RequestTrack(self, choices)
+        """Start to follow one request."""
+        return RequestTrack(self, prompt_tokens, choices)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"squadron_{name}", text, ["model_name", *labels], registry=self._registry)
@@ -94,10 +95,11 @@ class Metrics:
 class RequestTrack:
     """The times of one request while it runs. Call `ended` exactly once for each choice, or `close` for the rest."""
 
-    __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_tokens")
+    __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_prompt_tokens", "_tokens")
 
-    def __init__(self, metrics: Metrics, choices: int) -> None:
+    def __init__(self, metrics: Metrics, prompt_tokens: int, choices: int) -> None:
         self._metrics = metrics
+        self._prompt_tokens = prompt_tokens  # 0 once they were counted
         self._arrival = metrics.clock()
         self._first = [0.0] * choices
         self._last = [0.0] * choices
@@ -110,6 +112,8 @@ class RequestTrack:
         if self._tokens[choice]:
             self._metrics.inter_token_latency.observe((now - self._last[choice]) / count)
         else:
+            self._metrics.prompt_tokens.inc(self._prompt_tokens)
+            self._prompt_tokens = 0
             self._first[choice] = now
             self._metrics.time_to_first_token.observe(now - self._arrival)
         self._last[choice] = now

@@ -52,7 +52,8 @@ class Gate:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            raise ValueError(f"this app speaks HTTP only, not {scope['type']}")
+            await send({"type": "websocket.close", "code": 1008})  # refused before it is accepted
+            return
         headers = Headers(scope=scope)
         exchange = {"id": f"req-{secrets.token_hex(16)}", "client_id": _fit(headers.get("x-request-id", ""))}
         scope.setdefault("state", {})["exchange"] = exchange

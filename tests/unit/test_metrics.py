@@ -69,8 +69,18 @@ def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
     assert value(metrics, "e2e_request_latency_seconds_count") == 0
 
 
+def test_prompt_tokens_count_once_and_only_when_something_was_generated():
+    metrics = Metrics("demo")
+    metrics.track(7, choices=1).close("error")
+    assert value(metrics, "prompt_tokens_total") == 0
+    track = metrics.track(7, choices=2)
+    track.tokens(0, 1)
+    track.tokens(1, 1)
+    assert value(metrics, "prompt_tokens_total") == 7
+
+
 def test_two_apps_in_one_process_do_not_share_figures():
     one, two = Metrics("demo"), Metrics("demo")
-    one.track(5, 1)
+    one.track(5, 2).tokens(0, 1)
     assert value(one, "prompt_tokens_total") == 5
     assert value(two, "prompt_tokens_total") == 0

@@ -186,6 +186,55 @@ async def test_a_client_that_hangs_up_while_sending_is_no_error(model, caplog):
     assert "Exception" not in caplog.text
 
 
+def scope_for(path):
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b"", "root_path": ""}
+
+
+async def test_a_call_that_the_server_cancels_ends_its_request(model):
+    source = saying(model, "hello there", hold=1)
+    app = app_for(source, model)
+    messages = [{"type": "http.request", "body": json.dumps(BODY).encode()}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message):
+        raise AssertionError(f"nothing is to be sent, but {message} was")
+
+    call = asyncio.create_task(app(scope_for("/v1/completions"), receive, send))
+    while not source.requests:
+        await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert source.closed == [source.requests[0].request_id]
+
+
+async def test_a_body_that_never_comes_is_given_up(model, monkeypatch):
+    monkeypatch.setattr("cluster.openai.http.BODY_TIMEOUT", 0.01)
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    app = app_for(saying(model, "ok"), model)
+    await app(scope_for("/v1/completions"), asyncio.Event().wait, send)
+    assert sent[0]["status"] == 408
+    assert b"request_timeout" in sent[1]["body"]
+
+
+async def test_websockets_are_refused(model):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    app = app_for(saying(model, "ok"), model)
+    await app({"type": "websocket", "path": "/v1/completions", "headers": []}, asyncio.Event().wait, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
 async def test_the_real_openai_client_is_served(model):
     source = saying(model, "hello 🚀 world")
     async with serving(app_for(source, model, api_key="k")) as url:
