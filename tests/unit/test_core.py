@@ -132,6 +132,22 @@ def test_an_open_max_tokens_runs_to_the_end_of_the_context_or_the_cache():
         assert driver.reason("open") is FinishReason.LENGTH
 
 
+def test_one_choice_can_end_early_while_its_siblings_go_on():
+    driver = Driver()
+    wanted = request("n", 6, n=3, temperature=1.0, max_tokens=12, ignore_eos=True)
+    driver.core.add(wanted)
+    assert not driver.core.finish_choice("n", 0), "it has siblings to fork"
+    driver.step()
+    driver.step()
+    assert driver.core.finish_choice("n", 0)
+    assert not driver.core.finish_choice("n", 0)
+    assert not driver.core.finish_choice("n", 3)
+    driver.drain()
+    assert [driver.reason("n", i).value for i in range(3)] == ["abort", "length", "length"]
+    assert [driver.tokens["n", i] for i in (1, 2)] == [expected(wanted, i) for i in (1, 2)]
+    assert driver.tokens["n", 0] == expected(wanted, 0)[:2]
+
+
 def test_an_id_is_free_again_after_its_request_ended():
     driver = Driver()
     driver.run(request("again", 3))

@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver = Driver(num_blocks=1 + tokens // shape["block_size"], max_model_len=CONTEXT, **shape)
         self.accepted: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.cut_short: set[tuple[str, int]] = set()
 
     def submit(self, one):
         before = self.driver.core.stats()
@@ -100,6 +101,16 @@ class EngineMachine(RuleBasedStateMachine):
         if live:
             self.aborted.add(request_id)
 
+    @rule(request_id=ids, choice=st.integers(0, 2))
+    def finish_choice(self, request_id, choice):
+        begun = bool(self.driver.tokens[request_id, choice] or self.log(self.accepted[request_id], choice))
+        open_until_now = self.is_live(request_id) and (request_id, choice) not in self.cut_short
+        ended = (request_id, choice) in self.driver.finished
+        done = self.driver.core.finish_choice(request_id, choice)
+        assert done == (begun and open_until_now and not ended)
+        if done:
+            self.cut_short.add((request_id, choice))
+
     @rule(target=ids, request_id=ids)
     def migrate(self, request_id):
         """Take a request away and let it go on under another id, as if another replica had died."""
@@ -107,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         unfinished = [
             index
             for index in (range(old.params.n) if old.resume is None else old.resume)
-            if (request_id, index) not in self.driver.finished
+            if (request_id, index) not in {*self.driver.finished, *self.cut_short}
         ]
         if not unfinished or request_id in self.aborted:
             return multiple()
@@ -126,7 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.driver.core.check_integrity()
         stats = self.driver.core.stats()
         assert 0 <= stats.kv_usage <= 1
-        ended = {key[0] for key in self.driver.finished}
+        ended = {key[0] for key in {*self.driver.finished, *self.cut_short}}
         live = {one for one in self.accepted if self.is_live(one)}
         assert set(self.accepted) == ended | self.aborted | live
 
@@ -146,7 +157,7 @@ class EngineMachine(RuleBasedStateMachine):
         got = [*self.log(one, index), *self.driver.tokens[request_id, index]]
         end = self.driver.reason(request_id, index)
         if end is FinishReason.ABORT:
-            assert request_id in self.aborted
+            assert request_id in self.aborted or (request_id, index) in self.cut_short
             assert got == tokens[: len(got)]
         else:
             assert (got, end) == (tokens, reason)
@@ -156,7 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @staticmethod
     def log(one, index):
-        return () if one.resume is None else one.resume[index]
+        return () if one.resume is None else one.resume.get(index, ())
 
 
 TestEngine = EngineMachine.TestCase
