@@ -112,14 +112,14 @@ class Dispatcher:
         log = live.log
         try:
             while True:
+                if not log.news:
+                    await log.next_news(self._loop)
                 for chunk in log.take():
                     yield chunk
                 if log.error is not None:
                     raise log.error
-                if log.finished:
+                if log.finished and not log.news:
                     return
-                if not log.has_news:
-                    await log.wait()
         finally:
             self._release(live)
 
@@ -181,7 +181,9 @@ class Dispatcher:
         self._quiet.clear()
         self.counters.accepted += 1
         self.counters.prompt_tokens += len(request.prompt_token_ids)
-        if not live.log.finished:
+        if live.log.finished:
+            live.log.wake()
+        else:
             self._place(live)
         return live
 

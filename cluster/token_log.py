@@ -54,26 +54,24 @@ class ChoiceLog:
 
     def take(self) -> TokenChunk:
         """Return what is new as one chunk."""
-        chunk = TokenChunk(
-            self.choice,
-            tuple(self.tokens[self.delivered :]),
-            tuple(self.logprobs),
-            self.finish_reason,
-            self.log.num_cached_tokens,
-        )
-        self.delivered = len(self.tokens)
-        self.logprobs.clear()
+        tokens = tuple(self.tokens[self.delivered :])
+        self.delivered += len(tokens)
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self.logprobs:
+            logprobs = tuple(self.logprobs)
+            self.logprobs.clear()
         self.finish_told = self.finish_reason is not None
-        return chunk
+        return TokenChunk(self.choice, tokens, logprobs, self.finish_reason, self.log.num_cached_tokens)
 
 
 class TokenLog:
     """The choices of one request, and the one consumer that waits for them. Used on one event loop.
 
     num_open: choices that have not ended. num_cached_tokens: prompt tokens from the first replica's prefix cache.
+    news: whether something came since the last `take`.
     """
 
-    __slots__ = ("_waiter", "choices", "error", "num_cached_tokens", "num_open", "request")
+    __slots__ = ("_waiter", "choices", "error", "news", "num_cached_tokens", "num_open", "request")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -82,17 +80,13 @@ class TokenLog:
         self.num_open = len(self.choices)
         self.num_cached_tokens = 0
         self.error: ApiError | None = None
+        self.news = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return self.num_open == 0
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something that the consumer has not taken."""
-        return any(choice.has_news for choice in self.choices.values())
 
     @property
     def longest(self) -> int:
@@ -109,6 +103,7 @@ class TokenLog:
 
     def take(self) -> list[TokenChunk]:
         """Return one chunk for every choice that has news."""
+        self.news = False
         return [choice.take() for choice in self.choices.values() if choice.has_news]
 
     def fail(self, error: ApiError) -> None:
@@ -119,13 +114,14 @@ class TokenLog:
 
     def wake(self) -> None:
         """Let the consumer look again."""
+        self.news = True
         waiter = self._waiter
         if waiter is not None:
             self._waiter = None
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Wait for `wake`. Called by the consumer after it saw nothing new, without awaiting in between."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
+    def next_news(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """Return what ends with the next `wake`. For the consumer, when there are no news."""
+        self._waiter = loop.create_future()
+        return self._waiter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -263,6 +264,14 @@ async def test_refused_request_gets_the_engines_error_and_the_link_goes_on():
         assert caught.value.status == 400
         assert lab.lost == []
         assert await lab.collect(request("r3", 5)) == oracle(request("r3", 5))
+
+
+async def test_request_that_came_with_its_choices_all_done_ends_at_once():
+    async with Lab() as lab:
+        await lab.start("a")
+        done = replace(request("r", 5), resume={})
+        assert [chunk async for chunk in lab.dispatcher.generate(done)] == []
+        assert lab.dispatcher.counters.outcomes == {"completed": 1}
 
 
 async def test_request_id_in_use_is_refused():

@@ -20,7 +20,7 @@ def test_what_came_since_the_last_take_is_one_chunk_per_choice():
     log.choices[1].tokens += [8]
     log.choices[1].finish("stop")
     assert log.take() == [TokenChunk(1, (8,), finish_reason="stop")]
-    assert not log.has_news
+    assert log.take() == []
 
 
 def test_end_without_a_token_is_told_once():
@@ -72,7 +72,7 @@ def test_request_that_came_with_a_log_tells_only_what_is_new():
 
 async def test_first_error_stays_and_wakes_the_consumer():
     log = TokenLog(request("r", 3))
-    waiting = asyncio.create_task(log.wait())
+    waiting = asyncio.ensure_future(log.next_news(asyncio.get_running_loop()))
     await asyncio.sleep(0)
     first = ApiError("slow_consumer", "first")
     log.fail(first)
@@ -83,7 +83,7 @@ async def test_first_error_stays_and_wakes_the_consumer():
 
 async def test_waking_a_consumer_that_was_cancelled_harms_nobody():
     log = TokenLog(request("r", 3))
-    waiting = asyncio.create_task(log.wait())
+    waiting = asyncio.ensure_future(log.next_news(asyncio.get_running_loop()))
     await asyncio.sleep(0)
     waiting.cancel()
     log.wake()
