@@ -4,10 +4,16 @@ import json
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from cluster.errors import ApiError
 from cluster.openai import schema
+from cluster.openai.prompts import build_requests
+from cluster.openai.validation import parse_chat, parse_completion
+from engine.errors import InvalidRequestError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -255,6 +261,35 @@ async def test_hostile_sizes_are_refused_at_once(model, body):
     assert answer.status_code in (400, 404)
     assert len(answer.content) < 2000
     assert time.process_time() - began < 0.5
+
+
+NUMBERS = st.integers() | st.integers(-3, 30) | st.floats()
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5) | st.sampled_from(["user", "text", "system"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "text", "include_usage", "x"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = sorted({*schema.CompletionFields.model_fields, *schema.ChatFields.model_fields, "tools", "echo", "zz"})
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
+@pytest.mark.parametrize("chat", [True, False])
+def test_no_json_object_does_anything_but_run_or_be_refused_by_name(model, chat, fields):
+    base = {"model": MODEL, "messages": CHAT} if chat else {"model": MODEL, "prompt": "a"}
+    parse = parse_chat if chat else parse_completion
+    try:
+        requests = build_requests(parse({**base, **fields}, model), model)
+    except (ApiError, InvalidRequestError) as error:
+        assert error.param
+        assert error.param.split(".")[0].split("[")[0] in {*base, *fields}
+    else:
+        assert all(request.prompt_token_ids for request in requests)
 
 
 async def test_errors_echo_no_more_than_a_little_of_what_was_sent(model):
