@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -14,7 +15,7 @@ from cluster.dispatcher import Dispatcher
 from cluster.link import LinkError
 from cluster.links.grpc_client import connect
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.25
 
@@ -53,6 +54,11 @@ class ReplicaDirectory:
                 logger.debug("no lease: %r", error)
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
+            if announcement.replica_id in self._watch.known:
+                logger.error("replica %s was leased twice; one lease is given back", announcement.replica_id)
+                lease.cancel()
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
             self._watch.known.add(announcement.replica_id)
             self._spawn(self._hold(announcement, lease))
 
@@ -61,21 +67,18 @@ class ReplicaDirectory:
         replica_id = announcement.replica_id
         try:
             link = await connect(announcement.address, self._router_id)
-        except LinkError as error:
-            logger.warning("no link to replica %s: %s", replica_id, error)
-            await asyncio.sleep(RETRY_SECONDS)
-        else:
             self._announced[replica_id] = announcement
             self._dispatcher.add_link(link)
-            ended = asyncio.create_task(_lease_ended(lease))
-            closed = asyncio.create_task(link.wait_closed())
-            await asyncio.wait((ended, closed), return_when=asyncio.FIRST_COMPLETED)
+            await _either(_lease_ended(lease), link.wait_closed())
             link.close()
-            ended.cancel()
-            self._announced.pop(replica_id, None)
+        except LinkError as error:
+            logger.warning("no link to replica %s: %s", replica_id, error)
         finally:
+            self._announced.pop(replica_id, None)
             lease.cancel()
-            self._watch.known.discard(replica_id)
+        # A replica whose link keeps breaking is tried again, but not in a tight loop.
+        await asyncio.sleep(RETRY_SECONDS)
+        self._watch.known.discard(replica_id)
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Serve took replicas out of the set: they get nothing new and may go when they are done."""
@@ -83,7 +86,7 @@ class ReplicaDirectory:
             self._dispatcher.remove_replica(replica_id)
         self._members = ids
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -92,6 +95,16 @@ class ReplicaDirectory:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the register of replicas failed", exc_info=error)
+
+
+async def _either(*waits: Coroutine[Any, Any, None]) -> None:
+    """Return when the first of `waits` does, and give up the others."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _lease_ended(lease: Any) -> None:

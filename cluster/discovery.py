@@ -48,8 +48,9 @@ class LeaseRequestRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the replicas unknown to the caller, waiting until there is one; any replica for other calls."""
-        watch = pending_request.kwargs.get("watch") if pending_request else None
-        if pending_request is None or not isinstance(watch, ReplicaWatch):
+        # No isinstance: Serve may copy this class by value, and its globals are then not the caller's.
+        watch: ReplicaWatch | None = pending_request.kwargs.get("watch") if pending_request else None
+        if pending_request is None or watch is None:
             return [candidate_replicas]
         if watch not in self._watches:
             self._watches.append(watch)

@@ -15,13 +15,14 @@ from cluster.announcement import Announcement
 from cluster.config import ClusterConfig, resolve_config
 from cluster.group_start import StartedGroup, listening_host, start_group
 from cluster.links.grpc_server import LinkServer
+from cluster.logs import log_to_serve
 from cluster.replica_core import ReplicaCore, ReplicaFacts
 from cluster.start_error import ReplicaStartError
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, SquadronError
 from parallel.errors import ParallelError
 
-logger = logging.getLogger("ray.serve")
+logger = logging.getLogger(__name__)
 
 # A step may take `step_timeout`; the collective that missed it reports so itself, unless this process is stuck too.
 HEALTH_FACTOR = 1.5
@@ -32,6 +33,7 @@ class Replica:
     """Serve builds one per replica, in bundle 0 of its placement group. Everything in it ends with any rank of it."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        log_to_serve()
         try:
             config = resolve_config(settings)
             host = listening_host(config)

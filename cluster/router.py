@@ -13,6 +13,7 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.logs import log_to_serve
 from cluster.messages import stats_of
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
@@ -28,6 +29,7 @@ class Router:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild."""
 
     def __init__(self, settings: dict[str, Any], replicas: DeploymentHandle[Any]) -> None:
+        log_to_serve()
         try:
             self._config = resolve_config(settings)
             self._model = _served_model(self._config)
