@@ -1,15 +1,14 @@
-"""Which tokens the next step computes, and what becomes of the sequences after it."""
+"""Which tokens the next step computes, and who may join or must leave for it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from engine.admission import Admission
+from engine.boundary import Boundary
 from engine.config import EngineConfig
 from engine.report import EngineStats, Finish, Ints
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
@@ -17,8 +16,7 @@ from engine.roster import Roster
 from engine.rows import Rows
 from engine.schedule import Index, Schedule
 from engine.stops import StopTokens
-
-logger = logging.getLogger(__name__)
+from engine.updater import Updater
 
 
 @dataclass(slots=True)
@@ -46,17 +44,15 @@ class Scheduler:
     def __init__(self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission) -> None:
         self.counters = Counters()
         self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
+        self._boundary = Boundary(self._roster)
+        self._updater = Updater(rows, self._roster, stops, self._boundary)
         self._rows = rows
         self._tables = rows.tables
-        self._stops = stops
         self._limit = admission.limit
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
-        self._shift = config.block_size.bit_length() - 1
-        self._seals = config.enable_prefix_caching
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
         self._counting: Index = np.arange(config.max_num_seqs)
-        self._broken: list[tuple[Sequence, Exception]] = []
         self._blocked: tuple[Sequence, int] | None = None  # head of the queue, and the blocks that it waits for
 
     # ---- between steps ------------------------------------------------------------------------------------------
@@ -88,8 +84,8 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End the whole request of `sequence` with ERROR."""
-        self._broken.append((sequence, error))
-        self._bury()
+        self._boundary.mark(sequence, error)
+        self._boundary.bury()
         self._roster.refresh()
 
     def take_finished(self) -> list[Finish]:
@@ -128,8 +124,8 @@ class Scheduler:
         roster, tables = self._roster, self._tables
         for sequence in list(roster.tail_sharers):
             if query_lens[roster.running.index(sequence)]:
-                self._guard(sequence, self._part_tail, sequence)
-        self._bury()
+                self._boundary.guard(sequence, self._part_tail, sequence)
+        self._boundary.bury()
         seq_lens = tables.num_computed[roster.slots] + query_lens
         short = (seq_lens > tables.capacity[roster.slots]).nonzero()[0]
         if not short.size:
@@ -139,8 +135,8 @@ class Scheduler:
             return short
         for sequence, length in [(roster.running[row], int(seq_lens[row])) for row in short.tolist()]:
             if sequence.status is SequenceStatus.RUNNING:
-                self._guard(sequence, self._grow, sequence, length)
-        self._bury()
+                self._boundary.guard(sequence, self._grow, sequence, length)
+        self._boundary.bury()
         return short
 
     def _part_tail(self, sequence: Sequence) -> None:
@@ -169,9 +165,9 @@ class Scheduler:
         granted: list[int] = []
         promised = sum(map(self._missing_blocks, self._roster.prefilling))
         while budget > 0 and (sequence := self._roster.waiting.peek()) is not None:
-            grant = self._guard(sequence, self._join, sequence, budget, promised)
+            grant = self._boundary.guard(sequence, self._join, sequence, budget, promised)
             if grant is None:
-                self._bury()
+                self._boundary.bury()
                 continue
             if not grant:
                 break
@@ -222,7 +218,7 @@ class Scheduler:
         hit = sequence.num_computed_tokens
         sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
         self.counters.prompt_tokens += sequence.num_prompt_tokens
-        if self._seals:
+        if self._rows.blocks.enable_prefix_caching:
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += hit
 
@@ -274,90 +270,8 @@ class Scheduler:
 
     def update(self, schedule: Schedule, token_ids: Ints) -> None:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`."""
-        self._rows.copies.clear()
-        self._advance(schedule)
-        for leader in schedule.forks:
-            self._guard(leader, self._roster.fork, leader)
-        self._append(schedule, token_ids)
-        self._bury()
-        self._roster.refresh()
-
-    def _advance(self, schedule: Schedule) -> None:
-        """Count the step's tokens as computed, and name the blocks that they filled."""
-        self._tables.num_computed[schedule.slots] = schedule.seq_lens
-        if self._seals:
-            self._seal(schedule)
-        if schedule.decode:
-            return  # `_append` counts both, in one go over the sequences
-        for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
-            sequence.num_computed_tokens = computed
-        prefilling = self._roster.prefilling
-        for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
-            del prefilling[sequence]
-
-    def _seal(self, schedule: Schedule) -> None:
-        filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
-        if not filled.size:
-            return
-        decoded = schedule.query_lens[filled] == 1
-        together, singly = filled[decoded], filled[~decoded].tolist()
-        try:
-            sequences = [schedule.sequences[row] for row in together.tolist()]
-            self._rows.seal_last(sequences, schedule.slots[together], schedule.seq_lens[together])
-        except Exception:
-            logger.warning("blocks could not be sealed together and are sealed one by one", exc_info=True)
-            singly = filled.tolist()
-        for row in singly:
-            sequence = schedule.sequences[row]
-            computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
-            self._guard(sequence, self._rows.seal, sequence, *computed)
-
-    def _append(self, schedule: Schedule, token_ids: Ints) -> None:
-        """Write the drawn tokens behind their sequences, and end those that are done."""
-        tables, slots = self._tables, schedule.sample_slots
-        positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
-        tables.flat_tokens[slots * tables.context_len + positions] = token_ids
-        num_tokens = positions + 1
-        tables.num_tokens[slots] = num_tokens
-        if schedule.decode:
-            for sequence in schedule.samples:
-                sequence.num_computed_tokens = known = sequence.num_tokens
-                sequence.num_tokens = known + 1
-        else:
-            for sequence in schedule.samples:
-                sequence.num_tokens += 1
+        self._updater.update(schedule, token_ids)
         self.counters.generated_tokens += len(schedule.samples)
-        ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
-        for row in ended.nonzero()[0].tolist():
-            sequence = schedule.samples[row]
-            self._guard(sequence, self._end_if_done, sequence, int(token_ids[row]))
-
-    def _end_if_done(self, sequence: Sequence, token: int) -> None:
-        request = sequence.request
-        if token in self._stops.of(request) and sequence.num_output_tokens > request.params.min_tokens:
-            sequence.stop_token = token
-            self._roster.finish(sequence, FinishReason.STOP)
-        elif sequence.num_tokens >= self._tables.limits[sequence.slot]:
-            self._roster.finish(sequence, FinishReason.LENGTH)
-
-    # ---- when something goes wrong ------------------------------------------------------------------------------
-
-    def _guard(self, sequence: Sequence, action: Callable[..., Any], *args: Any) -> Any:
-        """Run one sequence's part of the work; an exception is this request's alone (see `_bury`)."""
-        try:
-            return action(*args)
-        except Exception as error:
-            self._broken.append((sequence, error))
-            return None
-
-    def _bury(self) -> None:
-        """End the requests whose host-side work raised. Only where no row of a schedule is in use any more."""
-        while self._broken:
-            sequence, error = self._broken.pop()
-            request_id = sequence.request.request_id
-            logger.error("request %s failed in the engine", request_id, exc_info=error)
-            message = f"the engine failed on this request ({type(error).__name__})"
-            self._roster.finish_request(request_id, FinishReason.ERROR, message)
 
     # ---- figures ------------------------------------------------------------------------------------------------
 

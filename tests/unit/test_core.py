@@ -16,8 +16,8 @@ from engine.request import FinishReason, Request
 from engine.rows import Rows
 from engine.sampling_inputs import SamplingBuilder
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.tables import Tables
+from engine.updater import Updater
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
 
 
@@ -274,7 +274,7 @@ STAGES = [
     (BlockManager, "seal", lambda args: args[2] == token_bytes([13, 12, 11, 10])),
     (Rows, "fork", lambda args: args[0].request.request_id == "bad"),
     (Rows, "part", lambda args: args[0].request.request_id == "bad"),
-    (Scheduler, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
+    (Updater, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
 ]
 
 

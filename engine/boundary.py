@@ -1,0 +1,41 @@
+"""One request's host-side failure stays its own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from engine.request import FinishReason, Sequence
+from engine.roster import Roster
+
+logger = logging.getLogger(__name__)
+
+
+class Boundary:
+    """Runs the parts of a step that concern a single sequence, and ends the requests whose part raised."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._broken: list[tuple[Sequence, Exception]] = []
+
+    def guard(self, sequence: Sequence, action: Callable[..., Any], *args: Any) -> Any:
+        """Return what `action` returns, or None if it raised: then `bury` will end the request of `sequence`."""
+        try:
+            return action(*args)
+        except Exception as error:
+            self.mark(sequence, error)
+            return None
+
+    def mark(self, sequence: Sequence, error: Exception) -> None:
+        """Note that work for `sequence` failed."""
+        self._broken.append((sequence, error))
+
+    def bury(self) -> None:
+        """End the marked requests with ERROR. Only where no arrays of a step that hold their rows are in use."""
+        while self._broken:
+            sequence, error = self._broken.pop()
+            request_id = sequence.request.request_id
+            logger.error("request %s failed in the engine", request_id, exc_info=error)
+            message = f"the engine failed on this request ({type(error).__name__})"
+            self._roster.finish_request(request_id, FinishReason.ERROR, message)
