@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
@@ -32,6 +32,10 @@ def find_checkpoint(model: str) -> Path:
         raise CheckpointError(f"model: {model!r} is not a folder; give one with config.json and {SINGLE_FILE}")
     try:
         return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"model: {model!r} is gated; accept its terms on the hub and log in (`hf auth login`)"
+        ) from error
     except (HFValidationError, RepositoryNotFoundError) as error:
         raise CheckpointError(f"model: {model!r} is neither a folder nor a model of the hub") from error
     except (LocalEntryNotFoundError, OSError) as error:

@@ -1,8 +1,10 @@
 import json
 import shutil
 
+import httpx
 import pytest
 import torch
+from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import Checkpoint, find_checkpoint
@@ -319,3 +321,14 @@ def test_sizes_that_cannot_be_split_are_refused_before_any_weight(folder):
     group.size = 3
     with pytest.raises(ShardingError, match="num_attention_heads"):
         load(path, group)
+
+
+def test_gated_model_says_what_to_do(monkeypatch):
+    request = httpx.Request("GET", "http://127.0.0.1/")
+
+    def gated(*args, **kwargs):
+        raise GatedRepoError("gated", response=httpx.Response(403, request=request))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
+    with pytest.raises(CheckpointError, match="accept its terms"):
+        find_checkpoint("some/gated")
