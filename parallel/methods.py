@@ -37,11 +37,15 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight reordered once into oneDNN's blocked layout (CPU); it does not keep the weight it was made from.
 
+    oneDNN sums each row in the same order however many rows there are, except for a single row of a wide input. With
+    `pairs_single_row` set, a single row is multiplied as two, so that a row's bits never depend on its company.
+
     oneDNN builds a kernel for each row count it meets, about half a millisecond per layer shape: callers that can
     choose should use few row counts.
     """
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, pairs_single_row: bool = False) -> None:
+        self.pairs_single_row = pairs_single_row
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_ROWS)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -56,6 +60,8 @@ class PackedLinear(LinearMethod):
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.pairs_single_row and x.shape[0] == 1:
+            return self._multiply(x.repeat(2, 1), self._packed, bias, "none", [], "")[:1]
         return self._multiply(x, self._packed, bias, "none", [], "")
 
 

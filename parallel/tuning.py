@@ -17,9 +17,11 @@ from parallel.linear import ParallelLinear
 from parallel.methods import ByRowCount, LinearMethod, PackedLinear, PlainLinear
 
 ROW_COUNTS = (1, 8, 64, 256)  # row counts that are measured: single decode, small and large batches, prefill
-# Plain must beat packed by this factor at some row count: less is noise, and keeping both doubles the memory.
-WORTHWHILE = 1.25
+# Plain must beat packed by this factor: less may be the noise of a busy machine, and replicas that choose differently
+# round differently.
+WORTHWHILE = 1.5
 RUNS = 4  # timed runs per case; the quickest counts, since a busy machine only ever adds time
+PROBES = 4  # rows that are compared bit for bit
 # Slower than this is no CPU's doing: another process had the core, and the run says nothing about the method.
 SLOWEST_BYTES = 2e9  # bytes/s
 SLOWEST_FLOPS = 1e10  # floating-point operations/s
@@ -34,9 +36,12 @@ class LinearTimings:
 
     seconds: (out, in, dtype, threads) -> row count -> (plain, packed) seconds; row counts that did not fit the
     budget, or at which the machine was too busy to tell, are missing.
+    single_row_differs: (out, in, dtype, threads) -> whether a packed product of one row has other bits than the same
+    row among several.
     """
 
     seconds: dict[Shape, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    single_row_differs: dict[Shape, bool] = field(default_factory=dict)
 
 
 def choose_methods(
@@ -44,7 +49,7 @@ def choose_methods(
     row_counts: Sequence[int] = ROW_COUNTS,
     timings: LinearTimings | None = None,
     budget: float = 0.25,
-    extra_bytes: int = 1 << 30,
+    extra_bytes: int = 0,
 ) -> LinearTimings:
     """Give each plain linear layer in `module` the method that measures best, and free weights nobody reads any more.
 
@@ -53,7 +58,8 @@ def choose_methods(
 
     row_counts: ascending numbers of rows to measure at.
     budget: seconds for all measurements together; what does not fit follows the nearest smaller row count.
-    extra_bytes: memory for keeping both forms of a weight where each is better at some row counts.
+    extra_bytes: memory for keeping both forms of a weight where each is better at some row counts. It costs more than
+    memory: with one form, packed above all, a token's logits do not depend on what else is in its batch.
     """
     timings = timings or LinearTimings()
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear) and _is_open(layer)]
@@ -62,6 +68,9 @@ def choose_methods(
     for layer in layers:
         weight, shape = layer.weight, _shape(layer.weight)
         packed = PackedLinear(weight)
+        if shape not in timings.single_row_differs:
+            timings.single_row_differs[shape] = single_row_differs(packed, weight)
+        packed.pairs_single_row = timings.single_row_differs[shape]
         if shape not in timings.seconds:
             timings.seconds[shape] = measure(weight, packed, row_counts, budget / len(new))
         chosen = _choose(timings.seconds[shape], room=extra_bytes >= weight.nbytes)
@@ -96,6 +105,14 @@ def measure(
     return found
 
 
+@torch.inference_mode()
+def single_row_differs(packed: PackedLinear, weight: Tensor) -> bool:
+    """Return whether `packed`, made of `weight`, rounds a single row otherwise than the same row among several."""
+    x = torch.randn(PROBES, weight.shape[1], dtype=weight.dtype)
+    among = packed.apply(x, None)
+    return any(not torch.equal(packed.apply(x[row : row + 1], None)[0], among[row]) for row in range(PROBES))
+
+
 def _fastest(methods: Sequence[LinearMethod], x: Tensor, end: float) -> list[float]:
     """Return the best of a few runs of each method, taken in turns so that a busy moment hits all alike."""
     best = [float("inf")] * len(methods)
@@ -125,7 +142,7 @@ def _choose(seconds: dict[int, tuple[float, float]], room: bool) -> list[Name]:
     if room or len(set(chosen)) == 1:
         return chosen
     gain = sum(log(packed / plain) for plain, packed in seconds.values())
-    return ["plain" if gain > 0 else "packed"] * len(chosen)
+    return ["plain" if gain > len(seconds) * log(WORTHWHILE) else "packed"] * len(chosen)
 
 
 def _combine(row_counts: list[int], chosen: list[Name], plain: PlainLinear, packed: PackedLinear) -> LinearMethod:
