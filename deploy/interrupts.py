@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from deploy.local_ray import descendants, kill_all
 
@@ -46,7 +51,36 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.stopping:
-            kill_all(descendants())
-            os._exit(128 + number)
+            end_now(128 + number)
         self.stopping = True
         raise Interrupted(number)
+
+
+@contextmanager
+def bounded(seconds: float, alive: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """End the whole command at once when the body takes longer than `seconds`, or `alive()` turns false meanwhile.
+
+    Ray's calls may block for minutes when its processes were killed under them (a supervisor's SIGTERM reaches all).
+    """
+    done = threading.Event()
+    deadline = time.monotonic() + seconds
+
+    def watch() -> None:
+        while not done.wait(0.2):
+            if time.monotonic() > deadline or not alive():
+                end_now(1)
+
+    watcher = threading.Thread(target=watch, name="bounded", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def end_now(code: int) -> NoReturn:
+    """Kill every process that this one started, and end it with `code` without further ado."""
+    kill_all(descendants())
+    sys.stdout.flush()
+    os._exit(code)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
+import sys
 from abc import ABC, abstractmethod
 
 import psutil
@@ -16,12 +18,17 @@ from engine.errors import ConfigError
 # Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
 OBJECT_STORE_BYTES = 128 * 2**20
 EXIT_SECONDS = 5.0
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class RayCluster(ABC):
     """A connection to a Ray cluster. `about` says in a few words which."""
 
     about: str
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the cluster can still be asked; cheap, and never blocks."""
 
     @abstractmethod
     def stop(self) -> None:
@@ -35,6 +42,7 @@ class LocalRay(RayCluster):
     """
 
     def __init__(self, cpus: float, verbose: bool) -> None:
+        _adopt_orphans()
         logical = max(os.cpu_count() or 1, math.ceil(cpus))
         ray.init(
             address="local",
@@ -45,6 +53,13 @@ class LocalRay(RayCluster):
             logging_level=logging.INFO if verbose else logging.ERROR,
         )
         self.about = f"on this machine, {logical} logical CPUs"
+
+    def alive(self) -> bool:
+        """Whether the process that all others ask, Ray's control store, still runs."""
+        names = (
+            process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE
+        )
+        return any(name.startswith("gcs_server") for name in names)
 
     def stop(self) -> None:
         """End Ray and make sure that none of its processes outlives the command."""
@@ -66,6 +81,10 @@ class JoinedRay(RayCluster):
                 "address",
             ) from error
         self.about = f"joined {address}, {len(ray.nodes())} nodes"
+
+    def alive(self) -> bool:
+        """The cluster is not ours to judge."""
+        return True
 
     def stop(self) -> None:
         """Disconnect."""
@@ -105,6 +124,12 @@ def kill_all(processes: list[psutil.Process]) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies, so that `descendants` never loses one (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _first_line(error: BaseException) -> str:

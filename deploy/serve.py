@@ -21,7 +21,7 @@ from rich.console import Console
 from cluster.app import build, uses_gpu
 from cluster.config import ClusterConfig
 from cluster.placement import plan_placement
-from deploy.interrupts import Interrupted, Interrupts
+from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity
 from deploy.phases import PhaseLog
 from deploy.plan import make_plan
@@ -32,6 +32,7 @@ APP = "squadron"
 # Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
+EXIT_SECONDS = 20.0
 WATCH_SECONDS = 2.0
 PROMPT = "What does os.path.join do?"
 
@@ -134,9 +135,11 @@ class Server:
             return
         try:
             if self._deployed and ray.is_initialized():
-                self._delete(grace)
+                with bounded(grace + DELETE_SECONDS, self._cluster.alive):
+                    self._delete(grace)
         finally:
-            self._cluster.stop()
+            with bounded(EXIT_SECONDS):
+                self._cluster.stop()
 
     @property
     def _url(self) -> str:
@@ -191,8 +194,8 @@ class Server:
 
     def _delete(self, grace: float) -> None:
         serve.delete(APP, _blocking=False)
-        # Replicas without streams need a moment of their own; a cluster that stays is not waited for longer.
-        deadline = time.monotonic() + max(grace, DELETE_SECONDS if isinstance(self._cluster, JoinedRay) else 0.0)
+        # In a cluster that stays, replicas without streams need a moment of their own.
+        deadline = time.monotonic() + max(grace, DELETE_SECONDS / 2 if isinstance(self._cluster, JoinedRay) else 0.0)
         while time.monotonic() < deadline and APP in serve.status().applications:
             time.sleep(0.1)
 
