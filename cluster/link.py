@@ -66,6 +66,18 @@ class LinkLimits:
     keepalive_timeout: float = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class LinkAddress:
+    """Where a replica listens and the secret that opens it. Handed to routers over a trusted way."""
+
+    host: str
+    port: int
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"LinkAddress(host={self.host!r}, port={self.port})"
+
+
 class Link(ABC, Generic[Out, In]):
     """One end of a stream of messages, in order, without gaps, until it breaks. Used on one event loop.
 

@@ -11,8 +11,17 @@ from typing import Any
 
 import grpc
 
-from cluster.link import CLOSED, DAMAGED, LOST, LinkClosedError, LinkLimits, LinkRefusedError, ReplicaLink
-from cluster.links.grpc_wire import HELLO_TIMEOUT, LINGER, METHOD, SECRET_KEY, SERVICE, LinkAddress, channel_options
+from cluster.link import (
+    CLOSED,
+    DAMAGED,
+    LOST,
+    LinkAddress,
+    LinkClosedError,
+    LinkLimits,
+    LinkRefusedError,
+    ReplicaLink,
+)
+from cluster.links.grpc_wire import HELLO_TIMEOUT, LINGER, METHOD, SECRET_KEY, SERVICE, channel_options
 from cluster.links.pipe import FramePipe
 from cluster.messages import DamagedMessageError, Down, Hello, Up, Welcome, decode_down, encode
 

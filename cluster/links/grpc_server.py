@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
-from cluster.link import CLOSED, DAMAGED, LOST, LinkClosedError, LinkLimits, RouterLink
-from cluster.links.grpc_wire import HELLO_TIMEOUT, LINGER, METHOD, SECRET_KEY, SERVICE, LinkAddress, channel_options
+from cluster.link import CLOSED, DAMAGED, LOST, LinkAddress, LinkClosedError, LinkLimits, RouterLink
+from cluster.links.grpc_wire import HELLO_TIMEOUT, LINGER, METHOD, SECRET_KEY, SERVICE, channel_options
 from cluster.links.pipe import FramePipe
 from cluster.messages import PROTOCOL_VERSION, DamagedMessageError, Down, Hello, Up, decode_up, encode
 

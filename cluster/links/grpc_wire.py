@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from cluster.link import LinkAddress, LinkLimits
 
-from cluster.link import LinkLimits
+__all__ = ["HELLO_TIMEOUT", "LINGER", "METHOD", "SECRET_KEY", "SERVICE", "LinkAddress", "channel_options"]
 
 SERVICE = "squadron.Link"
 METHOD = "Connect"
 SECRET_KEY = "squadron-secret"  # noqa: S105 - the name of a metadata field, not a secret
 HELLO_TIMEOUT = 5.0  # seconds for the first message of either side
 LINGER = 1.0  # seconds that a closing link gives the peer to take what was sent
-
-
-@dataclass(frozen=True, slots=True)
-class LinkAddress:
-    """Where a replica listens and the secret that opens it. Handed to routers over a trusted way."""
-
-    host: str
-    port: int
-    secret: str
-
-    def __repr__(self) -> str:
-        return f"LinkAddress(host={self.host!r}, port={self.port})"
 
 
 def channel_options(limits: LinkLimits) -> list[tuple[str, int]]:

@@ -29,6 +29,11 @@ class FramePipe:
         """Why the pipe was closed, or None while it is open."""
         return self._ended
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that wait to be taken."""
+        return self._waiting_bytes
+
     def put(self, frame: bytes) -> None:
         """Queue one frame. Raises `LinkClosedError` (also when it overflows) and `MessageTooLargeError`."""
         if self._ended is not None:

@@ -2,9 +2,9 @@
 
     python -m tests.bench.router [--streams 32] [--tokens 2000] [--seconds 4]
 
-Three figures: replica and router in one process; the replica in a process of its own behind a gRPC link (the one that
-counts); and the microseconds that the dispatcher needs for one report, without consumers. Everything is real but the
-tokens: scheduler, engine thread, reports, link, token logs, one consumer task per stream.
+Figures: the replica in a process of its own behind a TCP link (the one that counts) and behind a gRPC link; replica
+and router in one process; and the microseconds that the dispatcher needs for one report, without consumers.
+Everything is real but the tokens: scheduler, engine thread, reports, link, token logs, a consumer task per stream.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from multiprocessing.connection import Connection
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
-from cluster.link import ReplicaLink
-from cluster.links.grpc_client import connect
-from cluster.links.grpc_server import LinkServer
-from cluster.links.grpc_wire import LinkAddress
+from cluster.link import LinkAddress, ReplicaLink
+from cluster.links import grpc_client, grpc_server, tcp
 from cluster.links.local import connect_local
 from cluster.member import LiveRequest, Member
 from cluster.messages import Load, Report, Welcome, decode_down, encode
@@ -42,12 +40,12 @@ def _replica() -> ReplicaCore:
     return ReplicaCore(EngineCore(config, ReadyTokens(), (2,), VOCAB, BLOCKS), facts)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, transport: str) -> None:
     """The replica's process: says where it listens, and ends when the pipe does."""
 
     async def main() -> None:
         replica = _replica()
-        server = LinkServer(replica.serve)
+        server = (tcp if transport == "tcp" else grpc_server).LinkServer(replica.serve)
         pipe.send(await server.start())
         await asyncio.to_thread(pipe.poll, None)
         await server.close()
@@ -92,14 +90,15 @@ async def local_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple
     return figures
 
 
-async def grpc_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple[float, float]:
-    """Measure with the replica in a process of its own, behind the link that serves in production."""
+async def remote_tokens_per_s(transport: str, streams: int, tokens: int, seconds: float) -> tuple[float, float]:
+    """Measure with the replica in a process of its own; transport: "tcp" or "grpc"."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, transport), daemon=True)
     process.start()
     theirs.close()
     try:
         address: LinkAddress = await asyncio.to_thread(ours.recv)
+        connect = (tcp if transport == "tcp" else grpc_client).connect
         return await _stream(await connect(address, "bench"), streams, tokens, seconds)
     finally:
         ours.close()
@@ -134,15 +133,15 @@ def report_us(streams: int, rounds: int = 20_000) -> float:
 
 def measure(streams: int = 32, tokens: int = 2000, seconds: float = 4.0) -> dict[str, float]:
     """Return the figures by name."""
-    local, local_size = asyncio.run(local_tokens_per_s(streams, tokens, seconds))
-    grpc, grpc_size = asyncio.run(grpc_tokens_per_s(streams, tokens, seconds))
-    return {
-        f"router_tokens_per_s_{streams}": grpc,
-        f"router_tokens_per_chunk_{streams}": grpc_size,
-        f"router_local_tokens_per_s_{streams}": local,
-        f"router_local_tokens_per_chunk_{streams}": local_size,
-        f"router_report_us_{streams}": report_us(streams),
-    }
+    figures: dict[str, float] = {}
+    for name, measured in (
+        ("router", remote_tokens_per_s("tcp", streams, tokens, seconds)),
+        ("router_grpc", remote_tokens_per_s("grpc", streams, tokens, seconds)),
+        ("router_local", local_tokens_per_s(streams, tokens, seconds)),
+    ):
+        rate, size = asyncio.run(measured)
+        figures |= {f"{name}_tokens_per_s_{streams}": rate, f"{name}_tokens_per_chunk_{streams}": size}
+    return figures | {f"router_report_us_{streams}": report_us(streams)}
 
 
 def main() -> None:

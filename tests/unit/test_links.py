@@ -17,6 +17,7 @@ from cluster.link import (
     ENGINE_DEAD,
     LOST,
     SLOW_CONSUMER,
+    LinkAddress,
     LinkClosedError,
     LinkLimits,
     LinkRefusedError,
@@ -24,13 +25,13 @@ from cluster.link import (
     ReplicaLink,
     RouterLink,
 )
+from cluster.links import grpc_client, grpc_server, tcp
 from cluster.links.faulty import FaultPlan, FaultyLink
-from cluster.links.grpc_client import connect
-from cluster.links.grpc_server import LinkServer
-from cluster.links.grpc_wire import METHOD, SERVICE, LinkAddress
+from cluster.links.grpc_wire import METHOD, SERVICE
 from cluster.links.local import connect_local
 from cluster.messages import Abort, Draining, Hello, Ping, Rejected, Welcome, encode
 
+TRANSPORTS = {"grpc": (grpc_client.connect, grpc_server.LinkServer), "tcp": (tcp.connect, tcp.LinkServer)}
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)
 Serve = Callable[[RouterLink], Awaitable[None]]
 Open = Callable[..., Awaitable[ReplicaLink]]
@@ -42,17 +43,18 @@ async def silent(link: RouterLink) -> None:
     await link.wait_closed()
 
 
-@pytest.fixture(params=["local", "grpc"])
+@pytest.fixture(params=["local", "grpc", "tcp"])
 async def open_link(request) -> AsyncIterator[Open]:
     """Open a link to a replica that serves as told."""
-    servers: list[LinkServer] = []
+    servers: list[grpc_server.LinkServer | tcp.LinkServer] = []
     links: list[ReplicaLink] = []
 
     async def opened(serve: Serve, limits: LinkLimits | None = None, router: str = "router") -> ReplicaLink:
         if request.param == "local":
             links.append(await connect_local(serve, router, limits))
         else:
-            servers.append(LinkServer(serve, limits))
+            connect, server = TRANSPORTS[request.param]
+            servers.append(server(serve, limits))
             links.append(await connect(await servers[-1].start(), router, limits))
         return links[-1]
 
@@ -207,62 +209,165 @@ async def test_replica_that_hangs_up_at_once_refuses_the_link(open_link):
         await open_link(serve)
 
 
-@pytest.fixture
-async def address() -> AsyncIterator[LinkAddress]:
-    server = LinkServer(forgiving(echo))
-    yield await server.start()
+@pytest.fixture(params=["grpc", "tcp"])
+async def transport(request) -> AsyncIterator[tuple[str, LinkAddress]]:
+    """A replica that answers, and by which transport."""
+    server = TRANSPORTS[request.param][1](forgiving(echo))
+    yield request.param, await server.start()
     await server.close()
 
 
-async def test_stranger_is_unauthenticated(address):
-    for secret in ("", "wrong", address.secret[:-1]):
-        with pytest.raises(LinkRefusedError, match="UNAUTHENTICATED"):
-            await connect(LinkAddress(address.host, address.port, secret), "router")
+async def test_stranger_is_unauthenticated(transport):
+    name, address = transport
+    for secret in ("", "wrong", address.secret[:-1], address.secret + "x", "x" * 5000):
+        with pytest.raises(LinkRefusedError, match=r"(?i)unauthenticated|longer than 1024"):
+            await TRANSPORTS[name][0](LinkAddress(address.host, address.port, secret), "router")
 
 
-async def test_secret_is_not_shown(address):
+async def test_secret_is_not_shown(transport):
+    address = transport[1]
     assert address.secret not in repr(address)
     assert len(address.secret) >= 32
 
 
-async def test_listener_is_on_the_address_it_was_told(address):
+async def test_listener_is_on_the_address_it_was_told(transport):
     with socket.socket() as other:
         other.settimeout(1)
         with pytest.raises(OSError, match="refused"):
-            other.connect(("127.0.0.2", address.port))
+            other.connect(("127.0.0.2", transport[1].port))
 
 
-async def test_nobody_at_the_address_is_told_at_once():
+@pytest.mark.parametrize("name", ["grpc", "tcp"])
+async def test_nobody_at_the_address_is_told_at_once(name):
     with socket.socket() as placeholder:
         placeholder.bind(("127.0.0.1", 0))
         port = placeholder.getsockname()[1]
-        with pytest.raises(LinkRefusedError, match="UNAVAILABLE"):
-            await connect(LinkAddress("127.0.0.1", port, "s"), "router")
+        with pytest.raises(LinkRefusedError, match=r"(?i)no link to .*(refused|Errno 111)"):
+            await TRANSPORTS[name][0](LinkAddress("127.0.0.1", port, "s"), "router")
+
+
+FIRST_MESSAGES = [
+    (b"\xc1 no message", grpc.StatusCode.INVALID_ARGUMENT, "must be a Hello"),
+    (encode(Ping()), grpc.StatusCode.INVALID_ARGUMENT, "must be a Hello"),
+    (encode(Hello("r", 999)), grpc.StatusCode.FAILED_PRECONDITION, "protocol 1, the router 999"),
+]
+
+
+@pytest.mark.parametrize(("frame", "status", "reason"), FIRST_MESSAGES)
+async def test_first_message_must_be_a_hello_of_this_protocol(transport, frame, status, reason):
+    name, address = transport
+    if name == "grpc":
+        async with grpc.aio.insecure_channel(f"{address.host}:{address.port}") as channel:
+            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=(("squadron-secret", address.secret),))
+            await call.write(frame)
+            assert await call.code() is status
+            assert reason in await call.details()
+    else:
+        greeting = b"squadron " + address.secret.encode()
+        assert reason in await _tcp_answer(address, _framed(greeting) + _framed(frame))
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(4, "big") + data
+
+
+async def _tcp_answer(address: LinkAddress, data: bytes) -> str:
+    """Send raw bytes, and return all that comes back until the other side hangs up."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(data)
+    async with asyncio.timeout(8):
+        answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    return answer.decode(errors="replace")
 
 
 @pytest.mark.parametrize(
-    ("frame", "status"),
+    "data",
     [
-        (b"\xc1 no message", grpc.StatusCode.INVALID_ARGUMENT),
-        (encode(Ping()), grpc.StatusCode.INVALID_ARGUMENT),
-        (encode(Hello("r", 999)), grpc.StatusCode.FAILED_PRECONDITION),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x80\x04\x95pickle",
+        b"\xff" * 64,
+        b"\x00\x00\x00\x03abc",
+        b"\x00\x00\x00\x00" * 50,
     ],
 )
-async def test_first_message_must_be_a_hello_of_this_protocol(address, frame, status):
-    async with grpc.aio.insecure_channel(f"{address.host}:{address.port}") as channel:
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=(("squadron-secret", address.secret),))
-        await call.write(frame)
-        assert await call.code() is status
+async def test_bytes_of_a_stranger_get_a_short_refusal(data):
+    server = tcp.LinkServer(forgiving(echo))
+    address = await server.start()
+    answer = await _tcp_answer(address, data)
+    assert len(answer) < 200
+    assert "unauthenticated" in answer or "longer than" in answer
+    await server.close()
 
 
-@pytest.mark.parametrize(("kill", "deadline"), [(signal.SIGKILL, 0.5), (signal.SIGSTOP, 5)])
-async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(kill, deadline):
-    """In another process: a killed one at once, a stopped one by the keepalive."""
+async def test_goodbye_cut_short_is_a_lost_link():
+    """A peer that dies in the middle of a frame has not said goodbye."""
+
+    async def half_dead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(_framed(encode(WELCOME)) + b"\x80\x00\x00\x20closed: ")
+        writer.close()
+
+    server = await asyncio.start_server(half_dead, "127.0.0.1", 0)
+    link = await tcp.connect(LinkAddress("127.0.0.1", server.sockets[0].getsockname()[1], "s"), "router")
+    with pytest.raises(LinkClosedError) as caught:
+        await asyncio.wait_for(link.receive(), 5)
+    assert caught.value.code == LOST
+    await link.wait_closed()
+    server.close()
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+async def test_frames_may_arrive_in_any_pieces(size):
+    """Bytes in ones, in threes, and several frames at once."""
+    messages = [Rejected(i, "x", "y" * (i % 7)) for i in range(60)]
+    data = b"".join(_framed(encode(message)) for message in (WELCOME, *messages))
+
+    async def dribble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for at in range(0, len(data), size):
+            writer.write(data[at : at + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(dribble, "127.0.0.1", 0)
+    link = await tcp.connect(LinkAddress("127.0.0.1", server.sockets[0].getsockname()[1], "s"), "router")
+    assert [await asyncio.wait_for(link.receive(), 5) for _ in messages] == messages
+    link.close()
+    await link.wait_closed()
+    server.close()
+
+
+async def test_router_that_catches_up_gets_everything(open_link):
+    """More than the kernel takes, less than the bound: nothing is lost, and reading goes on after a pause."""
+    count = 1500
+
+    async def burst(link: RouterLink) -> None:
+        link.send(WELCOME)
+        await link.receive()
+        for i in range(count):
+            link.send(Rejected(i, "x", "y" * 4000))
+        await link.receive()
+
+    link = await open_link(forgiving(burst))
+    link.send(Ping())
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(20):
+        assert [(await link.receive()).stream for _ in range(count)] == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("name", "kill", "deadline"),
+    [("grpc", signal.SIGKILL, 0.5), ("tcp", signal.SIGKILL, 0.5), ("grpc", signal.SIGSTOP, 5)],
+)
+async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(name, kill, deadline):
+    """In another process: a killed one at once, a stopped one by gRPC's keepalive (else by the dispatcher)."""
     limits = LinkLimits(keepalive=0.1, keepalive_timeout=0.6)
     program = (
         "import asyncio, tests.unit.test_links as t\n"
         "async def main():\n"
-        "    address = await t.LinkServer(t.silent).start()\n"
+        f"    address = await t.TRANSPORTS[{name!r}][1](t.silent).start()\n"
         "    print(address.port, address.secret, flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())"
@@ -270,7 +375,7 @@ async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(kill, deadli
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         port, secret = (await asyncio.to_thread(process.stdout.readline)).split()
-        link = await connect(LinkAddress("127.0.0.1", int(port), secret), "router", limits)
+        link = await TRANSPORTS[name][0](LinkAddress("127.0.0.1", int(port), secret), "router", limits)
         process.send_signal(kill)
         with pytest.raises(LinkClosedError) as caught:
             await asyncio.wait_for(link.receive(), deadline)
