@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from engine.admission import Admission
-from engine.block_manager import BlockManager
+from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
 from engine.executor import Executor
@@ -112,7 +112,10 @@ class EngineCore:
             return self._report(None, None)
         schedule, inputs, sampling = planned
         outputs = self._execute(inputs, sampling)
-        self._scheduler.update(schedule, outputs.token_ids)
+        self._scheduler.update(schedule, outputs.token_ids, outputs.failed)
+        if outputs.failed:
+            # Whatever made the logits bad may sit in blocks that others would find.
+            self._blocks.clear_cache()
         return self._report(schedule, outputs)
 
     def stats(self) -> EngineStats:
@@ -187,21 +190,28 @@ class EngineCore:
             raise EngineDeadError(f"the engine takes nothing more: {self._dead}")
 
     def _report(self, schedule: Schedule | None, outputs: StepOutputs | None) -> StepReport:
-        logprobs: dict[int, TokenLogprob] = {}
-        if schedule is not None:
+        report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, EngineStats())
+        if schedule is not None and outputs is not None:
             self._num_steps += 1
-            if outputs is not None and outputs.logprobs is not None:
-                logprobs = self._logprobs(schedule.samples, outputs.token_ids.tolist(), outputs.logprobs)
-        return StepReport(
-            step=self._num_steps,
-            sequences=[] if schedule is None else schedule.samples,
-            token_ids=[] if outputs is None else outputs.token_ids.tolist(),
-            logprobs=logprobs,
-            finished=self._scheduler.take_finished(),
-            events=self._blocks.take_events(),
-            stats=self._scheduler.stats(),
-            num_tokens=0 if schedule is None else schedule.num_tokens,
-        )
+            report.step = self._num_steps
+            report.num_tokens = schedule.num_tokens
+            self._fill(report, schedule.samples, outputs)
+        report.finished = self._scheduler.take_finished()
+        report.events = self._blocks.take_events()
+        report.stats = self._scheduler.stats()
+        return report
+
+    def _fill(self, report: StepReport, samples: list[Sequence], outputs: StepOutputs) -> None:
+        """Put the drawn tokens into the report, without those of rows that failed."""
+        tokens = outputs.token_ids.tolist()
+        if outputs.logprobs is not None:
+            report.logprobs = self._logprobs(samples, tokens, outputs.logprobs)
+        report.sequences, report.token_ids = samples, tokens
+        if outputs.failed:
+            kept = [row for row in range(len(samples)) if row not in outputs.failed]
+            report.sequences = [samples[row] for row in kept]
+            report.token_ids = [tokens[row] for row in kept]
+            report.logprobs = {new: report.logprobs[row] for new, row in enumerate(kept) if row in report.logprobs}
 
     def _logprobs(self, samples: list[Sequence], token_ids: list[int], found: Logprobs) -> dict[int, TokenLogprob]:
         """Return the figures of those that asked, each cut to as many as it asked for."""

@@ -5,6 +5,7 @@ SquadronError
 ├── CheckpointError          a model folder is missing, damaged or unsupported; names file and tensor
 ├── InvalidRequestError      one request is wrong; names the field (`param`)
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
+├── PoisonedLogitsError      the model gave NaN or infinity for one sequence; its request ends, the others go on
 ├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
 └── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
 """
@@ -47,6 +48,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class EngineDeadError(SquadronError):
     """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""
+
+
+class PoisonedLogitsError(SquadronError):
+    """The model gave NaN or infinity for one sequence: that request ends with an error, the others go on."""
 
 
 class IntegrityError(SquadronError):

@@ -268,9 +268,9 @@ class Scheduler:
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
-    def update(self, schedule: Schedule, token_ids: Ints) -> None:
-        """Take in a step that was run: `token_ids` are those of `schedule.samples`."""
-        self._updater.update(schedule, token_ids)
+    def update(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...] = ()) -> None:
+        """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
+        self._updater.update(schedule, token_ids, failed)
         self.counters.generated_tokens += len(schedule.samples)
 
     # ---- figures ------------------------------------------------------------------------------------------------

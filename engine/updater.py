@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from engine.boundary import Boundary
+from engine.errors import PoisonedLogitsError
 from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
@@ -29,13 +30,15 @@ class Updater:
         self._shift = rows.blocks.block_size.bit_length() - 1
         self._seals = rows.blocks.enable_prefix_caching
 
-    def update(self, schedule: Schedule, token_ids: Ints) -> None:
-        """Take in a step that was run: `token_ids` are those of `schedule.samples`."""
+    def update(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...]) -> None:
+        """Take in a step that was run: `token_ids` are those of `schedule.samples`; requests of rows `failed` end."""
         self._rows.copies.clear()
+        for row in failed:
+            self._boundary.mark(schedule.samples[row], PoisonedLogitsError("the model's logits were not finite"))
         self._advance(schedule)
         for leader in schedule.forks:
             self._boundary.guard(leader, self._roster.fork, leader)
-        self._append(schedule, token_ids)
+        self._append(schedule, token_ids, failed)
         self._boundary.bury()
         self._roster.refresh()
 
@@ -69,7 +72,7 @@ class Updater:
             computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
             self._boundary.guard(sequence, self._rows.seal, sequence, *computed)
 
-    def _append(self, schedule: Schedule, token_ids: Ints) -> None:
+    def _append(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...]) -> None:
         """Write the drawn tokens behind their sequences, and end those that are done."""
         tables, slots = self._tables, schedule.sample_slots
         positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
@@ -84,6 +87,7 @@ class Updater:
             for sequence in schedule.samples:
                 sequence.num_tokens += 1
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
+        ended[list(failed)] = False  # they end with an error, whatever their token
         for row in ended.nonzero()[0].tolist():
             sequence = schedule.samples[row]
             self._boundary.guard(sequence, self._end_if_done, sequence, int(token_ids[row]))

@@ -441,3 +441,25 @@ def test_integrity_notices_damage(damage):
     damage(driver.core)
     with pytest.raises(IntegrityError):
         driver.core.check_integrity()
+
+
+class Poisoner(FakeExecutor):
+    """Declares the row of one sequence bad, by its position, from its third token on."""
+
+    bad_position = 7
+
+    def execute(self, inputs, sampling):
+        outputs = super().execute(inputs, sampling)
+        rows = (sampling.positions == self.bad_position).nonzero()[0]
+        return StepOutputs(np.where(sampling.positions == self.bad_position, 0, outputs.token_ids), None, tuple(rows))
+
+
+def test_logits_that_are_not_finite_end_their_own_request_and_poison_no_cache():
+    driver = Driver(executor=Poisoner(64, 4, VOCAB))
+    bad = request("bad", (5, 6, 7, 8, 9), max_tokens=9, ignore_eos=True)
+    good = [request(f"r{i}", 2, seed=i, max_tokens=3, ignore_eos=True) for i in range(3)]
+    driver.run(good[0], bad, *good[1:])
+    assert driver.finished["bad", 0].reason is FinishReason.ERROR
+    assert driver.tokens["bad", 0] == expected(bad)[:2]
+    assert all(driver.tokens[one.request_id, 0] == expected(one) for one in good)
+    assert driver.core.cached_blocks().stored == ()
