@@ -6,6 +6,7 @@ import ctypes
 import logging
 import math
 import os
+import socket
 import sys
 from abc import ABC, abstractmethod
 
@@ -18,6 +19,7 @@ from engine.errors import ConfigError
 # Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
 OBJECT_STORE_BYTES = 128 * 2**20
 EXIT_SECONDS = 5.0
+KNOCK_SECONDS = 5.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -74,13 +76,14 @@ class JoinedRay(RayCluster):
 
     def __init__(self, address: str, verbose: bool) -> None:
         try:
+            _knock(address)
             ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS={address} cannot be joined ({_first_line(error)}); unset it to start Ray here",
                 "address",
             ) from error
-        self.about = f"joined {address}, {len(ray.nodes())} nodes"
+        self.about = f"joined {address}, {count(len(ray.nodes()), 'node')}"
 
     def alive(self) -> bool:
         """The cluster is not ours to judge."""
@@ -93,13 +96,14 @@ class JoinedRay(RayCluster):
 
 def check_capacity(placement: Placement, free: dict[str, float], total: dict[str, float]) -> None:
     """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
-    ranks = f"{placement.replicas} replicas x {len(placement.bundles)} ranks"
+    ranks = f"{count(placement.replicas, 'replica')} x {count(len(placement.bundles), 'rank')}"
+    routers = count(placement.routers, "router")
     needs = (
         ("GPU", placement.gpus, f"{ranks} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
         (
             "CPU",
             placement.cpus,
-            f"{ranks} x {placement.bundles[0]['CPU']:g} and {placement.routers} routers need {placement.cpus:g}",
+            f"{ranks} x {placement.bundles[0]['CPU']:g} and {routers} need {placement.cpus:g}",
             "or lower --cpus-per-worker",
         ),
     )
@@ -110,6 +114,11 @@ def check_capacity(placement: Placement, free: dict[str, float], total: dict[str
                 f"lower --replicas or --tensor-parallel-size, {otherwise}, or add nodes (--wait-for-nodes)",
                 "replicas",
             )
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 replica`, `2 replicas`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def descendants() -> list[psutil.Process]:
@@ -130,6 +139,13 @@ def _adopt_orphans() -> None:
     """Become the parent of descendants whose parent dies, so that `descendants` never loses one (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _knock(address: str) -> None:
+    """Find out at once that nobody listens: Ray takes minutes. Addresses without a port (auto) are left to Ray."""
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def _first_line(error: BaseException) -> str:

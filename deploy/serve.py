@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import logging
 import signal
-import socket
 import time
 from dataclasses import asdict, dataclass, replace
 
@@ -21,12 +18,12 @@ from rich.console import Console
 from cluster.app import build, uses_gpu
 from cluster.config import ClusterConfig
 from cluster.placement import plan_placement
+from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.interrupts import Interrupted, Interrupts, bounded
-from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity
+from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count
 from deploy.phases import PhaseLog
 from deploy.plan import make_plan
 from deploy.readiness import Readiness, StartError
-from engine.errors import ConfigError
 
 APP = "squadron"
 # Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
@@ -34,7 +31,6 @@ CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
 WATCH_SECONDS = 2.0
-PROMPT = "What does os.path.join do?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,7 @@ class Server:
         self._phases = PhaseLog(self._console)
         self._cluster: RayCluster | None = None
         self._deployed = False
+        self._started_serve = False
 
     def say(self, text: str) -> None:
         """Print one line as it is."""
@@ -100,7 +97,7 @@ class Server:
         began = time.perf_counter()
         with self._phases.waiting("Replicas"):
             bodies = self._readiness().wait()
-        ranks = f"{self._config.replicas} replicas x {self._config.tensor_parallel_size} ranks"
+        ranks = f"{count(self._config.replicas, 'replica')} x {count(self._config.tensor_parallel_size, 'rank')}"
         self._phases.replicas(bodies, time.perf_counter() - began, ranks)
         self.ready = True
 
@@ -166,6 +163,7 @@ class Server:
             self._find_proxy()
             return
         free_port(self._config.host, self._config.port)
+        self._started_serve = True
         serve.start(
             http_options={"host": self._config.host, "port": self._config.port},
             logging_config=LoggingConfig(enable_access_log=False),
@@ -198,51 +196,5 @@ class Server:
         deadline = time.monotonic() + max(grace, DELETE_SECONDS / 2 if isinstance(self._cluster, JoinedRay) else 0.0)
         while time.monotonic() < deadline and APP in serve.status().applications:
             time.sleep(0.1)
-
-
-def free_port(host: str, port: int) -> int:
-    """Return `port` if it can be listened on, and any free one for 0. Raises `ConfigError`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        # As the server will do: a port whose last connections have only just closed is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigError(
-                f"cannot listen on {host} port {port} ({reason}); choose another --port (0 = any free one) or --host",
-                "port",
-            ) from error
-        return int(probe.getsockname()[1])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def connect_host(host: str) -> str:
-    """Return how a URL on this machine names the address that a server listens on."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if address.is_unspecified:
-        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return str(address) if address.version == 4 else f"[{address}]"
-
-
-def curl(url: str, config: ClusterConfig) -> str:
-    """Return a command to paste that asks the model something."""
-    key = ' -H "Authorization: Bearer $SQUADRON_API_KEY"' if config.api_key else ""
-    body = {
-        "model": config.model_id,
-        "messages": [{"role": "user", "content": PROMPT}],
-        "max_tokens": 100,
-        "stream": True,
-    }
-    return f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' \\\n  -d '{json.dumps(body)}'"
+        if self._started_serve and not serve.status().applications:
+            serve.shutdown()

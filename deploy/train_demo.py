@@ -1,8 +1,7 @@
 """Train the built-in demo model: a small Llama that has read Python's standard library.
 
-The text is what every Python installation carries: the docstrings and sources of the standard library.
-Docstrings become questions and answers ("What does os.path.join do?"), sources become plain text and "show me
-the source" answers, and a little small talk lets a greeting work. The result is a Hugging Face model folder.
+The text is what every Python installation carries: docstrings become questions and answers ("What does os.path.join
+do?"), sources become plain text and "show me the source" answers. A little small talk lets a greeting work.
 
     python -m deploy.train_demo --minutes 40
 
@@ -161,7 +160,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", BOS)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
+    options: dict[str, Any] = {"special_tokens": SPECIAL_TOKENS, "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     return tokenizer
 
@@ -202,7 +201,7 @@ def token_stream(tokenizer: Tokenizer, seed: int, plain_share: float) -> Iterato
 
 def model_config(vocab_size: int) -> LlamaConfig:
     """About 4.5 million parameters, under 10 MB in bfloat16; 4 kv heads let tensor parallel degrees 2 and 4 work."""
-    shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 5, "head_dim": 32}
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 5, "head_dim": 32}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
     ends = {"bos_token_id": BOS, "eos_token_id": [END, EOS], "pad_token_id": EOS}
     return LlamaConfig(vocab_size=vocab_size, tie_word_embeddings=True, **shape, **heads, **ends)
@@ -218,6 +217,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
         additional_special_tokens=SPECIAL_TOKENS[USER:END],
         chat_template=CHAT_TEMPLATE,
         model_max_length=model.config.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
     )
     half = LlamaForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict(model.state_dict())

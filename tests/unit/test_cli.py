@@ -13,10 +13,10 @@ import yaml
 from cluster.config import ClusterConfig, parse_config
 from cluster.placement import plan_placement
 from deploy import cli
+from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.environment import Environment, prepare_local_ray
-from deploy.local_ray import check_capacity
+from deploy.local_ray import JoinedRay, check_capacity
 from deploy.plan import describe_plan, make_plan
-from deploy.serve import connect_host, curl, free_port, is_loopback
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 
@@ -122,10 +122,18 @@ def test_a_cluster_too_small_is_refused_with_the_numbers():
     config = ClusterConfig(model="demo", replicas=2, tensor_parallel_size=2)
     placement = plan_placement(config, use_gpu=False)
     check_capacity(placement, {"CPU": 4.25}, {"CPU": 8.0})
-    with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 routers need 4.25"):
+    with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 router need 4.25"):
         check_capacity(placement, {"CPU": 4.0}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"0 of 0 GPUs free.*need 4.*--device cpu"):
         check_capacity(plan_placement(config, use_gpu=True), {"CPU": 64.0}, {"CPU": 64.0})
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with pytest.raises(ConfigError, match=rf"RAY_ADDRESS={address} cannot be joined .*refused.*unset it"):
+        JoinedRay(address, verbose=False)
 
 
 def test_the_printed_curl_carries_the_key_only_by_name():

@@ -1,13 +1,18 @@
 """The command line, the settings file and `ClusterConfig` say the same."""
 
+import importlib
 import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
 from rich.text import Text
 from typer.testing import CliRunner
 
-from cluster.config import ClusterConfig
+import deploy
+from cluster.config import ClusterConfig, parse_config
 from deploy import cli
 from deploy.flags import CHOICES, OPEN_DEFAULTS, in_flags, load_settings, merge_settings, settings
 from engine.errors import ConfigError
@@ -152,3 +157,12 @@ def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, text):
 )
 def test_messages_spell_settings_as_flags(said, shown):
     assert in_flags(said) == shown
+
+
+def test_the_serve_config_file_of_the_demo_is_one_that_serve_and_we_understand():
+    values = yaml.safe_load((Path(deploy.__file__).parent / "configs" / "demo.yaml").read_text())
+    app = ServeDeploySchema.model_validate(values).applications[0]
+    module, name = app.import_path.split(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    config = parse_config(app.args)
+    assert (config.model, config.replicas, config.tensor_parallel_size) == ("demo", 2, 2)
