@@ -225,6 +225,8 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         half.save_pretrained(folder)
+        half.config.dtype = torch.float32  # bfloat16 only saves space: greedy text should not hang on its rounding
+        half.config.save_pretrained(folder)
         fast.save_pretrained(folder)
         for path in Path(folder).iterdir():
             path.chmod(0o644)

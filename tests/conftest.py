@@ -32,4 +32,4 @@ def demo_app(serve_port: int) -> App:
     """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
     from tests.cluster.harness import deploy
 
-    return deploy(serve_port, model="demo", replicas=2, tensor_parallel_size=2, cpus_per_worker=0.5, drain_timeout=5, dtype="float32")
+    return deploy(serve_port, model="demo", replicas=2, tensor_parallel_size=2, cpus_per_worker=0.5, drain_timeout=5)
