@@ -168,7 +168,7 @@ class Dispatcher:
         for live in stranded:
             self._move(live)
         if self._on_link_lost is not None:
-            self._on_link_lost(member.replica_id, code)
+            self._loop.call_soon(self._on_link_lost, member.replica_id, code)
 
     def _accept(self, request: Request) -> LiveRequest:
         if self._closing:
