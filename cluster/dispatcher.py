@@ -27,6 +27,7 @@ from cluster.messages import (
     submit_message,
 )
 from cluster.token_log import ChoiceLog, TokenLog
+from cluster.waiting_room import WaitingRoom
 from engine.request import FinishReason, Request
 from engine.sampling_params import MAX_N
 
@@ -54,7 +55,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._fleet = Fleet(self._config, self, rng or Random())
         self._live: dict[str, LiveRequest] = {}
-        self._parked: dict[str, LiveRequest] = {}  # those that wait for a replica, in order
+        self._waiting_room = WaitingRoom(self._loop, self._give_up)
         self._next_stream = 0
         self._closing = False
         self._quiet = asyncio.Event()
@@ -77,7 +78,7 @@ class Dispatcher:
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
         self._fleet.add(link)
-        self._place_parked()
+        self._place_waiting()
 
     def remove_replica(self, replica_id: str, hand_over: bool = False) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
@@ -190,7 +191,7 @@ class Dispatcher:
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""
         self._withdraw(live)
-        self._unpark(live)
+        self._waiting_room.leave(live)
         del self._live[live.request_id]
         if live.log.error is not None:
             self.counters.outcomes[live.log.error.code] += 1
@@ -230,24 +231,18 @@ class Dispatcher:
         except LinkClosedError:
             return False  # whoever reads the link gives it up
         else:
-            self._unpark(live)
+            self._waiting_room.leave(live)
             member.attach(live, stream)
             if self._fleet.is_suspect(live):
                 member.probe = live
         return True
 
     def _park(self, live: LiveRequest) -> None:
-        self._parked[live.request_id] = live
-        if live.timer is None:
-            wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
-            live.timer = self._loop.call_later(wait, self._give_up, live)
+        wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
+        self._waiting_room.enter(live, wait)
 
-    def _unpark(self, live: LiveRequest) -> None:
-        self._parked.pop(live.request_id, None)
-        live.stop_timer()
-
-    def _place_parked(self) -> None:
-        for live in list(self._parked.values()):
+    def _place_waiting(self) -> None:
+        for live in self._waiting_room.waiting():
             self._place(live)
 
     def _give_up(self, live: LiveRequest) -> None:
@@ -272,7 +267,7 @@ class Dispatcher:
     def _fail(self, live: LiveRequest, error: ApiError) -> None:
         error.request_id = live.request_id
         self._withdraw(live)
-        self._unpark(live)
+        self._waiting_room.leave(live)
         live.log.fail(error)
 
     def _withdraw(self, live: LiveRequest) -> None:
@@ -290,7 +285,7 @@ class Dispatcher:
 
     def _probe_ended(self) -> None:
         # Later, not now: whoever is moving requests about should finish first.
-        self._loop.call_soon(self._place_parked)
+        self._loop.call_soon(self._place_waiting)
 
     def _retire_if_idle(self, member: Member) -> None:
         if member.draining and not member.live:

@@ -36,7 +36,6 @@ class LiveRequest:
         "first_token_at",
         "log",
         "strikes",
-        "timer",
         "was_submitted",
     )
 
@@ -48,18 +47,11 @@ class LiveRequest:
         self.strikes = 0
         self.first_token_at: float | None = None
         self.block_keys: list[int] | None = None
-        self.timer: asyncio.TimerHandle | None = None
 
     @property
     def request_id(self) -> str:
         """The request's id, made by the server."""
         return self.log.request.request_id
-
-    def stop_timer(self) -> None:
-        """Stop waiting for a replica."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
 
 class Member:

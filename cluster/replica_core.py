@@ -7,8 +7,8 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
+from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineThread
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
@@ -23,19 +23,16 @@ from cluster.messages import (
     Submit,
     Up,
     Welcome,
-    block_key,
     clipped,
     load_of,
     submitted_request,
 )
 from cluster.router_session import Lane, RouterSession, Run
 from engine.errors import InvalidRequestError
-from engine.report import BlockEvents, EngineStats, Finish, StepReport
+from engine.report import EngineStats, Finish, StepReport
 from engine.request import Request, Sequence
 
 logger = logging.getLogger(__name__)
-
-SNAPSHOT_BLOCKS = 8192  # block keys in one message when a new router learns what is cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class ReplicaCore:
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs: dict[str, Run] = {}  # by engine request id
         self._lanes: dict[Sequence, Lane] = {}  # of the sequences that reported a token
-        self._cached: dict[int, None] = {}  # keys of the blocks in the prefix cache, in order of storing
+        self._cached = CachedBlocks()
         self._num_sessions = 0
         self._draining = False
         self._quiet = asyncio.Event()
@@ -150,7 +147,7 @@ class ReplicaCore:
         self._distribute(report)
         for finish in report.finished:
             self._finish(finish)
-        blocks = self._note_blocks(report.events)
+        blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
             if blocks is not None or session.has_rows:
@@ -185,11 +182,8 @@ class ReplicaCore:
         session = RouterSession(link, self._num_sessions, self.incarnation, now)
         self._sessions[link.router_id] = session
         session.send(self._welcome(), now)
-        keys = iter(list(self._cached))
-        cleared = True
-        while chunk := list(islice(keys, SNAPSHOT_BLOCKS)):
-            session.flush(0, self._load(), now, (chunk, [], cleared))
-            cleared = False
+        for changes in self._cached.snapshot():
+            session.flush(0, self._load(), now, changes)
         return session
 
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
@@ -305,17 +299,6 @@ class ReplicaCore:
         self._runs.pop(run.engine_id, None)
         if not self._runs:
             self._quiet.set()
-
-    def _note_blocks(self, events: BlockEvents) -> tuple[list[int], list[int], bool] | None:
-        if not (events.stored or events.removed or events.cleared):
-            return None
-        stored, removed = list(map(block_key, events.stored)), list(map(block_key, events.removed))
-        if events.cleared:
-            self._cached.clear()
-        for key in removed:
-            self._cached.pop(key, None)
-        self._cached.update(dict.fromkeys(stored))
-        return stored, removed, events.cleared
 
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)
