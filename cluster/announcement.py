@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.links.grpc_wire import LinkAddress
+from cluster.link import LinkAddress
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from cluster.announcement import Announcement
 from cluster.discovery import ReplicaWatch
 from cluster.dispatcher import Dispatcher
 from cluster.link import LinkError
-from cluster.links.grpc_client import connect
+from cluster.links.tcp import connect
 
 logger = logging.getLogger(__name__)
 

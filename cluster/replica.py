@@ -14,7 +14,7 @@ from ray import serve
 from cluster.announcement import Announcement
 from cluster.config import ClusterConfig, resolve_config
 from cluster.group_start import StartedGroup, listening_host, start_group
-from cluster.links.grpc_server import LinkServer
+from cluster.links.tcp import LinkServer
 from cluster.logs import log_to_serve
 from cluster.replica_core import ReplicaCore, ReplicaFacts
 from cluster.start_error import ReplicaStartError
@@ -71,7 +71,7 @@ class Replica:
             if gang is not None:
                 gang.wait_for_death()
         except EngineDeadError as error:
-            self._loop.call_soon_threadsafe(self._on_dead, str(error))
+            self._loop.call_soon_threadsafe(self._core.on_dead, str(error))
 
     def _on_dead(self, reason: str) -> None:
         """The engine or a rank is gone: gangs die together. Serve starts a new replica, routers go elsewhere."""
