@@ -55,15 +55,12 @@ class MessageTooLargeError(LinkError):
 class LinkLimits:
     """Bounds of a link, in bytes: one message, and what may wait for a peer that does not take it.
 
-    More waits on the way up: a burst of long prompts is no sign that the replica is slow. A peer is lost when a ping,
-    sent every `keepalive` seconds, is not answered within `keepalive_timeout` seconds.
+    More waits on the way up: a burst of long prompts is no sign that the replica is slow.
     """
 
     max_message_bytes: int = 32 * 2**20
     max_up_bytes: int = 256 * 2**20
     max_down_bytes: int = 16 * 2**20
-    keepalive: float = 1.0
-    keepalive_timeout: float = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Transports of a link: in-process, gRPC, and one that fails on purpose."""
+"""Transports of a link: in-process, TCP, and one that fails on purpose."""

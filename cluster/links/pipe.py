@@ -25,11 +25,6 @@ class FramePipe:
         self._ended: LinkClosedError | None = None
 
     @property
-    def ended(self) -> LinkClosedError | None:
-        """Why the pipe was closed, or None while it is open."""
-        return self._ended
-
-    @property
     def waiting_bytes(self) -> int:
         """Bytes that wait to be taken."""
         return self._waiting_bytes

@@ -2,8 +2,8 @@
 
     python -m tests.bench.router [--streams 32] [--tokens 2000] [--seconds 4]
 
-Figures: the replica in a process of its own behind a TCP link (the one that counts) and behind a gRPC link; replica
-and router in one process; and the microseconds that the dispatcher needs for one report, without consumers.
+Figures: the replica in a process of its own behind a TCP link (the one that counts); replica and router in one
+process; and the microseconds that the dispatcher needs for one report, without consumers.
 Everything is real but the tokens: scheduler, engine thread, reports, link, token logs, a consumer task per stream.
 """
 
@@ -19,7 +19,7 @@ from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.link import LinkAddress, ReplicaLink
-from cluster.links import grpc_client, grpc_server, tcp
+from cluster.links import tcp
 from cluster.links.local import connect_local
 from cluster.member import LiveRequest, Member
 from cluster.messages import Load, Report, Welcome, decode_down, encode
@@ -40,12 +40,12 @@ def _replica() -> ReplicaCore:
     return ReplicaCore(EngineCore(config, ReadyTokens(), (2,), VOCAB, BLOCKS), facts)
 
 
-def _serve(pipe: Connection, transport: str) -> None:
+def _serve(pipe: Connection) -> None:
     """The replica's process: says where it listens, and ends when the pipe does."""
 
     async def main() -> None:
         replica = _replica()
-        server = (tcp if transport == "tcp" else grpc_server).LinkServer(replica.serve)
+        server = tcp.LinkServer(replica.serve)
         pipe.send(await server.start())
         await asyncio.to_thread(pipe.poll, None)
         await server.close()
@@ -90,16 +90,15 @@ async def local_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple
     return figures
 
 
-async def remote_tokens_per_s(transport: str, streams: int, tokens: int, seconds: float) -> tuple[float, float]:
-    """Measure with the replica in a process of its own; transport: "tcp" or "grpc"."""
+async def remote_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple[float, float]:
+    """Measure with the replica in a process of its own, behind a TCP link."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, transport), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     try:
         address: LinkAddress = await asyncio.to_thread(ours.recv)
-        connect = (tcp if transport == "tcp" else grpc_client).connect
-        return await _stream(await connect(address, "bench"), streams, tokens, seconds)
+        return await _stream(await tcp.connect(address, "bench"), streams, tokens, seconds)
     finally:
         ours.close()
         process.join(10)
@@ -135,8 +134,7 @@ def measure(streams: int = 32, tokens: int = 2000, seconds: float = 4.0) -> dict
     """Return the figures by name."""
     figures: dict[str, float] = {}
     for name, measured in (
-        ("router", remote_tokens_per_s("tcp", streams, tokens, seconds)),
-        ("router_grpc", remote_tokens_per_s("grpc", streams, tokens, seconds)),
+        ("router", remote_tokens_per_s(streams, tokens, seconds)),
         ("router_local", local_tokens_per_s(streams, tokens, seconds)),
     ):
         rate, size = asyncio.run(measured)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-import grpc
 import pytest
 
 from cluster.link import (
@@ -25,13 +23,11 @@ from cluster.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.links import grpc_client, grpc_server, tcp
+from cluster.links import tcp
 from cluster.links.faulty import FaultPlan, FaultyLink
-from cluster.links.grpc_wire import METHOD, SERVICE
 from cluster.links.local import connect_local
 from cluster.messages import Abort, Draining, Hello, Ping, Rejected, Welcome, encode
 
-TRANSPORTS = {"grpc": (grpc_client.connect, grpc_server.LinkServer), "tcp": (tcp.connect, tcp.LinkServer)}
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)
 Serve = Callable[[RouterLink], Awaitable[None]]
 Open = Callable[..., Awaitable[ReplicaLink]]
@@ -43,19 +39,18 @@ async def silent(link: RouterLink) -> None:
     await link.wait_closed()
 
 
-@pytest.fixture(params=["local", "grpc", "tcp"])
+@pytest.fixture(params=["local", "tcp"])
 async def open_link(request) -> AsyncIterator[Open]:
     """Open a link to a replica that serves as told."""
-    servers: list[grpc_server.LinkServer | tcp.LinkServer] = []
+    servers: list[tcp.LinkServer] = []
     links: list[ReplicaLink] = []
 
     async def opened(serve: Serve, limits: LinkLimits | None = None, router: str = "router") -> ReplicaLink:
         if request.param == "local":
             links.append(await connect_local(serve, router, limits))
         else:
-            connect, server = TRANSPORTS[request.param]
-            servers.append(server(serve, limits))
-            links.append(await connect(await servers[-1].start(), router, limits))
+            servers.append(tcp.LinkServer(serve, limits))
+            links.append(await tcp.connect(await servers[-1].start(), router, limits))
         return links[-1]
 
     yield opened
@@ -209,62 +204,51 @@ async def test_replica_that_hangs_up_at_once_refuses_the_link(open_link):
         await open_link(serve)
 
 
-@pytest.fixture(params=["grpc", "tcp"])
-async def transport(request) -> AsyncIterator[tuple[str, LinkAddress]]:
-    """A replica that answers, and by which transport."""
-    server = TRANSPORTS[request.param][1](forgiving(echo))
-    yield request.param, await server.start()
+@pytest.fixture
+async def address() -> AsyncIterator[LinkAddress]:
+    """Where a replica listens that answers."""
+    server = tcp.LinkServer(forgiving(echo))
+    yield await server.start()
     await server.close()
 
 
-async def test_stranger_is_unauthenticated(transport):
-    name, address = transport
+async def test_stranger_is_unauthenticated(address):
     for secret in ("", "wrong", address.secret[:-1], address.secret + "x", "x" * 5000):
         with pytest.raises(LinkRefusedError, match=r"(?i)unauthenticated|longer than 1024"):
-            await TRANSPORTS[name][0](LinkAddress(address.host, address.port, secret), "router")
+            await tcp.connect(LinkAddress(address.host, address.port, secret), "router")
 
 
-async def test_secret_is_not_shown(transport):
-    address = transport[1]
+async def test_secret_is_not_shown(address):
     assert address.secret not in repr(address)
     assert len(address.secret) >= 32
 
 
-async def test_listener_is_on_the_address_it_was_told(transport):
+async def test_listener_is_on_the_address_it_was_told(address):
     with socket.socket() as other:
         other.settimeout(1)
         with pytest.raises(OSError, match="refused"):
-            other.connect(("127.0.0.2", transport[1].port))
+            other.connect(("127.0.0.2", address.port))
 
 
-@pytest.mark.parametrize("name", ["grpc", "tcp"])
-async def test_nobody_at_the_address_is_told_at_once(name):
+async def test_nobody_at_the_address_is_told_at_once():
     with socket.socket() as placeholder:
         placeholder.bind(("127.0.0.1", 0))
         port = placeholder.getsockname()[1]
         with pytest.raises(LinkRefusedError, match=r"(?i)no link to .*(refused|Errno 111)"):
-            await TRANSPORTS[name][0](LinkAddress("127.0.0.1", port, "s"), "router")
+            await tcp.connect(LinkAddress("127.0.0.1", port, "s"), "router")
 
 
 FIRST_MESSAGES = [
-    (b"\xc1 no message", grpc.StatusCode.INVALID_ARGUMENT, "must be a Hello"),
-    (encode(Ping()), grpc.StatusCode.INVALID_ARGUMENT, "must be a Hello"),
-    (encode(Hello("r", 999)), grpc.StatusCode.FAILED_PRECONDITION, "protocol 1, the router 999"),
+    (b"\xc1 no message", "must be a Hello"),
+    (encode(Ping()), "must be a Hello"),
+    (encode(Hello("r", 999)), "protocol 1, the router 999"),
 ]
 
 
-@pytest.mark.parametrize(("frame", "status", "reason"), FIRST_MESSAGES)
-async def test_first_message_must_be_a_hello_of_this_protocol(transport, frame, status, reason):
-    name, address = transport
-    if name == "grpc":
-        async with grpc.aio.insecure_channel(f"{address.host}:{address.port}") as channel:
-            call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=(("squadron-secret", address.secret),))
-            await call.write(frame)
-            assert await call.code() is status
-            assert reason in await call.details()
-    else:
-        greeting = b"squadron " + address.secret.encode()
-        assert reason in await _tcp_answer(address, _framed(greeting) + _framed(frame))
+@pytest.mark.parametrize(("frame", "reason"), FIRST_MESSAGES)
+async def test_first_message_must_be_a_hello_of_this_protocol(address, frame, reason):
+    greeting = b"squadron " + address.secret.encode()
+    assert reason in await _tcp_answer(address, _framed(greeting) + _framed(frame))
 
 
 def _framed(data: bytes) -> bytes:
@@ -292,13 +276,10 @@ async def _tcp_answer(address: LinkAddress, data: bytes) -> str:
         b"\x00\x00\x00\x00" * 50,
     ],
 )
-async def test_bytes_of_a_stranger_get_a_short_refusal(data):
-    server = tcp.LinkServer(forgiving(echo))
-    address = await server.start()
+async def test_bytes_of_a_stranger_get_a_short_refusal(address, data):
     answer = await _tcp_answer(address, data)
     assert len(answer) < 200
     assert "unauthenticated" in answer or "longer than" in answer
-    await server.close()
 
 
 async def test_goodbye_cut_short_is_a_lost_link():
@@ -357,17 +338,12 @@ async def test_router_that_catches_up_gets_everything(open_link):
         assert [(await link.receive()).stream for _ in range(count)] == list(range(count))
 
 
-@pytest.mark.parametrize(
-    ("name", "kill", "deadline"),
-    [("grpc", signal.SIGKILL, 0.5), ("tcp", signal.SIGKILL, 0.5), ("grpc", signal.SIGSTOP, 5)],
-)
-async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(name, kill, deadline):
-    """In another process: a killed one at once, a stopped one by gRPC's keepalive (else by the dispatcher)."""
-    limits = LinkLimits(keepalive=0.1, keepalive_timeout=0.6)
+async def test_killed_replica_is_noticed_at_once():
+    """In another process. One that only falls silent is for the dispatcher to notice."""
     program = (
         "import asyncio, tests.unit.test_links as t\n"
         "async def main():\n"
-        f"    address = await t.TRANSPORTS[{name!r}][1](t.silent).start()\n"
+        "    address = await t.tcp.LinkServer(t.silent).start()\n"
         "    print(address.port, address.secret, flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())"
@@ -375,10 +351,10 @@ async def test_replica_that_dies_or_hangs_under_the_link_is_noticed(name, kill, 
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         port, secret = (await asyncio.to_thread(process.stdout.readline)).split()
-        link = await TRANSPORTS[name][0](LinkAddress("127.0.0.1", int(port), secret), "router", limits)
-        process.send_signal(kill)
+        link = await tcp.connect(LinkAddress("127.0.0.1", int(port), secret), "router")
+        process.kill()
         with pytest.raises(LinkClosedError) as caught:
-            await asyncio.wait_for(link.receive(), deadline)
+            await asyncio.wait_for(link.receive(), 0.5)
         assert caught.value.code == LOST
         await asyncio.wait_for(link.wait_closed(), 5)
     finally:
