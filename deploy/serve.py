@@ -196,5 +196,5 @@ class Server:
         deadline = time.monotonic() + max(grace, DELETE_SECONDS / 2 if isinstance(self._cluster, JoinedRay) else 0.0)
         while time.monotonic() < deadline and APP in serve.status().applications:
             time.sleep(0.1)
-        if self._started_serve and not serve.status().applications:
+        if isinstance(self._cluster, JoinedRay) and self._started_serve and not serve.status().applications:
             serve.shutdown()

@@ -1,0 +1,107 @@
+"""`make bench`: run the benchmarks, print a table, write bench.json.
+
+    python -m tests.bench [--only host_step channel router offline] [--output bench.json]
+
+With `--only`, figures of the others stay in the file as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.machine import provenance
+
+MODULES = ("host_step", "channel", "router", "offline")
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """A figure under its name in bench.json: where `measure()` has it, its unit, and what to aim at on 2 cores."""
+
+    module: str
+    path: tuple[str, ...]
+    unit: str
+    aim: str
+
+
+HEADLINES = {
+    "host_step_us_256": Headline("host_step", ("256", "median"), "us", "at most 200"),
+    "channel_4kb_us": Headline("channel", ("ring_4kb_us",), "us", "at most 20"),
+    "router_tokens_per_s_32": Headline("router", ("router_tokens_per_s_32",), "tokens/s", "at least 20,000"),
+    "offline_demo_tokens_per_s": Headline("offline", ("offline_demo_tokens_per_s",), "tokens/s", ""),
+    "offline_vs_transformers_ratio": Headline(
+        "offline", ("offline_vs_transformers_ratio",), "x (fp32)", "at least 3.0"
+    ),
+}
+
+
+def flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of nested figures with its dotted name."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", float(value)
+
+
+def at(figures: Mapping[str, Any], path: tuple[str, ...]) -> float:
+    """Return the figure at `path`; a KeyError names what a benchmark no longer measures."""
+    value: Any = figures
+    for name in path:
+        value = value[name]
+    return float(value)
+
+
+def run_module(name: str, known: dict[str, Any]) -> None:
+    """Run one benchmark and put its figures into `known`: the headlines by name, all of them under `details`."""
+    origin = provenance()
+    figures = importlib.import_module(f"tests.bench.{name}").measure()
+    for key, headline in HEADLINES.items():
+        if headline.module == name:
+            known[key] = {"value": at(figures, headline.path), "unit": headline.unit, **origin}
+    known.setdefault("details", {})[name] = {"figures": dict(flat(figures)), **origin}
+
+
+def table(known: Mapping[str, Any]) -> Table:
+    """Lay out the headlines, then every other figure."""
+    result = Table("figure", "value", "unit", "aim", title="Squadron")
+    for key, headline in HEADLINES.items():
+        if key in known:
+            result.add_row(key, f"{known[key]['value']:,.1f}", headline.unit, headline.aim, style="bold")
+    for name, details in known.get("details", {}).items():
+        result.add_section()
+        for figure, value in details["figures"].items():
+            if figure not in HEADLINES:
+                result.add_row(f"{name}: {figure}", f"{value:,.2f}", "", "")
+    return result
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES)
+    parser.add_argument("--output", type=Path, default=Path("bench.json"))
+    options = parser.parse_args()
+    console = Console()
+    known = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    for name in options.only:
+        with console.status(f"{name} ..."):
+            run_module(name, known)
+        # Written after each: an interrupted run keeps what it has.
+        options.output.write_text(json.dumps(known, indent=2) + "\n")
+    console.print(table(known))
+    machine = provenance()["machine"]
+    console.print(f"{machine['cpu']}, {machine['cores']} cores; written to {options.output}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A random Qwen3-shaped checkpoint of 100M parameters with a tokenizer, and the load that is run on it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Prompts of token ids and how many tokens each wants."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+
+def make_load(vocab: int, sequences: int = 64, seed: int = 0) -> Load:
+    """Return prompts of 32 to 256 random ids, and outputs of 32 to 128 tokens."""
+    pick = random.Random(seed)
+    prompts = [[pick.randrange(10, vocab) for _ in range(pick.randint(32, 256))] for _ in range(sequences)]
+    return Load(prompts, [pick.randint(32, 128) for _ in range(sequences)])
+
+
+def save_random_model(folder: Path, seed: int = 0) -> None:
+    """Write the checkpoint, in fp32, and a tokenizer of as many words."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=2048,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)

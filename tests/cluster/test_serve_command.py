@@ -1,0 +1,176 @@
+"""`squadron serve demo` as a person runs it: a process of its own, its printed lines, Ctrl-C, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.harness import eventually
+
+START_SECONDS = 120.0
+EXIT_SECONDS = 40.0
+LEAK_SECONDS = 10.0
+
+
+class Command:
+    """A running `squadron` in a process group of its own, so that Ctrl-C reaches it as a terminal sends it."""
+
+    def __init__(self, *arguments: str, home: Path) -> None:
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from deploy.cli import main; main()", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=environment | {"HOME": str(home), "HF_HUB_OFFLINE": "1"},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, words: str) -> None:
+        def shown() -> bool:
+            return words in self.text or self.process.poll() is not None
+
+        try:
+            eventually(shown, f"{words!r} in the output", START_SECONDS)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.text}") from None
+        assert words in self.text, self.text
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ctrl_c(self) -> int:
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.wait()
+
+    def wait(self, timeout: float = EXIT_SECONDS) -> int:
+        code = self.process.wait(timeout)
+        self._reader.join()
+        return code
+
+    def kill(self) -> None:
+        """End everything, whatever state the test left it in."""
+        if self.process.poll() is None:
+            for process in [*self.descendants(), psutil.Process(self.process.pid)]:
+                process.kill()
+        self.wait()
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[Command]:
+    """The demo model as one replica of two ranks, on a port of its own choosing."""
+    command = Command(
+        *("serve", "demo", "-tp", "2", "--port", "0", "--kv-cache-memory-bytes", str(64 * 2**20)),
+        *("--device", "cpu", "--served-model-name", "shown"),
+        home=home,
+    )
+    try:
+        command.wait_for("Ctrl-C stops it")
+        yield command
+    finally:
+        command.kill()
+
+
+def url_of(command: Command) -> str:
+    return re.search(r"http://127\.0\.0\.1:\d+", command.text)[0]
+
+
+def test_each_phase_has_a_line_with_its_seconds(served: Command) -> None:
+    for phase in ("Ray", "Serve", "Placement", "Weights", "KV blocks", "Warm-up", "Ready"):
+        assert re.search(rf"^{phase} +\d+\.\d s", served.text, re.MULTILINE), served.text
+    assert re.search(r"^KV blocks .* [\d,]+ tokens fit", served.text, re.MULTILINE)
+    assert "model shown" in served.text
+
+
+def test_the_printed_curl_can_be_pasted(served: Command) -> None:
+    curl = served.text[served.text.index("curl -N") :].split("\n\n")[0]
+    address = re.search(r"http://\S+", curl)[0]
+    body = re.search(r"-d '(.*)'", curl)[1]
+    headers = dict([re.search(r"-H '([^']*)'", curl)[1].split(": ")])
+    answer = httpx.post(address, content=body, headers=headers, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.rstrip().endswith("data: [DONE]")
+    assert answer.text.count("data: {") > 5
+
+
+def test_chat_from_a_pipe_talks_to_it(served: Command) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "from deploy.cli import main; main()", "chat", "--url", url_of(served)],
+        input="What does os.path.join do?\n/exit\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\d+ tokens, \d+ tokens/s", result.stdout), result.stdout
+
+
+def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Command) -> None:
+    """Serve binds one port of each replica to all interfaces, for which it demands Ray's token (FAULTS)."""
+    open_to_all: dict[int, int] = {}
+    for process in served.descendants():
+        for connection in process.net_connections("tcp"):
+            address = connection.laddr.ip if connection.status == psutil.CONN_LISTEN else "127.0.0.1"
+            if not address.removeprefix("::ffff:").startswith("127."):
+                open_to_all[process.pid] = open_to_all.get(process.pid, 0) + 1
+                assert "ServeReplica" in " ".join(process.cmdline()), f"{process.cmdline()} listens on {address}"
+    assert all(ports == 1 for ports in open_to_all.values()), open_to_all
+
+
+def test_ctrl_c_leaves_no_process_behind(served: Command) -> None:
+    """The last test of this file: it ends what the others use."""
+    started = served.descendants()
+    assert len(started) > 5
+    url = url_of(served)
+    assert served.ctrl_c() == 0
+    assert "Stopping" in served.text
+    assert "Traceback" not in served.text
+    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health", timeout=5)
+
+
+def test_a_start_that_does_not_fit_is_one_sentence_and_leaves_nothing(home: Path) -> None:
+    command = Command(
+        *("serve", "demo", "--port", "0", "--device", "cpu"),
+        *("--kv-cache-memory-bytes", "4096", "--max-model-len", "2000"),
+        home=home,
+    )
+    try:
+        assert command.wait(START_SECONDS) == 1
+    finally:
+        command.kill()
+    last = command.lines[-1]
+    assert last.startswith("Error: the KV cache holds")
+    assert "--kv-cache-memory-bytes" in last
+    assert "Traceback" not in command.text
