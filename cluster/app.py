@@ -20,6 +20,8 @@ from cluster.router import Router
 
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
+# Seconds a stopping replica may finish what it runs; the rest goes on elsewhere. Serve gives a hung process as long.
+REPLICA_DRAIN = 30.0
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -31,7 +33,7 @@ def build(args: dict[str, Any]) -> Application:
     resolve_model(config.model)
     # The name travels, not the folder: each node finds its own copy.
     settings = asdict(replace(config, served_model_name=config.model_id))
-    return _router(config).bind(settings, _replica(config).bind(settings))
+    return _router(config).bind(settings, _replica(config).bind(settings | {"api_key": None}))
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -54,7 +56,7 @@ def _replica(config: ClusterConfig) -> serve.Deployment:
         max_constructor_retry_count=3,
         health_check_period_s=1,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=config.drain_timeout,
+        graceful_shutdown_timeout_s=min(config.drain_timeout, REPLICA_DRAIN),
         request_router_config=RequestRouterConfig(
             request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
         ),

@@ -28,10 +28,11 @@ class ClusterConfig(EngineConfig):
     api_key: required as a bearer token on every route but /health when set.
     max_body_bytes: largest request body.
     cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
-    link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback while the
-        Ray cluster has one node, else the node's own address.
+    link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
+        the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
-    drain_timeout: seconds that Serve waits for a stopping replica's streams.
+    drain_timeout: seconds that Serve waits for a stopping router's streams; for a replica's at most 30, since those
+        go on elsewhere.
     """
 
     served_model_name: str | None = None
