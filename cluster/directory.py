@@ -7,17 +7,19 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+import ray
 from ray.serve.handle import DeploymentHandle
 
 from cluster.announcement import Announcement
 from cluster.discovery import ReplicaWatch
 from cluster.dispatcher import Dispatcher
-from cluster.link import LinkError
+from cluster.link import LOST, LinkError
 from cluster.links.tcp import connect
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.25
+LEASE_PATIENCE = 5.0  # seconds; a replica that has stopped may have been asked, and another have come since
 
 
 class ReplicaDirectory:
@@ -25,6 +27,7 @@ class ReplicaDirectory:
 
     def __init__(self, router_id: str, replicas: DeploymentHandle[Any], dispatcher: Dispatcher) -> None:
         self._router_id = router_id
+        self._node = ray.get_runtime_context().get_node_id()
         self._lease_call = replicas.options(stream=True).lease
         self._dispatcher = dispatcher
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
@@ -38,20 +41,17 @@ class ReplicaDirectory:
         """Replicas leased now."""
         return list(self._announced.values())
 
-    def close(self) -> None:
-        """Give back all leases."""
-        for task in self._tasks:
-            task.cancel()
-
     async def _search(self) -> None:
         """Keep one lease call pending; each that is answered brings one more replica."""
         while True:
-            lease = self._lease_call.remote(self._router_id, watch=self._watch)
+            lease = self._lease_call.remote(self._router_id, self._node, watch=self._watch)
             try:
-                announcement = await anext(lease)
+                async with asyncio.timeout(LEASE_PATIENCE):
+                    announcement = await anext(lease)
             except Exception as error:
                 # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again.
                 logger.debug("no lease: %r", error)
+                lease.cancel()
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if announcement.replica_id in self._watch.known:
@@ -67,18 +67,18 @@ class ReplicaDirectory:
         replica_id = announcement.replica_id
         try:
             link = await connect(announcement.address, self._router_id)
-            self._announced[replica_id] = announcement
-            self._dispatcher.add_link(link)
-            await _either(_lease_ended(lease), link.wait_closed())
-            link.close()
+            if replica_id in self._members:  # else it left while the link was made
+                self._announced[replica_id] = announcement
+                self._dispatcher.add_link(link)
+                await _either(_lease_ended(lease), link.wait_closed())
+            link.close(LOST, "the lease has ended")
         except LinkError as error:
             logger.warning("no link to replica %s: %s", replica_id, error)
         finally:
             self._announced.pop(replica_id, None)
             lease.cancel()
-        # A replica whose link keeps breaking is tried again, but not in a tight loop.
-        await asyncio.sleep(RETRY_SECONDS)
-        self._watch.known.discard(replica_id)
+            # A replica whose link keeps breaking is tried again, but not in a tight loop.
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._watch.known.discard, replica_id)
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Serve took replicas out of the set: they get nothing new and may go when they are done."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import ray
@@ -37,11 +39,12 @@ class StartedGroup:
         return (os.getpid(), *(self.gang.pids if self.gang else ()))
 
 
-def start_group(config: ClusterConfig, host: str) -> StartedGroup:
-    """Load the model on all ranks. host: where rank 0 listens for the others.
+def start_group(config: ClusterConfig) -> StartedGroup:
+    """Load the model on all ranks.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
+    _check_link_host(config.link_host)
     if config.tensor_parallel_size == 1:
         executor, info = build_executor(config.engine)
         return StartedGroup(executor, info, None)
@@ -53,15 +56,17 @@ def start_group(config: ClusterConfig, host: str) -> StartedGroup:
             "cluster.app:build, which asks for it",
             "tensor_parallel_size",
         )
-    return _start_gang(folder, engine, placement, host)
+    return _start_gang(folder, engine, placement, config)
 
 
-def _start_gang(folder: ModelFolder, engine: EngineConfig, placement: PlacementGroup, host: str) -> StartedGroup:
+def _start_gang(
+    folder: ModelFolder, engine: EngineConfig, placement: PlacementGroup, config: ClusterConfig
+) -> StartedGroup:
     size = engine.tensor_parallel_size
     gang = RayGang(placement, tuple(placement.bundle_specs))
     here = ray.get_runtime_context().get_node_id()
     try:
-        rendezvous = Rendezvous.create(host)
+        rendezvous = Rendezvous.create(listening_host(config, gang.nodes))
         same_host = all(node == here for node in gang.nodes)
         ring = SharedMemoryRing.create(readers=size - 1) if same_host else None
     except BaseException:
@@ -73,9 +78,23 @@ def _start_gang(folder: ModelFolder, engine: EngineConfig, placement: PlacementG
     return StartedGroup(executor, info, gang)
 
 
-def listening_host(config: ClusterConfig) -> str:
-    """Return where this process listens for its peers: as configured, else loopback on a cluster of one node."""
+def listening_host(config: ClusterConfig, nodes: Iterable[str]) -> str:
+    """Return where this process listens for peers on `nodes`: as configured, else loopback if all are on its own."""
     if config.link_host is not None:
         return config.link_host
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return LOOPBACK if len(alive) <= 1 else str(ray.util.get_node_ip_address())
+    here = ray.get_runtime_context().get_node_id()
+    return LOOPBACK if all(node == here for node in nodes) else str(ray.util.get_node_ip_address())
+
+
+def _check_link_host(host: str | None) -> None:
+    """Raise `ConfigError` now if nobody could ever link up with this replica."""
+    if host is None:
+        return
+    try:
+        family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        socket.create_server(where[:2], family=family).close()
+    except OSError as error:
+        raise ConfigError(
+            f"link_host: cannot listen on {host!r} ({error}); leave it out, or give an address of each node",
+            "link_host",
+        ) from error

@@ -14,6 +14,7 @@ from ray import serve
 from cluster.announcement import Announcement
 from cluster.config import ClusterConfig, resolve_config
 from cluster.group_start import StartedGroup, listening_host, start_group
+from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
 from cluster.logs import log_to_serve
 from cluster.replica_core import ReplicaCore, ReplicaFacts
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 # A step may take `step_timeout`; the collective that missed it reports so itself, unless this process is stuck too.
 HEALTH_FACTOR = 1.5
 LAST_WORDS = 0.2  # seconds for links to carry the reason out before the process ends
+LINK_PATIENCE = 5.0  # seconds that a router may hold a lease without a link
 
 
 class Replica:
@@ -36,34 +38,41 @@ class Replica:
         log_to_serve()
         try:
             config = resolve_config(settings)
-            host = listening_host(config)
-            self._group = start_group(config, host)
+            self._group = start_group(config)
         except (SquadronError, ParallelError) as error:
             raise ReplicaStartError.of(error) from error
         self._id = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
+        self._config = config
         self._deadline = HEALTH_FACTOR * config.step_timeout
         self._core = ReplicaCore(_engine(self._group), _facts(self._id, config, self._group), on_dead=self._on_dead)
-        self._server = LinkServer(self._core.serve)
-        self._address = self._loop.create_task(self._server.start(host))
+        self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if self._group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
 
-    async def lease(self, router_id: str, watch: None = None) -> AsyncIterator[Announcement]:
-        """Tell a router how to reach this replica, and stay open until it lets go or one of the two is gone.
+    async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:
+        """Tell a router on `node` how to reach this replica; stays open until it lets go or one of the two is gone.
 
+        A router that is killed lets go of nothing: what shows its end is that its link is gone.
         `watch` steers the call on the router's side (`cluster.discovery`) and arrives as None.
         """
         info = self._group.info
-        address = await asyncio.shield(self._address)
+        address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
         logger.info("replica %s: leased by router %s", self._id, router_id)
         yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids)
-        await asyncio.Event().wait()
+        await self._core.until_left(router_id, LINK_PATIENCE)
 
     def check_health(self) -> None:
-        """Serve replaces the replica when this raises: health is progress, not that a process exists."""
+        """End the replica when it does not move: health is progress, not that a process exists (called by Serve)."""
         if not self._core.is_healthy(self._deadline):
-            raise EngineDeadError(f"no step and no idle tick within {self._deadline:g} s")
+            reason = f"no step and no idle tick within {self._deadline:g} s"
+            self._core.on_dead(reason)
+            raise EngineDeadError(reason)
+
+    def _listen(self, host: str) -> asyncio.Task[LinkAddress]:
+        if host not in self._addresses:
+            self._addresses[host] = self._loop.create_task(LinkServer(self._core.serve).start(host))
+        return self._addresses[host]
 
     def _watch_gang(self) -> None:
         gang = self._group.gang

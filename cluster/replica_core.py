@@ -117,6 +117,15 @@ class ReplicaCore:
         """Wait until nothing runs here."""
         await self._quiet.wait()
 
+    async def until_left(self, router_id: str, patience: float) -> None:
+        """Return when the router has no link; it is given `patience` seconds to open one, first or again."""
+        while True:
+            await asyncio.sleep(patience)
+            session = self._sessions.get(router_id)
+            if session is None:
+                return
+            await session.link.wait_closed()
+
     async def close(self) -> None:
         """End all links and the engine."""
         self._ticker.cancel()
