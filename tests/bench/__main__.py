@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tests.bench.machine import provenance
 
@@ -71,17 +71,23 @@ def run_module(name: str, known: dict[str, Any]) -> None:
     known.setdefault("details", {})[name] = {"figures": dict(flat(figures)), **origin}
 
 
-def table(known: Mapping[str, Any]) -> Table:
-    """Lay out the headlines, then every other figure."""
-    result = Table("figure", "value", "unit", "aim", title="Squadron")
+def headline_table(known: Mapping[str, Any]) -> Table:
+    """Lay out the figures that have a name in bench.json."""
+    result = Table("figure", Column("value", justify="right"), "unit", "aim", title="Squadron")
     for key, headline in HEADLINES.items():
         if key in known:
-            result.add_row(key, f"{known[key]['value']:,.1f}", headline.unit, headline.aim, style="bold")
-    for name, details in known.get("details", {}).items():
+            result.add_row(key, f"{known[key]['value']:,.1f}", headline.unit, headline.aim)
+    return result
+
+
+def detail_table(known: Mapping[str, Any]) -> Table:
+    """Lay out everything else that was measured."""
+    result = Table(Column("detail", no_wrap=True), Column("value", justify="right"))
+    for details in known.get("details", {}).values():
         result.add_section()
         for figure, value in details["figures"].items():
             if figure not in HEADLINES:
-                result.add_row(f"{name}: {figure}", f"{value:,.2f}", "", "")
+                result.add_row(figure, f"{value:,.2f}")
     return result
 
 
@@ -98,7 +104,7 @@ def main() -> None:
             run_module(name, known)
         # Written after each: an interrupted run keeps what it has.
         options.output.write_text(json.dumps(known, indent=2) + "\n")
-    console.print(table(known))
+    console.print(headline_table(known), detail_table(known))
     machine = provenance()["machine"]
     console.print(f"{machine['cpu']}, {machine['cores']} cores; written to {options.output}", highlight=False)
 
