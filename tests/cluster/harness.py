@@ -68,11 +68,12 @@ class App:
 
     port: int
     replicas: int
+    prefix: str = ""
 
     @property
     def url(self) -> str:
         """Base address of the HTTP endpoint."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}{self.prefix}"
 
     def ready(self) -> dict[str, Any]:
         """Return /ready's body, whatever its status."""
@@ -95,10 +96,11 @@ class App:
         return sum(values)
 
 
-def deploy(port: int, **settings: Any) -> App:
-    """Deploy an app and wait until all its replicas are ready."""
-    serve.run(build(settings), name=APP, route_prefix="/")
-    app = App(port, settings.get("replicas", 1))
+def deploy(port: int, name: str = APP, **settings: Any) -> App:
+    """Deploy an app and wait until all its replicas are ready. Other names than the default live under /NAME."""
+    prefix = "" if name == APP else f"/{name}"
+    serve.run(build(settings), name=name, route_prefix=prefix or "/")
+    app = App(port, settings.get("replicas", 1), prefix)
     app.wait_whole()
     return app
 
@@ -123,9 +125,9 @@ def worker_processes() -> list[psutil.Process]:
     return processes("ray::WorkerActor")
 
 
-def router_processes() -> list[psutil.Process]:
+def router_processes(app: str = APP) -> list[psutil.Process]:
     """Processes of the routers, oldest first."""
-    return processes(f"ray::ServeReplica:{APP}:Router")
+    return processes(f"ray::ServeReplica:{app}:Router")
 
 
 def kill(process: psutil.Process) -> None:

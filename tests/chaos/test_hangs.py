@@ -1,0 +1,66 @@
+"""A rank that is stopped, not dead, and a router that dies without a word (FAULTS, kills 4 and 17)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from ray import serve
+
+from tests.chaos.test_kills import stream_all
+from tests.cluster.harness import App, deploy, eventually, kill, router_processes
+
+NAME = "hangs"
+DRAIN = 30.0  # seconds that Serve would wait for a lease which nobody gives back
+
+
+@pytest.fixture(scope="module")
+def lone_app(serve_port: int) -> Iterator[App]:
+    """One replica, a tensor-parallel group of two with a short step deadline, in an app of its own."""
+    yield deploy(
+        serve_port,
+        NAME,
+        model="demo",
+        dtype="float32",
+        tensor_parallel_size=2,
+        cpus_per_worker=0.5,
+        step_timeout=3,
+        drain_timeout=DRAIN,
+    )
+    serve.delete(NAME)
+
+
+def pids(app: App) -> list[int]:
+    """Process ids of the replica's ranks, none while there is no replica."""
+    replicas = app.ready()["replicas"]
+    return replicas[0]["pids"] if replicas else []
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def test_a_stopped_rank_ends_its_group_and_every_stream_goes_on(lone_app: App) -> None:
+    undisturbed = await stream_all(lone_app)
+    driver, worker = pids(lone_app)
+
+    def stop_worker(seen: int) -> None:
+        if seen == 200:
+            psutil.Process(worker).send_signal(signal.SIGSTOP)
+
+    assert await stream_all(lone_app, stop_worker) == undisturbed
+    assert gone(driver)
+    assert gone(worker)
+    lone_app.wait_whole()
+
+
+def test_a_router_that_was_killed_holds_no_replica_back_from_stopping(lone_app: App) -> None:
+    ranks, router = pids(lone_app), lone_app.ready()["router"]
+    kill(router_processes(NAME)[0])
+    eventually(lambda: lone_app.ready().get("router", router) != router, "another router")
+    lone_app.wait_whole()
+    assert pids(lone_app) == ranks, "the replica was replaced: this says nothing of leases"
+    serve.delete(NAME, _blocking=False)
+    eventually(lambda: all(gone(pid) for pid in ranks), "the replica has stopped", timeout=DRAIN - 10)
