@@ -39,5 +39,6 @@ bench: install
 	"$(BIN)/python" -m tests.bench $(ARGS)
 
 clean:
-	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	[ ! -f "$(VENV)/pyvenv.cfg" ] || rm -rf "$(VENV)"
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +
