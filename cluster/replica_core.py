@@ -118,12 +118,10 @@ class ReplicaCore:
         await self._quiet.wait()
 
     async def until_left(self, router_id: str, patience: float) -> None:
-        """Return when the router has no link; it is given `patience` seconds to open one, first or again."""
-        while True:
-            await asyncio.sleep(patience)
-            session = self._sessions.get(router_id)
-            if session is None:
-                return
+        """Return when the link that the router opens within `patience` seconds is over, or it opened none."""
+        await asyncio.sleep(patience)
+        session = self._sessions.get(router_id)
+        if session is not None:
             await session.link.wait_closed()
 
     async def close(self) -> None:
