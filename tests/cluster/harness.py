@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,13 +107,13 @@ def deploy(port: int, name: str = APP, **settings: Any) -> App:
 
 
 def processes(title: str) -> list[psutil.Process]:
-    """Return live processes whose Ray title contains `title`, oldest first."""
+    """Return live processes of our own Ray whose title contains `title`, oldest first."""
     found = []
-    for process in psutil.process_iter(["cmdline", "create_time", "status"]):
-        command = " ".join(process.info["cmdline"] or ())
-        if title in command and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return sorted(found, key=lambda p: p.info["create_time"])
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if title in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return sorted(found, key=lambda p: p.create_time())
 
 
 def replica_processes() -> list[psutil.Process]:
