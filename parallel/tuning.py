@@ -21,7 +21,8 @@ ROW_COUNTS = (1, 8, 64, 256)  # row counts that are measured: single decode, sma
 # round differently.
 WORTHWHILE = 1.5
 RUNS = 4  # timed runs per case; the quickest counts, since a busy machine only ever adds time
-PROBES = 4  # rows that are compared bit for bit
+PROBES = 4  # rows tried, at least
+PROBED_SUMS = 2**16  # results compared: rounded to bfloat16, only one in ten thousand shows another order of summing
 # Slower than this is no CPU's doing: another process had the core, and the run says nothing about the method.
 SLOWEST_BYTES = 2e9  # bytes/s
 SLOWEST_FLOPS = 1e10  # floating-point operations/s
@@ -108,9 +109,10 @@ def measure(
 @torch.inference_mode()
 def single_row_differs(packed: PackedLinear, weight: Tensor) -> bool:
     """Return whether `packed`, made of `weight`, rounds a single row otherwise than the same row among several."""
-    x = torch.randn(PROBES, weight.shape[1], dtype=weight.dtype)
+    probes = max(PROBES, -(-PROBED_SUMS // weight.shape[0]))
+    x = torch.randn(probes, weight.shape[1], dtype=weight.dtype)
     among = packed.apply(x, None)
-    return any(not torch.equal(packed.apply(x[row : row + 1], None)[0], among[row]) for row in range(PROBES))
+    return any(not torch.equal(packed.apply(x[row : row + 1], None)[0], among[row]) for row in range(probes))
 
 
 def _fastest(methods: Sequence[LinearMethod], x: Tensor, end: float) -> list[float]:
