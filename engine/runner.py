@@ -16,6 +16,7 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionS
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kernels.native import select_kernels
 from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, opened_blocks
 from engine.loader import ModelFolder, load_model, open_model
 from engine.models.decoder import Decoder
@@ -93,6 +94,8 @@ class ModelRunner:
             self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
             if group.device.type == "cpu":
                 choose_methods(self.model)
+            if config.attention_backend != "reference":
+                self.model.use_kernels(select_kernels(self.spec.head_dim, self.dtype, group.device))
             self._meet()
         self._attention = self._backend(config)
         with self._phase("kv blocks"):
@@ -106,9 +109,10 @@ class ModelRunner:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
         step, copies = to_device(inputs, self.group.device)
         self._cache.copy(copies)
-        opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
-        if opened.size:
-            self._cache.clear(torch.from_numpy(opened).to(self.group.device))
+        if self._attention.reads_unwritten:
+            opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
+            if opened.size:
+                self._cache.clear(torch.from_numpy(opened).to(self.group.device))
         context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
         hidden = self.model(step.input_ids, step.positions, context)
         if not len(step.logits_indices):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_left
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -63,20 +61,3 @@ class PackedLinear(LinearMethod):
         if self.pairs_single_row and x.shape[0] == 1:
             return self._multiply(x.repeat(2, 1), self._packed, bias, "none", [], "")[:1]
         return self._multiply(x, self._packed, bias, "none", [], "")
-
-
-class ByRowCount(LinearMethod):
-    """Chooses among methods by the number of rows of the input.
-
-    limits: ascending; `methods[i]` serves up to `limits[i]` rows, the last one everything beyond.
-    """
-
-    def __init__(self, limits: Sequence[int], methods: Sequence[LinearMethod]) -> None:
-        if len(methods) != len(limits) + 1:
-            raise ValueError(f"{len(limits)} limits need {len(limits) + 1} methods, not {len(methods)}")
-        self._limits = tuple(limits)
-        self._methods = tuple(methods)
-
-    @override
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._methods[bisect_left(self._limits, x.shape[0])].apply(x, bias)

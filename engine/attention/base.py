@@ -69,6 +69,8 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    # Whether slots of a block that no token was written to yet are read, under a mask that a NaN passes through.
+    reads_unwritten: bool = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -84,8 +86,10 @@ class AttentionBackend(ABC):
         """Write `key` and `value` into the layer's `cache` and return the attention of `query`.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; rows may be
-        strided. cache: (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]. window: one of
-        `spec.windows`. Returns [num_tokens, num_heads, head_dim], contiguous.
+        strided. cache: (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]; a backend may lay the
+        inside of a block out in another way. window: one of `spec.windows`.
+
+        Returns [num_tokens, num_heads, head_dim], contiguous.
         """
 
 

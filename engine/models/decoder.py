@@ -5,20 +5,21 @@ Activations are flat, [num_tokens, ...]: the tokens of all sequences one after a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention.base import AttentionContext
+from engine.kernels.base import Kernels, TorchKernels
 from engine.models.layers import ACTIVATIONS, Norm
-from engine.models.rope import RotaryTable, rotate
+from engine.models.rope import RotaryTable
 from engine.models.spec import DecoderSpec
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import Group
 from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
-
-Rotation = tuple[Tensor, Tensor] | None
 
 
 class Attention(nn.Module):
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.q_norm: ShardedParameter | None = None
         self.k_norm: ShardedParameter | None = None
         self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
+        self.kernels: Kernels = TorchKernels()
         if spec.qk_norm:
             self.q_norm, self.k_norm = (replicated((width,), dtype, group.device) for _ in range(2))
 
@@ -48,16 +50,14 @@ class Attention(nn.Module):
             norms = (self.q_norm.expand(self.num_heads, -1), self.k_norm.expand(self.num_kv_heads, -1))
             self.head_norms = torch.cat(norms)
 
-    def forward(self, x: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, rotation: Any, context: AttentionContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
         # Queries and keys lie side by side in the merged product, so that they are normed and rotated together.
         query_key = heads[:, : self.num_heads + self.num_kv_heads]
         value = heads[:, self.num_heads + self.num_kv_heads :]
-        if self.head_norms is not None:
-            query_key = F.rms_norm(query_key, (self.head_dim,), None, self.eps) * self.head_norms
-        if rotation is not None:
-            query_key = rotate(query_key, *rotation)
+        if self.head_norms is not None or rotation is not None:
+            query_key = self.kernels.norm_rotate(query_key, self.head_norms, rotation, self.eps)
         query, key = query_key.split((self.num_heads, self.num_kv_heads), dim=1)
         attended = context.attend(self.layer, query, key, value, self.window)
         return self.output(attended.view(len(x), -1))
@@ -71,6 +71,7 @@ class MLP(nn.Module):
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self.gated = spec.gated_mlp
         self.activation = ACTIVATIONS[spec.activation]
+        self.kernels: Kernels = TorchKernels()
         self.up = (
             MergedColumnParallelLinear(hidden, [inner, inner], spec.mlp_bias, group=group, dtype=dtype)
             if spec.gated_mlp
@@ -83,6 +84,8 @@ class MLP(nn.Module):
         x = self.up(x)
         if not self.gated:
             return self.down(self.activation(x))
+        if self.activation is F.silu:
+            return self.down(self.kernels.silu_gate(x))
         gate, up = x.chunk(2, dim=-1)
         return self.down(self.activation(gate).mul_(up))
 
@@ -97,11 +100,13 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = Norm(spec.norm, spec.hidden_size, spec.norm_eps, dtype, group.device)
         self.mlp = MLP(spec, group, dtype)
 
-    def forward(self, residual: Tensor, rotation: Rotation, context: AttentionContext) -> Tensor:
-        """Add to the residual stream [num_tokens, hidden] in place and return it."""
-        residual += self.attention(self.attention_norm(residual), rotation, context)
-        residual += self.mlp(self.mlp_norm(residual))
-        return residual
+    def forward(self, residual: Tensor, update: Tensor | None, rotation: Any, context: AttentionContext) -> Tensor:
+        """Return what is to be added to the residual stream; all are [num_tokens, hidden].
+
+        update: what the layer before returned; it is added to `residual` here, in place, in one go with the norm.
+        """
+        update = self.attention(self.attention_norm.add(residual, update), rotation, context)
+        return self.mlp(self.mlp_norm.add(residual, update))
 
 
 class Decoder(nn.Module):
@@ -121,9 +126,10 @@ class Decoder(nn.Module):
         if spec.rope is None:
             self.positions = LearnedPositions(spec, dtype, group.device)
         else:
-            self.rotary = RotaryTable(spec.rope, spec.head_dim, max_positions, dtype, group.device)
+            self.rotary = RotaryTable(spec.rope, spec.head_dim, max_positions, group.device)
         self.layers = nn.ModuleList(DecoderLayer(spec, i, group, dtype) for i in range(spec.num_layers))
         self.norm = Norm(spec.norm, hidden, spec.norm_eps, dtype, group.device)
+        self.kernels: Kernels = TorchKernels()
         self.head = ParallelLMHead(hidden, vocab, False, group=group, dtype=dtype)
         if spec.tied_embeddings:
             self.head.tie_to(self.embedding)
@@ -140,15 +146,22 @@ class Decoder(nn.Module):
             if isinstance(module, Attention):
                 module.finish_loading()
 
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Compute norms, rotations and gates with these from now on."""
+        for module in self.modules():
+            if isinstance(module, Norm | Attention | MLP | Decoder):
+                module.kernels = kernels
+
     def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Return the hidden states before the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
         residual = self.embedding(input_ids)
         if self.positions is not None:
             residual += self.positions(positions)
-        rotation = None if self.rotary is None else self.rotary.rows(positions)
+        rotation = None if self.rotary is None else self.kernels.rotation(self.rotary.rows(positions))
+        update = None
         for layer in self.layers:
-            residual = layer(residual, rotation, context)
-        return residual
+            update = layer(residual, update, rotation, context)
+        return residual if update is None else residual.add_(update)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.kernels.base import Kernels, TorchKernels
 from parallel.parameter import ShardedParameter, replicated
 
 
@@ -24,12 +25,21 @@ class Norm(nn.Module):
         self.layer_norm = kind == "layer"
         self.weight = replicated(self.shape, dtype, device)
         self.bias = replicated(self.shape, dtype, device) if self.layer_norm else None
+        self.kernels: Kernels = TorchKernels()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normed: [num_tokens, size]."""
         if self.layer_norm:
             return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, residual: Tensor, x: Tensor | None) -> Tensor:
+        """Add x, unless it is None, to `residual` in place and return the sum normed; all [num_tokens, size]."""
+        if x is None:
+            return self.forward(residual)
+        if self.layer_norm:
+            return self.forward(residual.add_(x))
+        return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: tables of cosines and sines, applied to flat tokens."""
+"""Rotary position embeddings: the tables of cosines and sines."""
 
 from __future__ import annotations
 
@@ -35,25 +35,12 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
 
 
 class RotaryTable:
-    """cos and sin of every position, laid out so that rotating takes three kernels.
+    """cos and sin of every position, in fp32."""
 
-    With x = (a, b) in halves the rotation is (a cos - b sin, b cos + a sin) = x * cos + roll(x) * (-sin, sin).
-    """
-
-    def __init__(
-        self, rope: RopeSpec, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        self.table = table.to(device, dtype)  # [max_positions, 2, head_dim]
+        self.table = torch.stack((angles.cos(), angles.sin()), 1).to(device)  # [max_positions, 2, head_dim / 2]
 
-    def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and signed sin of [num_tokens] positions: two of [num_tokens, 1, head_dim]."""
-        cos, sin = self.table.index_select(0, positions).split(1, dim=1)
-        return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the heads of x, [num_tokens, heads, head_dim], rotated by their tokens' positions."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    def rows(self, positions: Tensor) -> Tensor:
+        """Return the cosines and sines of these positions: [num_tokens] -> [num_tokens, 2, head_dim / 2]."""
+        return self.table.index_select(0, positions)

@@ -189,7 +189,7 @@ def test_solo_executor_reports_what_came_up(models):
     assert info.config.context_len == 256
     assert info.num_kv_blocks == 3 * 16 + 1
     assert info.kv_tokens == 3 * 256
-    assert info.attention_backend == "reference"
+    assert info.attention_backend in ("native", "reference")
     assert set(info.phases) == {"weights", "kv blocks", "warm-up"}
     executor.close()
     executor.close()

@@ -3,8 +3,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.kernels.base import TorchKernels
 from engine.models.registry import ARCHITECTURES, architecture_of
-from engine.models.rope import RotaryTable, inverse_frequencies, rotate
+from engine.models.rope import RotaryTable, inverse_frequencies
 from engine.models.spec import RopeSpec
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, LLAMA3, SMALL
@@ -43,7 +44,7 @@ def test_rope_frequencies_are_those_of_transformers(settings):
 
 
 def test_rotation_turns_pairs_of_features_by_position():
-    table = RotaryTable(RopeSpec(theta=100.0), 4, 16, torch.float32, torch.device("cpu"))
+    table = RotaryTable(RopeSpec(theta=100.0), 4, 16, torch.device("cpu"))
     x = torch.randn(3, 2, 4)
     positions = torch.tensor([0, 5, 15], dtype=torch.int32)
     angles = torch.outer(positions.float(), torch.tensor([1.0, 0.1]))
@@ -51,7 +52,9 @@ def test_rotation_turns_pairs_of_features_by_position():
         torch.ones_like(angles), angles
     ).unsqueeze(1)
     expected = torch.cat((turned.real, turned.imag), -1)
-    torch.testing.assert_close(rotate(x, *table.rows(positions)), expected)
+    kernels = TorchKernels()
+    turned = kernels.norm_rotate(x, None, kernels.rotation(table.rows(positions)), 0.0)
+    torch.testing.assert_close(turned, expected)
 
 
 def test_head_dim_defaults_to_a_share_of_the_width():

@@ -1,0 +1,115 @@
+"""Attention in compiled C for this CPU: straight from the cache blocks, no gathering, no padding, no masks."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.attention.base import AttentionBackend, AttentionSpec, Ints, StepLayout, StepTensors
+from engine.kernels.native import LANES, native_library, why_not_native
+
+TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
+
+
+class _Step(ctypes.Structure):
+    """`Step` of attention.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("tiles", "starts", "lens", "tables", "slots", "scratch")),
+        *((name, c_int64) for name in ("num_tiles", "num_tokens", "table_width", "room", "threads")),
+        *((name, c_int64) for name in ("kv_heads", "group")),
+        *((name, c_float) for name in ("scale", "softcap")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """The step in C, and the memory that it points into."""
+
+    step: _Step
+    tiles: Ints
+    tensors: StepTensors
+
+
+def why_not_native_attention(spec: AttentionSpec) -> str | None:
+    """Return why this backend cannot serve a model here, None when it can, a compiler permitting."""
+    if spec.block_size % LANES:
+        return f"block_size {spec.block_size} is not a multiple of {LANES}"
+    return why_not_native(spec.head_dim, spec.dtype, spec.device)
+
+
+class NativeAttention(AttentionBackend):
+    """One call per layer: stores keys and values, then attends, each thread to its share of sequences and heads.
+
+    It keeps a block's keys and values per head, keys transposed: [num_blocks, num_kv_heads, head_dim, block_size] and
+    [num_blocks, num_kv_heads, block_size, head_dim]. A token's result has the same bits however its sequence is cut
+    into chunks and whatever else is in the step.
+    """
+
+    name = "native"
+    reads_unwritten = False
+
+    def __init__(self, spec: AttentionSpec, library: ctypes.CDLL, threads: int) -> None:
+        super().__init__(spec)
+        self._library = library
+        self._threads = threads
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._tile = max(1, TILE_ROWS // self._group)
+        self._scratch = torch.empty(0)
+
+    @classmethod
+    def create(cls, spec: AttentionSpec) -> NativeAttention | None:
+        """Return the backend, or None where it cannot be compiled."""
+        library = native_library(spec.head_dim, spec.dtype, spec.block_size)
+        return None if library is None else cls(spec, library, torch.get_num_threads())
+
+    @override
+    def prepare(self, step: StepTensors) -> _Metadata:
+        tiles = cut(step.layout, self._tile)
+        longest = int(step.layout.seq_lens.max(initial=0)) + self.spec.block_size
+        rows = int(tiles[:, 2].max(initial=0)) * self._group
+        room = -(-rows * (self.spec.head_dim + 1 + longest) // LANES) * LANES
+        if len(self._scratch) < self._threads * room:
+            self._scratch = torch.empty(self._threads * room)
+        pointers = (step.query_start_loc, step.seq_lens, step.block_tables, step.slot_mapping, self._scratch)
+        native = _Step(
+            tiles.ctypes.data,
+            *(tensor.data_ptr() for tensor in pointers),
+            *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._threads),
+            *(self.spec.num_kv_heads, self._group, self.spec.scale, self.spec.softcap),
+        )
+        return _Metadata(native, tiles, step)
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        metadata: _Metadata,
+        window: int,
+    ) -> Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype)
+        self._library.attend(
+            ctypes.byref(metadata.step),
+            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), window),
+        )
+        return out
+
+
+def cut(layout: StepLayout, size: int) -> Ints:
+    """Return the tiles of a step, [num_tiles, 3]: row in the tables, first query, queries (at most `size`)."""
+    lengths = np.diff(layout.query_start_loc)
+    parts = -(-lengths // size)
+    sequence = np.repeat(np.arange(len(lengths)), parts)
+    offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+    count = np.minimum(lengths[sequence] - offset, size)
+    return np.stack((sequence, offset, count), axis=1).astype(np.int32)

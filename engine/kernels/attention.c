@@ -1,0 +1,197 @@
+/* Attention over paged keys and values on a CPU.
+ *
+ * Compiled when a model is loaded, for this machine and for the model's HEAD_DIM, BLOCK (tokens per cache block, a
+ * multiple of 16) and dtype (BF16: 1 or 0). Everything is summed in fp32, in an order that depends on nothing but a
+ * query's own position: its result has the same bits in any company, chunk of a prompt, tile or thread.
+ *
+ * A cache block holds, for each KV head, keys as [HEAD_DIM][BLOCK], so that one vector is one feature of 16 tokens,
+ * or values as [BLOCK][HEAD_DIM].
+ */
+
+#include <math.h>
+#include <omp.h>
+#include <string.h>
+
+#include "vectors.h"
+
+#define HEAD_BLOCK ((long)BLOCK * HEAD_DIM)
+#define PARTS 2 /* sums over the features that run side by side, to hide the latency of an addition */
+#define SLICE (HEAD_DIM % 64 ? HEAD_DIM % 32 ? 1 : 2 : 4) /* vectors of an output row that are summed at a time */
+#define MAX_ROWS 6 /* rows whose sums fit the registers */
+#define AHEAD 2 /* blocks that are fetched before they are needed: pages lie anywhere, so no hardware foresees them */
+
+/* Queries [offset, offset + count) of a sequence's part in this step; `sequence` is its row in the tables. */
+typedef struct {
+    int32_t sequence, offset, count;
+} Tile;
+
+/* What all layers of a step share. starts: [sequences + 1], lens: [sequences], tables: [sequences][table_width],
+ * slots: [tokens]; scratch: [threads][room] floats. */
+typedef struct {
+    const Tile *tiles;
+    const int32_t *starts, *lens, *tables;
+    const int64_t *slots;
+    float *scratch;
+    int64_t num_tiles, num_tokens, table_width, room, threads, kv_heads, group;
+    float scale, softcap;
+} Step;
+
+/* The keys that a tile sees: blocks [first, first + count) of its sequence, tokens before `end`. */
+typedef struct {
+    const int32_t *blocks;
+    int first, count, end;
+} Span;
+
+/* Ask for the cache line of an element that is the first of one, or near enough. */
+INLINE void fetch(const elem *from, long index) {
+    if (index % (64 / sizeof(elem)) == 0) __builtin_prefetch(from + index, 0, 2);
+}
+
+/* scores [rows][stride] of `rows` queries, [rows][HEAD_DIM], with one block of keys; `next` is wanted soon */
+INLINE void score_rows(const int rows, const float *query, const elem *keys, const elem *next, float *scores,
+                       long stride) {
+    for (int at = 0; at < BLOCK; at += LANES) {
+        vec sum[MAX_ROWS][PARTS];
+        for (int r = 0; r < rows; r++)
+            for (int part = 0; part < PARTS; part++) sum[r][part] = (vec){0};
+        for (int d = 0; d < HEAD_DIM; d += PARTS)
+            for (int part = 0; part < PARTS; part++) {
+                vec key = load(keys + (d + part) * BLOCK + at);
+                fetch(next, (d + part) * BLOCK + at);
+                for (int r = 0; r < rows; r++) sum[r][part] += query[r * HEAD_DIM + d + part] * key;
+            }
+        for (int r = 0; r < rows; r++) put_float(scores + r * stride + at, sum[r][0] + sum[r][1]);
+    }
+}
+
+/* out [rows][HEAD_DIM] = weights [rows][stride] times the values of all tokens in the span */
+INLINE void mix_rows(const int rows, const float *weights, long stride, const elem *values, long heads, Span span,
+                     float *out) {
+    for (int d = 0; d < HEAD_DIM; d += SLICE * LANES) {
+        vec sum[MAX_ROWS][SLICE];
+        for (int r = 0; r < rows; r++)
+            for (int s = 0; s < SLICE; s++) sum[r][s] = (vec){0};
+        for (int b = 0; b < span.count; b++) {
+            const elem *block = values + span.blocks[b] * heads * HEAD_BLOCK + d;
+            const elem *next = values + span.blocks[b + AHEAD < span.count ? b + AHEAD : b] * heads * HEAD_BLOCK + d;
+            const float *weight = weights + b * BLOCK;
+            int left = span.end - (span.first + b) * BLOCK;
+            int tokens = left < BLOCK ? left : BLOCK;
+            for (int t = 0; t < tokens; t++)
+                for (int s = 0; s < SLICE; s++) {
+                    vec value = load(block + t * HEAD_DIM + s * LANES);
+                    fetch(next, t * HEAD_DIM + s * LANES);
+                    for (int r = 0; r < rows; r++) sum[r][s] += weight[r * stride + t] * value;
+                }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int s = 0; s < SLICE; s++) put_float(out + r * HEAD_DIM + d + s * LANES, sum[r][s]);
+    }
+}
+
+/* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum. */
+static float soften(float *scores, int low, int high, int width, float softcap) {
+    vec most = splat(-INFINITY), total = splat(0);
+    for (int i = 0; i < low; i++) scores[i] = -INFINITY;
+    for (int i = high; i < width; i++) scores[i] = -INFINITY;
+    for (int i = 0; i < width; i += LANES) {
+        vec score = get_float(scores + i);
+        if (softcap > 0) {
+            score = select(score > splat(-INFINITY), softcap * hyperbolic_tangent(score / softcap), score);
+            put_float(scores + i, score);
+        }
+        most = select(score > most, score, most);
+    }
+    float top = -INFINITY;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    for (int i = 0; i < width; i += LANES) {
+        vec weight = exponential(get_float(scores + i) - top);
+        put_float(scores + i, weight);
+        total += weight;
+    }
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += total[i];
+    return sum;
+}
+
+#define BY_ROWS(left, step, call)                     \
+    switch (left >= 6 ? 6 : left == 5 ? 4 : left) {   \
+        case 6: { enum { ROWS = 6 }; call; } step = 6; break; \
+        case 4: { enum { ROWS = 4 }; call; } step = 4; break; \
+        case 3: { enum { ROWS = 3 }; call; } step = 3; break; \
+        case 2: { enum { ROWS = 2 }; call; } step = 2; break; \
+        default: { enum { ROWS = 1 }; call; } step = 1;       \
+    }
+
+static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
+                        const elem *keys, const elem *values, int window, float *room) {
+    const long heads = step->kv_heads, group = step->group, rows = tile.count * group;
+    const int before = step->lens[tile.sequence] - (step->starts[tile.sequence + 1] - step->starts[tile.sequence]);
+    const int position = before + tile.offset, end = position + tile.count;
+    const int low = window && position >= window ? position - window + 1 : 0;
+    const int first = low / BLOCK, count = (end + BLOCK - 1) / BLOCK - first;
+    const Span span = {step->tables + tile.sequence * step->table_width + first, first, count, end};
+    const long width = (long)count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
+    float *scaled = room, *sums = room + rows * HEAD_DIM, *scores = sums + rows;
+    int size;
+
+    keys += head * HEAD_BLOCK;
+    values += head * HEAD_BLOCK;
+    for (long r = 0; r < rows; r++)
+        for (int d = 0; d < HEAD_DIM; d += LANES) {
+            const elem *from = query + (token + r / group) * query_stride + (head * group + r % group) * HEAD_DIM + d;
+            put_float(scaled + r * HEAD_DIM + d, load(from) * step->scale);
+        }
+    for (int b = 0; b < count; b++) {
+        const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK;
+        const int more = b + AHEAD - count; /* after the last keys come the first values */
+        const elem *next = more < 0 ? keys + span.blocks[b + AHEAD] * heads * HEAD_BLOCK
+                                    : values + span.blocks[more < count ? more : 0] * heads * HEAD_BLOCK;
+        for (long r = 0; r < rows; r += size)
+            BY_ROWS(rows - r, size,
+                    score_rows(ROWS, scaled + r * HEAD_DIM, block, next, scores + r * width + b * BLOCK, width))
+    }
+    for (long r = 0; r < rows; r++) {
+        int own = position + (int)(r / group);
+        int least = window && own >= window ? own - window + 1 : 0;
+        sums[r] = soften(scores + r * width, least - first * BLOCK > 0 ? least - first * BLOCK : 0,
+                         own + 1 - first * BLOCK, width, step->softcap);
+    }
+    for (long r = 0; r < rows; r += size)
+        BY_ROWS(rows - r, size,
+                mix_rows(ROWS, scores + r * width, width, values, heads, span, scaled + r * HEAD_DIM))
+    for (long r = 0; r < rows; r++)
+        for (int d = 0; d < HEAD_DIM; d += LANES) {
+            elem *to = out + ((token + r / group) * heads * group + head * group + r % group) * HEAD_DIM + d;
+            put(to, get_float(scaled + r * HEAD_DIM + d) / sums[r]);
+        }
+}
+
+/* Write the key and the value of one token, [kv_heads][HEAD_DIM] each, to its slot. */
+static void store_token(const Step *step, long slot, const elem *key, const elem *value, elem *keys, elem *values) {
+    const long block = slot / BLOCK * step->kv_heads * HEAD_BLOCK, at = slot % BLOCK;
+    for (long h = 0; h < step->kv_heads; h++) {
+        const elem *from = key + h * HEAD_DIM;
+        elem *to = keys + block + h * HEAD_BLOCK + at;
+        for (int d = 0; d < HEAD_DIM; d++) to[d * BLOCK] = from[d];
+        memcpy(values + block + h * HEAD_BLOCK + at * HEAD_DIM, value + h * HEAD_DIM, HEAD_DIM * sizeof(elem));
+    }
+}
+
+/* Store the step's keys and values in the layer's cache, then attend. query: [tokens][kv_heads * group][HEAD_DIM], key
+ * and value: [tokens][kv_heads][HEAD_DIM], tokens as far apart as the strides say; out: as query, contiguous.
+ * window: tokens that a query sees, 0 = all. */
+void attend(const Step *step, const elem *query, int64_t query_stride, const elem *key, int64_t key_stride,
+            const elem *value, int64_t value_stride, elem *keys, elem *values, elem *out, int window) {
+#pragma omp parallel num_threads(step->threads)
+    {
+        float *room = step->scratch + omp_get_thread_num() * step->room;
+#pragma omp for schedule(static)
+        for (long token = 0; token < step->num_tokens; token++)
+            store_token(step, step->slots[token], key + token * key_stride, value + token * value_stride, keys, values);
+#pragma omp for schedule(dynamic) collapse(2)
+        for (long tile = 0; tile < step->num_tiles; tile++)
+            for (int head = 0; head < step->kv_heads; head++)
+                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys, values, window, room);
+    }
+}

@@ -1,0 +1,79 @@
+"""What a decoder does beside matrix products and attention, behind one interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+
+class Kernels(ABC):
+    """Norms, rotation and gating of flat tokens; contiguous tensors of one dtype, computed in fp32 where it matters.
+
+    A row's result does not depend on the other rows.
+    """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension: x is [num_tokens, size]."""
+
+    @abstractmethod
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place and return the sum's norm."""
+
+    @abstractmethod
+    def rotation(self, angles: Tensor) -> Any:
+        """Return what `norm_rotate` needs of a step's cosines and sines, [num_tokens, 2, head_dim / 2] in fp32."""
+
+    @abstractmethod
+    def norm_rotate(self, heads: Tensor, norms: Tensor | None, rotation: Any, eps: float) -> Tensor:
+        """Norm each head (norms [num_heads, head_dim], None = not) and rotate it (None = not).
+
+        heads: [num_tokens, num_heads, head_dim], tokens may be strided; it may be overwritten by the result.
+        """
+
+    @abstractmethod
+    def silu_gate(self, x: Tensor) -> Tensor:
+        """Return silu(gate) * up of x = gate | up: [num_tokens, 2 * size] -> [num_tokens, size]."""
+
+
+class TorchKernels(Kernels):
+    """Torch's own operations, on any device."""
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    @override
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return F.rms_norm(residual, weight.shape, weight, eps)
+
+    @override
+    def rotation(self, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines of whole heads, two of [num_tokens, 1, head_dim].
+
+        With x = (a, b) in halves the rotation is (a cos - b sin, b cos + a sin) = x * cos + roll(x) * (-sin, sin).
+        """
+        cos, sin = angles.split(1, dim=1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    @override
+    def norm_rotate(
+        self, heads: Tensor, norms: Tensor | None, rotation: tuple[Tensor, Tensor] | None, eps: float
+    ) -> Tensor:
+        if norms is not None:
+            heads = F.rms_norm(heads, heads.shape[-1:], None, eps) * norms
+        if rotation is None:
+            return heads
+        cos, sin = (each.to(heads.dtype) for each in rotation)
+        return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+    @override
+    def silu_gate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)

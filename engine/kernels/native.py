@@ -1,0 +1,97 @@
+"""The kernels compiled for this CPU: a single pass over memory each, and few launches per layer."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.kernels.base import Kernels, TorchKernels
+from engine.kernels.compiler import load_library
+
+LANES = 16  # elements of a vector: what sizes must be multiples of
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why the compiled kernels cannot serve a model, None when they can, a compiler permitting."""
+    if device.type != "cpu":
+        return f"they are for CPUs, not for {device.type}"
+    if dtype not in DTYPES:
+        return f"they compute in float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % LANES:
+        return f"head size {head_dim} is not a multiple of {LANES}"
+    return None
+
+
+def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -> ctypes.CDLL | None:
+    """Return the library for these sizes, or None where it cannot be compiled. block_size: a multiple of 16."""
+    macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16)}
+    library = load_library(macros)
+    if library is not None:
+        library.rms_norm.argtypes = (c_void_p,) * 4 + (c_int64, c_int64, c_float, c_int64)
+        library.norm_rotate.argtypes = (c_void_p,) * 3 + (c_int64,) * 3 + (c_float, c_int64)
+        library.silu_gate.argtypes = (c_void_p,) * 2 + (c_int64,) * 3
+        library.attend.argtypes = (
+            *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_int),
+        )
+        for function in (library.rms_norm, library.norm_rotate, library.silu_gate, library.attend):
+            function.restype = None
+    return library
+
+
+def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Return the compiled kernels where they can be had, else torch's operations."""
+    library = None if why_not_native(head_dim, dtype, device) else native_library(head_dim, dtype)
+    return TorchKernels() if library is None else NativeKernels(library, torch.get_num_threads())
+
+
+class NativeKernels(TorchKernels):
+    """Calls into the library by address; torch's operations serve sizes that are no multiple of 16."""
+
+    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+        self._library = library
+        self._threads = threads
+
+    @override
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.shape[1] % LANES:
+            return super().rms_norm(x, weight, eps)
+        return self._norm(x, None, weight, eps)
+
+    @override
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.shape[1] % LANES:
+            return super().add_rms_norm(residual, x, weight, eps)
+        return self._norm(x, residual.data_ptr(), weight, eps)
+
+    def _norm(self, x: Tensor, residual: int | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        pointers = (x.data_ptr(), residual, weight.data_ptr(), out.data_ptr())
+        self._library.rms_norm(*pointers, *x.shape, eps, self._threads)
+        return out
+
+    @override
+    def rotation(self, angles: Tensor) -> Any:
+        return angles
+
+    @override
+    def norm_rotate(self, heads: Tensor, norms: Tensor | None, rotation: Any, eps: float) -> Tensor:
+        pointers = (None if each is None else each.data_ptr() for each in (heads, norms, rotation))
+        num_tokens, num_heads, _ = heads.shape
+        self._library.norm_rotate(*pointers, num_tokens, num_heads, heads.stride(0), eps, self._threads)
+        return heads
+
+    @override
+    def silu_gate(self, x: Tensor) -> Tensor:
+        rows, size = len(x), x.shape[1] // 2
+        if size % LANES:
+            return super().silu_gate(x)
+        out = x.new_empty(rows, size)
+        self._library.silu_gate(x.data_ptr(), out.data_ptr(), rows, size, self._threads)
+        return out

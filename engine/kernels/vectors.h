@@ -1,0 +1,53 @@
+/* Vectors of 16 floats in the compiler's own notation, which it maps to what the machine has (AVX-512, AVX2, NEON). */
+
+#include <stdint.h>
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef float loose_vec __attribute__((vector_size(64), aligned(4), may_alias)); /* in memory: any address */
+typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias));
+
+INLINE vec splat(float x) { return (vec){0} + x; }
+INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }
+INLINE void put_float(float *to, vec x) { *(loose_vec *)to = x; }
+INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
+
+#if BF16
+typedef uint16_t elem;
+INLINE vec load(const elem *from) { return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16); }
+/* Round to nearest, ties to even; a NaN stays one. */
+INLINE void put(elem *to, vec x) {
+    uvec bits = (uvec)x;
+    uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    uvec kept = (uvec)select(x == x, (vec)rounded, (vec)((bits >> 16) | 64));
+    *(half_vec *)to = __builtin_convertvector(kept, half_vec);
+}
+#else
+typedef float elem;
+INLINE vec load(const elem *from) { return get_float(from); }
+INLINE void put(elem *to, vec x) { put_float(to, x); }
+#endif
+
+/* e^x to 2 units in the last place for x <= 88, 0 below -87; source: the polynomial of Cephes' expf. */
+INLINE vec exponential(vec x) {
+    vec shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f; /* adding 1.5 x 2^23 rounds */
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
+    return select(x < splat(-87.0f), splat(0), y * (vec)power);
+}
+
+INLINE vec hyperbolic_tangent(vec x) {
+    vec limited = select(x > splat(15.0f), splat(15.0f), select(x < splat(-15.0f), splat(-15.0f), x));
+    return 1.0f - 2.0f / (exponential(2.0f * limited) + 1.0f);
+}

@@ -1,0 +1,282 @@
+"""The compiled kernels against torch and against the definition, and their promise: a row's bits know no company."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.native import NativeAttention, why_not_native_attention
+from engine.attention.select import select_backend
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kernels import compiler
+from engine.kernels.base import TorchKernels
+from engine.kernels.native import NativeKernels, select_kernels
+from engine.runner import ModelRunner
+from engine.step_tensors import to_device
+from parallel.group import SoloGroup
+from tests.parity import test_attention as paged
+from tests.parity.stepping import Sequence, Stepper
+from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
+
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, compiler.COMPILERS)), reason="no C compiler on this machine"
+)
+CPU = torch.device("cpu")
+BLOCK = 16
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def spec(**values):
+    return paged.spec(**{"block_size": BLOCK, "head_dim": 32, **values})
+
+
+class Cache:
+    """Keys and values of one layer, full of NaN where nothing was written, and steps on scattered blocks."""
+
+    def __init__(self, backend, blocks=64):
+        s = backend.spec
+        self.backend = backend
+        self.pair = torch.full((2, blocks, s.block_size, s.num_kv_heads, s.head_dim), torch.nan, dtype=s.dtype)
+        free = (np.random.default_rng(1).permutation(blocks - 1) + 1).tolist()
+        self.rows = [[free.pop() for _ in range(6)] for _ in range(8)]
+
+    def run(self, sequences, counts, starts, window=0):
+        """Attend to `counts` tokens of each sequence (its row and its q | k | v) from `starts` on."""
+        s, size = self.backend.spec, self.backend.spec.block_size
+        step = paged.make_step([0] * len(counts), counts)
+        tables = np.array([self.rows[row] for row, _ in sequences], np.int32)
+        where = [np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)]
+        slots = [tables[i, at // size] * size + at % size for i, at in enumerate(where)]
+        step = replace(
+            step,
+            slot_mapping=np.concatenate(slots).astype(np.int32),
+            seq_lens=np.array([at[-1] + 1 for at in where], np.int32),
+            num_computed_tokens=np.array(starts, np.int32),
+            block_tables=tables,
+        )
+        qkv = torch.cat([tokens[at] for (_, tokens), at in zip(sequences, where, strict=True)])
+        query, key, value = qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
+        metadata = self.backend.prepare(to_device(step, CPU)[0])
+        out = self.backend.forward(query, key, value, (self.pair[0], self.pair[1]), metadata, window)
+        return out.split(counts)
+
+
+def definition(s, qkv, window):
+    """Causal attention of a whole sequence in fp64."""
+    query, key, value = (x.double() for x in qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1))
+    key, value = (x.repeat_interleave(s.num_heads // s.num_kv_heads, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * s.scale
+    if s.softcap:
+        scores = torch.tanh(scores / s.softcap) * s.softcap
+    ahead = torch.arange(len(qkv))[None] - torch.arange(len(qkv))[:, None]
+    hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
+
+
+def tokens(s, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, s.num_heads + 2 * s.num_kv_heads, s.head_dim, generator=generator).to(s.dtype)
+
+
+@needs_compiler
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from([16, 48, 64, 128]),
+    heads=st.sampled_from([(1, 1), (2, 2), (6, 2), (5, 1), (16, 2)]),
+    block=st.sampled_from([16, 32]),
+    window=st.sampled_from([0, 1, 9, 40]),
+    softcap=st.sampled_from([0.0, 5.0]),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    cuts=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+def test_attention_is_the_definition_in_any_chunks(dtype, head_dim, heads, block, window, softcap, lengths, cuts):
+    s = spec(
+        dtype=dtype, head_dim=head_dim, num_heads=heads[0], num_kv_heads=heads[1], block_size=block, softcap=softcap
+    )
+    cache = Cache(NativeAttention.create(s))
+    sequences = [(row, tokens(s, length, row)) for row, length in enumerate(lengths)]
+    first = [max(1, round(length * cut)) for length, cut in zip(lengths, cuts, strict=False)]
+    begun = cache.run(sequences, first, [0] * len(first), window)
+    rest = [length - done for length, done in zip(lengths, first, strict=True)]
+    going = [i for i, left in enumerate(rest) if left]
+    ends = {}
+    if going:
+        ended = cache.run([sequences[i] for i in going], [rest[i] for i in going], [first[i] for i in going], window)
+        ends = dict(zip(going, ended, strict=True))
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for i, (_, qkv) in enumerate(sequences):
+        found = torch.cat((begun[i], ends[i])) if i in ends else begun[i]
+        torch.testing.assert_close(found.double(), definition(s, qkv, window), rtol=tolerance, atol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_attention_has_the_same_bits_in_any_company_and_chunks(dtype, heads, window):
+    s = spec(dtype=dtype, head_dim=64, num_heads=heads[0], num_kv_heads=heads[1])
+    others = [(row, tokens(s, 80, row)) for row in (1, 2, 3)]
+    mine = (0, tokens(s, 80, 0))
+    whole = Cache(NativeAttention.create(s)).run([mine], [80], [0], window)[0]
+    together = Cache(NativeAttention.create(s)).run([*others, mine], [7, 80, 33, 80], [0] * 4, window)[3]
+    assert torch.equal(together, whole)
+    cache = Cache(NativeAttention.create(s))
+    for start, count in ((0, 1), (1, 30), (31, 16), (47, 32), (79, 1)):
+        assert torch.equal(cache.run([mine], [count], [start], window)[0], whole[start : start + count])
+
+
+@needs_compiler
+def test_a_nan_stays_in_its_sequence():
+    s = spec(dtype=torch.bfloat16)
+    poisoned, sound = tokens(s, 20, 0), tokens(s, 20, 1)
+    poisoned[5] = torch.nan
+    out = Cache(NativeAttention.create(s)).run([(0, poisoned), (1, sound)], [20, 20], [0, 0])
+    assert out[0][5:].isnan().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def kernels(request):
+    found = select_kernels(64, request.param, CPU)
+    if not isinstance(found, NativeKernels):
+        pytest.skip("no C compiler on this machine")
+    return found, request.param
+
+
+def close(found, expected, dtype):
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [48, 768, 40])  # 40 is left to torch
+def test_norms_are_torchs(kernels, size):
+    native, dtype = kernels
+    x, residual, weight = (torch.randn(30, size).to(dtype) for _ in range(3))
+    weight = weight[0]
+    close(native.rms_norm(x, weight, 1e-5), TorchKernels().rms_norm(x, weight, 1e-5), dtype)
+    expected = residual.clone()
+    normed = TorchKernels().add_rms_norm(expected, x, weight, 1e-5)
+    close(native.add_rms_norm(residual, x, weight, 1e-5), normed, dtype)
+    close(residual, expected, dtype)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_heads_are_normed_and_rotated_as_by_torch(kernels, normed, rotated):
+    native, dtype = kernels
+    merged = torch.randn(40, 9, 64).to(dtype)
+    norms = torch.randn(6, 64).to(dtype) if normed else None
+    angles = torch.rand(40, 32) * 6
+    table = torch.stack((angles.cos(), angles.sin()), 1)
+    expected = merged.clone()
+    plain = TorchKernels()
+    expected[:, :6] = plain.norm_rotate(merged[:, :6], norms, plain.rotation(table) if rotated else None, 1e-5)
+    found = native.norm_rotate(merged[:, :6], norms, native.rotation(table) if rotated else None, 1e-5)
+    close(found, expected[:, :6], dtype)
+    assert torch.equal(merged[:, 6:], expected[:, 6:])
+
+
+@pytest.mark.parametrize("size", [32, 2048, 20])
+def test_gates_are_torchs(kernels, size):
+    native, dtype = kernels
+    x = torch.randn(30, 2 * size).to(dtype) * 20
+    x[0, :2] = torch.tensor([-200.0, 200.0])
+    x[1, 0] = torch.nan
+    found = native.silu_gate(x)
+    close(found[2:], TorchKernels().silu_gate(x)[2:], dtype)
+    close(found[0], TorchKernels().silu_gate(x)[0], dtype)
+    assert found[1, 0].isnan()
+
+
+def test_rows_have_the_same_bits_alone_and_together(kernels):
+    native, dtype = kernels
+    x, weight = torch.randn(700, 768).to(dtype), torch.randn(768).to(dtype)
+    assert torch.equal(native.rms_norm(x, weight, 1e-5)[500:501], native.rms_norm(x[500:501], weight, 1e-5))
+    assert torch.equal(native.silu_gate(x)[3:5], native.silu_gate(x[3:5]))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_gives_the_tokens_of_transformers(name, tmp_path):
+    model = make(name, tmp_path)
+    runner = ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=40, block_size=16, device="cpu"), SoloGroup())
+    ragged = prompts(6, seed=2)
+    check_against(model, Stepper(runner).generate(ragged, 6), ragged)
+
+
+@needs_compiler
+def test_a_model_gives_the_same_logits_in_any_company_and_chunks(tmp_path):
+    make("qwen3", tmp_path)
+    runner = ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=60, block_size=16, device="cpu"), SoloGroup())
+    assert runner.attention_backend == "native"
+    ragged = prompts(7, longest=60, seed=3)
+    together = Stepper(runner).generate(ragged, 5)
+    for sequence, prompt in zip(together, ragged, strict=True):
+        alone = Stepper(runner).generate([prompt], 5)[0]
+        assert alone.tokens == sequence.tokens
+        assert torch.equal(torch.stack(alone.logits), torch.stack(sequence.logits))
+        chunked, again = Stepper(runner), Sequence(list(prompt))
+        while again.computed < len(prompt):
+            chunked.step({0: min(11, len(prompt) - again.computed)}, [again])
+        assert torch.equal(again.logits[0], sequence.logits[0])
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    monkeypatch.setattr(compiler, "_cache_folder", lambda: None)
+
+
+def test_without_a_compiler_torch_serves(monkeypatch, caplog):
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
+    caplog.set_level("INFO")
+    assert select_backend("auto", spec()).name == "reference"
+    assert type(select_kernels(64, torch.float32, CPU)) is TorchKernels
+    assert "no C compiler" in caplog.text
+    with pytest.raises(ConfigError, match="cannot be compiled") as refused:
+        select_backend("native", spec())
+    assert refused.value.flag == "attention_backend"
+
+
+def test_a_compiler_that_fails_is_quoted_and_torch_serves(monkeypatch, caplog, tmp_path, no_cache):
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\necho 'libgomp is missing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: str(broken))
+    assert select_backend("auto", spec()).name == "reference"
+    assert "libgomp is missing" in caplog.text
+
+
+@needs_compiler
+def test_without_a_cache_folder_a_library_is_built_for_this_process_alone(no_cache):
+    assert select_backend("auto", spec()).name == "native"
+
+
+@needs_compiler
+def test_a_library_is_compiled_once(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    assert NativeAttention.create(spec()) is not None
+    built = [(path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()]
+    assert NativeAttention.create(spec()) is not None
+    assert [(path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()] == built
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"block_size": 8}, "block_size 8"),
+        ({"head_dim": 24}, "head size 24"),
+        ({"dtype": torch.float16}, "not float16"),
+        ({"device": torch.device("cuda")}, "not for cuda"),
+    ],
+)
+def test_what_cannot_be_compiled_is_told(values, reason):
+    assert reason in why_not_native_attention(spec(**values))
+    with pytest.raises(ConfigError, match=reason):
+        select_backend("native", spec(**values))
