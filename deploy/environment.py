@@ -12,8 +12,8 @@ from pathlib import Path
 # Ray has no switch of its own for "this machine only": the flag of its macOS and Windows builds, which puts all its
 # servers on 127.0.0.1, does the same on Linux. Serve's replicas listen on every interface all the same, so that
 # tokens stay on: nothing on those ports is answered without one.
-# Ranks, routers and Ray share this machine's cores: a thread that spins in OpenMP's barrier keeps the core from the one
-# that it waits for (measured beside one busy process: 152 ms a token spinning, 8 ms waiting).
+# Ranks, routers and Ray share this machine's cores: a thread that spins in OpenMP's barrier keeps the core from the
+# one that it waits for (measured beside one busy process: 152 ms a token spinning, 8 ms waiting).
 LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
