@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec
 from engine.attention.select import select_backend
@@ -23,7 +24,7 @@ from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.sampler import sample
-from engine.step_tensors import dummy_sampling, dummy_step, to_device
+from engine.step_tensors import dummy_sampling, dummy_step, split_step, to_device
 from parallel.group import Group
 from parallel.tuning import choose_methods
 
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HALF = ("bfloat16", "float16")
 WARM_UP_TOKENS = 32
+# Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
+PART_TOKENS = 1024
 START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
 
 
@@ -107,6 +110,15 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
+        parts = split_step(inputs, PART_TOKENS) if self.group.device.type == "cpu" else [inputs]
+        hidden = [self._hidden(part) for part in parts]
+        if not len(inputs.logits_indices):
+            return None if sampling is None else StepOutputs(np.empty(0, np.int32))
+        logits = self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
+        return None if sampling is None else sample(logits, sampling)
+
+    def _hidden(self, inputs: StepInputs) -> Tensor:
+        """Run the layers; returns the rows whose logits are wanted, [num_samples, hidden]."""
         step, copies = to_device(inputs, self.group.device)
         self._cache.copy(copies)
         if self._attention.reads_unwritten:
@@ -114,11 +126,7 @@ class ModelRunner:
             if opened.size:
                 self._cache.clear(torch.from_numpy(opened).to(self.group.device))
         context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
-        hidden = self.model(step.input_ids, step.positions, context)
-        if not len(step.logits_indices):
-            return None if sampling is None else StepOutputs(np.empty(0, np.int32))
-        logits = self.model.logits(hidden.index_select(0, step.logits_indices))
-        return None if sampling is None else sample(logits, sampling)
+        return self.model(step.input_ids, step.positions, context).index_select(0, step.logits_indices)
 
     @property
     def attention_backend(self) -> str:

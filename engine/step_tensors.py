@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +37,39 @@ def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Te
     )
     tables = tables.view(inputs.block_tables.shape)
     return StepTensors(layout, ids, positions, slots.long(), starts, lens, tables, logits), copies.view(-1, 2)
+
+
+def split_step(inputs: StepInputs, most: int) -> list[StepInputs]:
+    """Cut a step into parts of about one size and at most `most` tokens, to be run one after another.
+
+    A sequence that is cut continues in the next part as a chunked prompt does. Block copies stay with the first part.
+    """
+    count = -(-inputs.num_tokens // most)
+    if count <= 1:
+        return [inputs]
+    bounds = np.linspace(0, inputs.num_tokens, count + 1).astype(np.int32).tolist()
+    return [_part(inputs, start, end) for start, end in pairwise(bounds)]
+
+
+def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
+    """Return the step of the tokens [start, end) alone."""
+    first = inputs.query_start_loc[:-1].clip(start, end)
+    last = inputs.query_start_loc[1:].clip(start, end)
+    rows = np.flatnonzero(last > first)
+    first, last = first[rows], last[rows]
+    computed = inputs.num_computed_tokens[rows] + first - inputs.query_start_loc[rows]
+    wanted = inputs.logits_indices
+    return StepInputs(
+        input_ids=inputs.input_ids[start:end],
+        positions=inputs.positions[start:end],
+        slot_mapping=inputs.slot_mapping[start:end],
+        query_start_loc=np.append(first, end).astype(np.int32) - np.int32(start),
+        seq_lens=computed + last - first,
+        num_computed_tokens=computed,
+        block_tables=inputs.block_tables[rows],
+        logits_indices=wanted[(wanted >= start) & (wanted < end)] - np.int32(start),
+        copy_blocks=inputs.copy_blocks if start == 0 else inputs.copy_blocks[:0],
+    )
 
 
 def dummy_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) -> StepInputs:
