@@ -17,6 +17,7 @@ from engine.attention.base import AttentionBackend, AttentionContext, AttentionS
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kernels.base import TorchKernels
 from engine.kernels.native import select_kernels
 from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, opened_blocks
 from engine.loader import ModelFolder, load_model, open_model
@@ -96,9 +97,7 @@ class ModelRunner:
         with self._phase("weights"):
             self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
             if group.device.type == "cpu":
-                choose_methods(self.model)
-            if config.attention_backend != "reference":
-                self.model.use_kernels(select_kernels(self.spec.head_dim, self.dtype, group.device))
+                self._prepare_cpu()
             self._meet()
         self._attention = self._backend(config)
         with self._phase("kv blocks"):
@@ -132,6 +131,12 @@ class ModelRunner:
     def attention_backend(self) -> str:
         """Name of the attention backend."""
         return self._attention.name
+
+    def _prepare_cpu(self) -> None:
+        torch_only = self.config.attention_backend == "reference"
+        kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, self.group.device)
+        choose_methods(self.model, kernels.linear)
+        self.model.use_kernels(kernels)
 
     def _meet(self) -> None:
         """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's."""

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from parallel.linear import ParallelLinear
-from parallel.methods import PackedLinear, PlainLinear
+from parallel.methods import LinearMethod, PackedLinear, PlainLinear
 
 PROBES = 4  # rows that are compared bit for bit, at least
 # Sums that are compared: bfloat16 rounds nearly every difference in order away, so few would show none.
 PROBED_SUMS = 1 << 16
 
 Shape = tuple[int, int, torch.dtype]  # out, in, dtype
+Pack = Callable[[Tensor], LinearMethod | None]
 
 
-def choose_methods(module: nn.Module) -> None:
-    """Pack the weight of each plain linear layer in `module` where this CPU can, and free weights nobody reads.
+def choose_methods(module: nn.Module, native: Pack | None = None) -> None:
+    """Pack the weight of each plain linear layer in `module` for this CPU, and free weights nobody reads.
 
     Call once, after the weights are loaded and torch's thread count is set. Layers on other devices and layers that
     were given another method already are left alone.
+
+    native: tried first; what it returns None for is packed for oneDNN where that is possible.
 
     The rule needs no measurement: packed was ahead on all CPUs tried, from level to 2.5 times as fast, but for a
     tenth lost at one row on one of them. A measurement errs by more on a busy machine, and replicas that chose
@@ -29,18 +33,34 @@ def choose_methods(module: nn.Module) -> None:
     """
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear) and _is_open(layer)]
     owners = Counter(id(weight) for part in module.modules() for weight in part._parameters.values())
-    differs: dict[Shape, bool] = {}
+    one_dnn = OneDNN()
     for layer in layers:
         weight = layer.weight
-        packed = PackedLinear(weight)
-        shape = (weight.shape[0], weight.shape[1], weight.dtype)
-        if shape not in differs:
-            differs[shape] = single_row_differs(packed, weight)
-        packed.pairs_single_row = differs[shape]
-        layer.method = packed
+        method = (native and native(weight)) or one_dnn.pack(weight)
+        if method is None:
+            continue
+        layer.method = method
         # An embedding tied to an output head still looks its rows up in the plain weight.
         if owners[id(weight)] == 1:
             layer.release_weight()
+
+
+class OneDNN:
+    """Packs weights for oneDNN; looks once per shape whether its single rows round otherwise."""
+
+    def __init__(self) -> None:
+        self._differs: dict[Shape, bool] = {}
+
+    def pack(self, weight: Tensor) -> PackedLinear | None:
+        """Return the method, None where oneDNN cannot multiply by `weight`."""
+        if not PackedLinear.supports(weight):
+            return None
+        packed = PackedLinear(weight)
+        shape = (weight.shape[0], weight.shape[1], weight.dtype)
+        if shape not in self._differs:
+            self._differs[shape] = single_row_differs(packed, weight)
+        packed.pairs_single_row = self._differs[shape]
+        return packed
 
 
 @torch.inference_mode()
@@ -53,4 +73,4 @@ def single_row_differs(packed: PackedLinear, weight: Tensor) -> bool:
 
 
 def _is_open(layer: ParallelLinear) -> bool:
-    return isinstance(layer.method, PlainLinear) and PackedLinear.supports(layer.weight)
+    return isinstance(layer.method, PlainLinear) and layer.weight.device.type == "cpu"

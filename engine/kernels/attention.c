@@ -10,7 +10,6 @@
 
 #include <math.h>
 #include <omp.h>
-#include <string.h>
 
 #include "vectors.h"
 
@@ -97,10 +96,10 @@ static float soften(float *scores, int low, int high, int width, float softcap) 
     for (int i = 0; i < width; i += LANES) {
         vec score = get_float(scores + i);
         if (softcap > 0) {
-            score = select(score > splat(-INFINITY), softcap * hyperbolic_tangent(score / softcap), score);
+            score = choose(score > splat(-INFINITY), softcap * hyperbolic_tangent(score / softcap), score);
             put_float(scores + i, score);
         }
-        most = select(score > most, score, most);
+        most = choose(score > most, score, most);
     }
     float top = -INFINITY;
     for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
@@ -113,15 +112,6 @@ static float soften(float *scores, int low, int high, int width, float softcap) 
     for (int i = 0; i < LANES; i++) sum += total[i];
     return sum;
 }
-
-#define BY_ROWS(left, step, call)                     \
-    switch (left >= 6 ? 6 : left == 5 ? 4 : left) {   \
-        case 6: { enum { ROWS = 6 }; call; } step = 6; break; \
-        case 4: { enum { ROWS = 4 }; call; } step = 4; break; \
-        case 3: { enum { ROWS = 3 }; call; } step = 3; break; \
-        case 2: { enum { ROWS = 2 }; call; } step = 2; break; \
-        default: { enum { ROWS = 1 }; call; } step = 1;       \
-    }
 
 static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
                         const elem *keys, const elem *values, int window, float *room) {

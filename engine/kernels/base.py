@@ -1,4 +1,4 @@
-"""What a decoder does beside matrix products and attention, behind one interface."""
+"""What a decoder does beside attention, behind one interface."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from parallel.methods import LinearMethod
+
 
 class Kernels(ABC):
-    """Norms, rotation and gating of flat tokens; contiguous tensors of one dtype, computed in fp32 where it matters.
+    """Products, norms, rotation and gating of flat tokens: contiguous tensors of one dtype, summed in fp32.
 
     A row's result does not depend on the other rows.
     """
+
+    @abstractmethod
+    def linear(self, weight: Tensor) -> LinearMethod | None:
+        """Return the best way to multiply by `weight`, [out, in], that these kernels know; None = none of theirs."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,6 +49,10 @@ class Kernels(ABC):
 
 class TorchKernels(Kernels):
     """Torch's own operations, on any device."""
+
+    @override
+    def linear(self, weight: Tensor) -> LinearMethod | None:
+        return None
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

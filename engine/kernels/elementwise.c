@@ -73,7 +73,7 @@ void silu_gate(const elem *x, elem *out, int64_t rows, int64_t size, int64_t thr
     for (long row = 0; row < rows; row++)
         for (long i = 0; i < size; i += LANES) {
             vec gate = load(x + row * 2 * size + i), up = load(x + (row * 2 + 1) * size + i);
-            vec least = select(gate < splat(-87.0f), splat(-87.0f), gate);
+            vec least = choose(gate < splat(-87.0f), splat(-87.0f), gate);
             put(out + row * size + i, gate / (1.0f + exponential(-least)) * up);
         }
 }

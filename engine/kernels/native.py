@@ -12,6 +12,8 @@ from typing_extensions import override
 
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.compiler import load_library
+from engine.kernels.linear import NativeLinear
+from parallel.methods import LinearMethod
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
 DTYPES = (torch.float32, torch.bfloat16)
@@ -40,23 +42,31 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
             *(c_void_p, c_void_p, c_void_p, c_int),
         )
-        for function in (library.rms_norm, library.norm_rotate, library.silu_gate, library.attend):
-            function.restype = None
+        library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
+        for name in ("rms_norm", "norm_rotate", "silu_gate", "attend", "pack", "multiply"):
+            getattr(library, name).restype = None
     return library
 
 
 def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return the compiled kernels where they can be had, else torch's operations."""
     library = None if why_not_native(head_dim, dtype, device) else native_library(head_dim, dtype)
-    return TorchKernels() if library is None else NativeKernels(library, torch.get_num_threads())
+    return TorchKernels() if library is None else NativeKernels(library, dtype, torch.get_num_threads())
 
 
 class NativeKernels(TorchKernels):
     """Calls into the library by address; torch's operations serve sizes that are no multiple of 16."""
 
-    def __init__(self, library: ctypes.CDLL, threads: int) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
         self._library = library
+        self._dtype = dtype
         self._threads = threads
+
+    @override
+    def linear(self, weight: Tensor) -> LinearMethod | None:
+        fits = weight.dtype is self._dtype and NativeLinear.supports(self._library, weight)
+        return NativeLinear(self._library, weight, self._threads) if fits else None
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,7 @@
 /* Vectors of 16 floats in the compiler's own notation, which it maps to what the machine has (AVX-512, AVX2, NEON). */
 
 #include <stdint.h>
+#include <string.h>
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
@@ -14,7 +15,7 @@ typedef uint16_t half_vec __attribute__((vector_size(32), aligned(2), may_alias)
 INLINE vec splat(float x) { return (vec){0} + x; }
 INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }
 INLINE void put_float(float *to, vec x) { *(loose_vec *)to = x; }
-INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
+INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
 #if BF16
 typedef uint16_t elem;
@@ -23,7 +24,7 @@ INLINE vec load(const elem *from) { return (vec)(__builtin_convertvector(*(const
 INLINE void put(elem *to, vec x) {
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    uvec kept = (uvec)select(x == x, (vec)rounded, (vec)((bits >> 16) | 64));
+    uvec kept = (uvec)choose(x == x, (vec)rounded, (vec)((bits >> 16) | 64));
     *(half_vec *)to = __builtin_convertvector(kept, half_vec);
 }
 #else
@@ -44,10 +45,20 @@ INLINE vec exponential(vec x) {
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
     ivec power = (__builtin_convertvector(n, ivec) + 127) << 23;
-    return select(x < splat(-87.0f), splat(0), y * (vec)power);
+    return choose(x < splat(-87.0f), splat(0), y * (vec)power);
 }
 
 INLINE vec hyperbolic_tangent(vec x) {
-    vec limited = select(x > splat(15.0f), splat(15.0f), select(x < splat(-15.0f), splat(-15.0f), x));
+    vec limited = choose(x > splat(15.0f), splat(15.0f), choose(x < splat(-15.0f), splat(-15.0f), x));
     return 1.0f - 2.0f / (exponential(2.0f * limited) + 1.0f);
 }
+
+/* Do `call` for as many of the rows that are left as it has a version for, ROWS, and set `done` to that. */
+#define BY_ROWS(left, done, call)                   \
+    switch ((left) >= 6 ? 6 : (left) == 5 ? 4 : (left)) { \
+        case 6: { enum { ROWS = 6 }; call; done = 6; break; } \
+        case 4: { enum { ROWS = 4 }; call; done = 4; break; } \
+        case 3: { enum { ROWS = 3 }; call; done = 3; break; } \
+        case 2: { enum { ROWS = 2 }; call; done = 2; break; } \
+        default: { enum { ROWS = 1 }; call; done = 1; } \
+    }

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -152,6 +153,39 @@ def kernels(request):
 def close(found, expected, dtype):
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (64, 64), (199, 96), (100, 770), (192, 2050)])
+def test_products_are_torchs(kernels, outs, ins):
+    native, dtype = kernels
+    weight, bias = torch.randn(outs, ins).to(dtype), torch.randn(outs).to(dtype)
+    method = native.linear(weight)
+    if method is None:
+        pytest.skip("products of this dtype are left to oneDNN on this machine")
+    for rows in (0, 1, 2, 5, 6, 13, 256, 257, 600):
+        x = torch.randn(rows, ins).to(dtype)
+        for offsets in (None, bias):
+            close(method.apply(x, offsets) / ins**0.5, F.linear(x, weight, offsets) / ins**0.5, dtype)
+
+
+def test_a_product_has_the_same_bits_in_any_company(kernels):
+    native, dtype = kernels
+    method = native.linear(torch.randn(300, 2048).to(dtype))
+    if method is None:
+        pytest.skip("products of this dtype are left to oneDNN on this machine")
+    x = torch.randn(600, 2048).to(dtype)
+    together = method.apply(x, None)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 64, 100, 257, 300):
+        assert torch.equal(method.apply(x[299 : 299 + rows], None), together[299 : 299 + rows])
+    strided = torch.cat((x, x), dim=1)[:, :2048]
+    assert torch.equal(method.apply(strided, None), together)
+
+
+def test_products_of_another_dtype_or_an_odd_width_are_left_to_others(kernels):
+    native, dtype = kernels
+    other = torch.bfloat16 if dtype is torch.float32 else torch.float32
+    assert native.linear(torch.randn(64, 64).to(other)) is None
+    assert native.linear(torch.randn(64, 63).bfloat16()) is None
 
 
 @pytest.mark.parametrize("size", [48, 768, 40])  # 40 is left to torch

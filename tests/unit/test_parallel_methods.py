@@ -124,3 +124,12 @@ def test_a_method_chosen_once_is_kept():
     chosen = module.method
     choose_methods(module)
     assert module.method is chosen
+
+
+@needs_packing
+def test_a_method_of_the_callers_comes_before_onednn():
+    module = nn.ModuleList([layer(), layer()])
+    own = Named(1.0)
+    choose_methods(module, lambda weight: own if weight is module[0].weight else None)
+    assert module[0].method is own
+    assert isinstance(module[1].method, PackedLinear)
