@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.cluster.harness import App
+
+# A busy machine must not fail a property: examples have no deadline of their own, tests have pytest's.
+settings.register_profile("squadron", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("squadron")
 
 
 @pytest.fixture(scope="session")

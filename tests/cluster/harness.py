@@ -47,6 +47,7 @@ def start_ray() -> None:
     """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
+        address="local",
         num_cpus=16,
         include_dashboard=False,
         object_store_memory=100 * 2**20,

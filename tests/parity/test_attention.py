@@ -100,7 +100,7 @@ sequence_shapes = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sequence_shapes, st.sampled_from([0, 1, 3, 7, 16]), st.sampled_from([0.0, 5.0]), st.booleans())
 def test_reference_matches_the_definition(shapes, window, softcap, small_tiles):
     backend = ReferenceAttention(spec(windows=(window,), softcap=softcap))

@@ -85,7 +85,7 @@ def tokens(s, count, seed):
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     dtype=st.sampled_from(DTYPES),
     head_dim=st.sampled_from([16, 48, 64, 128]),

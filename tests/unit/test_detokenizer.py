@@ -32,7 +32,7 @@ def stream_text(stream, chunks):
     return "".join([stream.push(chunk) for chunk in chunks] + [stream.flush()])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 @pytest.mark.parametrize("style", BACKENDS)
 def test_deltas_join_to_the_decoding_of_all_tokens(style, data):
@@ -42,7 +42,7 @@ def test_deltas_join_to_the_decoding_of_all_tokens(style, data):
     assert stream.num_tokens == len(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_bytes_at_all_give_the_text_that_the_tokenizer_gives(data):
     ids = data.draw(st.lists(st.integers(0, BYTE_LEVEL.get_vocab_size() + 2), max_size=30))
@@ -51,7 +51,7 @@ def test_any_bytes_at_all_give_the_text_that_the_tokenizer_gives(data):
     assert stream_text(stream, chunked(data.draw, ids)) == BYTE_LEVEL.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_window_of_tokens_gives_the_same_text_as_the_byte_table(data):
     ids = BYTE_LEVEL.encode(data.draw(TEXTS), add_special_tokens=False).ids
@@ -96,7 +96,7 @@ def expected_with_stops(pieces, stops, include):
     return text, None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_stop_strings_cut_the_text_at_the_same_place_however_it_arrives(data):
     text = data.draw(TEXTS)

@@ -127,7 +127,7 @@ def test_reports_whose_columns_disagree_are_refused(column):
         decode_down(msgspec.msgpack.encode(frame))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_no_bytes_raise_anything_but_the_typed_error(data):
     frame = bytearray(encode(REPORT))

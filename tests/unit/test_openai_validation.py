@@ -277,7 +277,7 @@ VALUES = st.recursive(
 FIELDS = sorted({*schema.CompletionFields.model_fields, *schema.ChatFields.model_fields, "tools", "echo", "zz"})
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4))
 @pytest.mark.parametrize("chat", [True, False])
 def test_no_json_object_does_anything_but_run_or_be_refused_by_name(model, chat, fields):

@@ -30,7 +30,7 @@ def appeared(path: Path) -> str:
     return path.read_text()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.binary(max_size=SLOT * 6), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from([0.0, 50e-6])
 )
