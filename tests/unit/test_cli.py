@@ -5,7 +5,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -34,10 +33,8 @@ def squadron(*args, **environment):
 
 def test_help_does_not_wait_for_ray_and_torch():
     code = "import sys, deploy.cli; print([m for m in ('ray', 'torch', 'transformers', 'httpx') if m in sys.modules])"
-    began = time.monotonic()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
-    assert time.monotonic() - began < 10  # a second, on a machine with nothing else to do
 
 
 def test_a_refused_start_is_one_sentence_and_exit_code_1():
