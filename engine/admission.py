@@ -35,7 +35,7 @@ class Admission:
         """Raise `InvalidRequestError` or `PromptTooLongError` unless `request` can run alone to its end."""
         _check_fields(request)
         self._check_tokens(request.prompt_token_ids, "prompt")
-        self._check_tokens(request.params.stop_token_ids, "stop_token_ids")
+        self._check_params(request)
         if request.params.n > self._max_num_seqs:
             raise InvalidRequestError(
                 f"n={request.params.n} exceeds the {self._max_num_seqs} sequences that run at once (max_num_seqs)",
@@ -44,6 +44,21 @@ class Admission:
         self._check_length(request)
         if request.resume is not None:
             self._check_resume(request, request.resume)
+
+    def _check_params(self, request: Request) -> None:
+        params = request.params
+        self._check_tokens(params.stop_token_ids, "stop_token_ids")
+        self._check_tokens(params.allowed_token_ids, "allowed_token_ids")
+        self._check_tokens([token for token, _ in params.logit_bias], "logit_bias")
+        for word in params.bad_words_ids:
+            self._check_tokens(word, "bad_words")
+        if params.bad_words and not params.bad_words_ids:
+            raise InvalidRequestError(
+                "bad_words came without their tokens; give the parameters to Tokenizer.with_bad_words first",
+                "bad_words",
+            )
+        if request.pooling is not None and params.n != 1:
+            raise InvalidRequestError(f"n must be 1 where no tokens are drawn, not {params.n}", "n")
 
     def _check_tokens(self, tokens: Items[int], param: str) -> None:
         if not tokens:

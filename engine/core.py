@@ -11,9 +11,12 @@ import numpy as np
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, InvalidRequestError
+from engine.errors import ConfigError, EngineDeadError, GrammarError, InvalidRequestError, PoisonedLogitsError
 from engine.executor import Executor
+from engine.grammar.base import CompiledGrammar, grammar_states
+from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder
+from engine.prompt_results import take_pooled, take_prompt_logprobs
 from engine.report import (
     BlockEvents,
     EngineStats,
@@ -66,7 +69,8 @@ class EngineCore:
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
         rows = Rows(tables, params, self._blocks, stops)
         self._scheduler = Scheduler(config, rows, stops, self._admission)
-        self._inputs = InputBuilder(tables, params, config.block_size, config.max_num_batched_tokens)
+        self._masks = MaskMaker(config.max_num_seqs, vocab_size)
+        self._inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
         self._executor = executor
         self._vocab_size = vocab_size
         self._clock = clock
@@ -78,8 +82,10 @@ class EngineCore:
         """Whether a step would bring something: a token, or an end that is not reported yet."""
         return self._scheduler.has_unfinished
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
+
+        grammar: `request.params.structured`, compiled for this model's vocabulary.
 
         Raises `InvalidRequestError` or `PromptTooLongError`, naming the field, before anything changes;
         `EngineDeadError` after the executor failed.
@@ -88,7 +94,7 @@ class EngineCore:
         self._admission.check(request)
         if request.request_id in self._scheduler:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        self._scheduler.add(request, self._clock())
+        self._scheduler.add(request, self._clock(), grammar_states(request, grammar))
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; the next report tells of it. False if it is not live."""
@@ -112,11 +118,15 @@ class EngineCore:
             return self._report(None, None)
         schedule, inputs, sampling = planned
         outputs = self._execute(inputs, sampling)
-        self._scheduler.update(schedule, outputs.token_ids, outputs.failed)
+        prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
+        pooled = take_pooled(schedule, outputs, self._scheduler.mark)
+        self._scheduler.update(schedule, outputs.token_ids, _failures(outputs))
         if outputs.failed:
             # Whatever made the logits bad may sit in blocks that others would find.
             self._blocks.clear_cache()
-        return self._report(schedule, outputs)
+        report = self._report(schedule, outputs)
+        report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
+        return report
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
@@ -137,6 +147,7 @@ class EngineCore:
     def close(self) -> None:
         """End the executor. Can be called twice; `add` and `step` raise `EngineDeadError` afterwards."""
         self._dead = self._dead or "it was closed"
+        self._masks.close()
         self._executor.close()
 
     def _plan(self) -> tuple[Schedule, StepInputs, SamplingInputs] | None:
@@ -207,8 +218,8 @@ class EngineCore:
         if outputs.logprobs is not None:
             report.logprobs = self._logprobs(samples, tokens, outputs.logprobs)
         report.sequences, report.token_ids = samples, tokens
-        if outputs.failed:
-            kept = [row for row in range(len(samples)) if row not in outputs.failed]
+        if outputs.failed or outputs.stuck:
+            kept = [row for row in range(len(samples)) if row not in (*outputs.failed, *outputs.stuck)]
             report.sequences = [samples[row] for row in kept]
             report.token_ids = [tokens[row] for row in kept]
             report.logprobs = {new: report.logprobs[row] for new, row in enumerate(kept) if row in report.logprobs}
@@ -226,6 +237,13 @@ class EngineCore:
             except Exception as error:
                 self._scheduler.fail(sequence, error)
         return logprobs
+
+
+def _failures(outputs: StepOutputs) -> dict[int, Exception]:
+    """Return why rows of a step gave no token."""
+    poisoned = PoisonedLogitsError("the model's logits were not finite")
+    stuck = GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
+    return dict.fromkeys(outputs.failed, poisoned) | dict.fromkeys(outputs.stuck, stuck)
 
 
 def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ SquadronError
 ├── CheckpointError          a model folder is missing, damaged or unsupported; names file and tensor
 ├── InvalidRequestError      one request is wrong; names the field (`param`)
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
+├── GrammarError             the tokens of one request do not match its grammar, or none is left; its request ends
 ├── PoisonedLogitsError      the model gave NaN or infinity for one sequence; its request ends, the others go on
 ├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
 └── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
@@ -48,6 +49,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class EngineDeadError(SquadronError):
     """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""
+
+
+class GrammarError(SquadronError):
+    """No token that its rules allow is left to one sequence, or one came that they forbid: that request ends."""
 
 
 class PoisonedLogitsError(SquadronError):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
 from engine.executor import Executor
-from engine.report import Logprobs, SamplingInputs, StepInputs, StepOutputs
+from engine.report import Floats, Logprobs, PromptScores, SamplingInputs, StepInputs, StepOutputs
 
 Words = NDArray[np.uint64]
 
@@ -47,9 +48,17 @@ class FakeExecutor(Executor):
             sources, targets = inputs.copy_blocks.T
             self._cache[targets] = self._cache[sources]
         self._store(inputs)
-        rows = np.searchsorted(inputs.query_start_loc, inputs.logits_indices, side="right") - 1
-        token_ids = _draw(self._attend(inputs)[rows], sampling, self._vocab_size)
-        return StepOutputs(token_ids, _logprobs(token_ids, sampling.num_logprobs, self._vocab_size))
+        wanted = inputs.logits_indices if sampling.rows is None else inputs.logits_indices[sampling.rows]
+        rows = np.searchsorted(inputs.query_start_loc, wanted, side="right") - 1
+        token_ids, stuck = _draw(self._attend(inputs)[rows], sampling, self._vocab_size)
+        outputs = StepOutputs(token_ids, stuck=stuck)
+        if sampling.num_logprobs >= 0:
+            outputs.logprobs = _logprobs(token_ids, sampling.num_logprobs, self._vocab_size)
+        if sampling.prompt is not None:
+            outputs.prompt_logprobs = self._prompt_logprobs(inputs, sampling.prompt)
+        if len(inputs.pooled):
+            outputs.pooled = self._pooled(inputs)
+        return outputs
 
     @override
     def close(self) -> None:
@@ -64,6 +73,21 @@ class FakeExecutor(Executor):
         past = self._read(inputs, np.maximum(inputs.num_computed_tokens - 1, 0)[:, None])[:, 0]
         past[inputs.num_computed_tokens == 0] = 0
         self._cache.reshape(-1)[inputs.slot_mapping] = words + np.repeat(past - before, lens)
+
+    def _stored(self, inputs: StepInputs) -> Floats:
+        """Return one number per token of the step that depends on everything up to it, in [0, 1)."""
+        words = _mix(self._cache.reshape(-1)[inputs.slot_mapping]) >> np.uint64(40)
+        return (words / np.float32(1 << 24)).astype(np.float32)
+
+    def _prompt_logprobs(self, inputs: StepInputs, prompt: PromptScores) -> Logprobs:
+        seen = self._stored(inputs)[inputs.logits_indices[prompt.rows]]
+        return replace(_logprobs(prompt.token_ids, prompt.num_logprobs, self._vocab_size), chosen=-seen)
+
+    def _pooled(self, inputs: StepInputs) -> Floats:
+        """Return vectors of two: sums over the rows of what was stored, and how many rows there were."""
+        seen = self._stored(inputs)
+        spans = inputs.pooled.tolist()
+        return np.array([[seen[first:beyond].sum(), beyond - first] for first, beyond in spans], np.float32)
 
     def _attend(self, inputs: StepInputs) -> Words:
         """Return one word per request that depends on everything in its cache."""
@@ -90,22 +114,44 @@ def fake_token(tokens: Sequence[int], vocab_size: int, key: tuple[int, int] | No
     return int(_mix(word)[0] % np.uint64(vocab_size))
 
 
-def _draw(words: Words, sampling: SamplingInputs, vocab_size: int) -> NDArray[np.int32]:
+def _draw(words: Words, sampling: SamplingInputs, vocab_size: int) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Return the tokens, and the rows that have none to draw."""
     noise = _noise(sampling.seeds, sampling.choices, sampling.positions)
     words = words ^ np.where(sampling.temperature > 0, noise, np.uint64(0))
     for history in (sampling.prompt_ids, sampling.output_ids):
         if history is not None:  # any order, any padding: penalties know counts only
             words = words + np.where(history >= 0, _mix(history), np.uint64(0)).sum(axis=1, dtype=np.uint64)
     token_ids = (_mix(words) % np.uint64(vocab_size)).astype(np.int32)
-    for row, forbidden in sampling.forbidden.items():
-        while int(token_ids[row]) in forbidden:
+    stuck: list[int] = []
+    for row, allowed in _allowed(sampling, vocab_size).items():
+        if not allowed.any():
+            stuck.append(row)
+            continue
+        while not allowed[token_ids[row]]:
             token_ids[row] = (token_ids[row] + 1) % vocab_size
-    return token_ids
+    return token_ids, tuple(stuck)
 
 
-def _logprobs(token_ids: NDArray[np.int32], count: int, vocab_size: int) -> Logprobs | None:
-    if count < 0:
-        return None
+def _allowed(sampling: SamplingInputs, vocab_size: int) -> dict[int, NDArray[np.bool_]]:
+    """Return what each row that is not free may draw, [vocab]. Here a negative bias is a ban."""
+    free = np.ones(vocab_size, np.bool_)
+    allowed: dict[int, NDArray[np.bool_]] = {}
+    for row, forbidden in sampling.forbidden.items():
+        allowed[row] = free.copy()
+        allowed[row][list(forbidden)] = False
+    for row, (ids, biases) in sampling.biases.items():
+        allowed[row] = allowed.get(row, free) & ~np.isin(np.arange(vocab_size), ids[biases < 0])
+    for row, ids in sampling.allowed.items():
+        allowed[row] = allowed.get(row, free) & np.isin(np.arange(vocab_size), ids)
+    if sampling.masks is not None:
+        rows, bits = sampling.masks()
+        for row, words in zip(rows.tolist(), bits, strict=True):
+            flags = np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]
+            allowed[row] = allowed.get(row, free) & flags.astype(np.bool_)
+    return allowed
+
+
+def _logprobs(token_ids: NDArray[np.int32], count: int, vocab_size: int) -> Logprobs:
     top_ids = (token_ids[:, None] + np.arange(count)) % vocab_size
     top = np.broadcast_to(-0.5 - np.arange(count), top_ids.shape)
     return Logprobs(np.full(len(token_ids), -0.5, np.float32), top_ids.astype(np.int32), top.astype(np.float32))

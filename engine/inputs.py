@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.report import Ints, SamplingInputs, StepInputs
+from engine.grammar.masks import MaskMaker
+from engine.report import Ints, PromptScores, SamplingInputs, StepInputs
 from engine.sampling_inputs import SamplingBuilder, SamplingTable
 from engine.schedule import Index, Schedule
 from engine.tables import Tables
@@ -45,10 +46,12 @@ class InputBuilder:
     while another runs keeps two builders.
     """
 
-    def __init__(self, tables: Tables, params: SamplingTable, block_size: int, max_tokens: int) -> None:
+    def __init__(
+        self, tables: Tables, params: SamplingTable, masks: MaskMaker, block_size: int, max_tokens: int
+    ) -> None:
         """block_size: a power of two. max_tokens: most tokens of one step."""
         self._tables = tables
-        self._sampling = SamplingBuilder(tables, params)
+        self._sampling = SamplingBuilder(tables, params, masks)
         self._shift = block_size.bit_length() - 1
         self._mask = block_size - 1
         self._counting: Ints = np.arange(max(max_tokens, tables.num_slots) + 1, dtype=np.int32)
@@ -71,7 +74,34 @@ class InputBuilder:
             logits_indices=self._logits_indices(schedule, query_start_loc),
             copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_COPIES,
         )
-        return inputs, self._sampling.build(schedule)
+        sampling = self._sampling.build(schedule)
+        if schedule.scores or schedule.pooled:
+            self._read_prompts(schedule, inputs, sampling)
+        return inputs, sampling
+
+    def _read_prompts(self, schedule: Schedule, inputs: StepInputs, sampling: SamplingInputs) -> None:
+        """Add the rows whose logits tell of prompt tokens, and those whose hidden states are pooled."""
+        starts, samples = inputs.query_start_loc, inputs.logits_indices
+        row_of = {sequence: row for row, sequence in enumerate(schedule.sequences)}
+        if schedule.scores:
+            spans = [
+                np.arange(first, beyond) + (starts[row_of[sequence]] - schedule.num_computed[row_of[sequence]])
+                for sequence, first, beyond in schedule.scores
+            ]
+            targets = [s.request.prompt_token_ids[first + 1 : beyond + 1] for s, first, beyond in schedule.scores]
+            scored = np.concatenate(spans).astype(np.int32)
+            inputs.logits_indices = wanted = np.unique(np.concatenate([samples, scored]))
+            sampling.rows = np.searchsorted(wanted, samples).astype(np.int32)
+            sampling.prompt = PromptScores(
+                np.searchsorted(wanted, scored).astype(np.int32),
+                np.concatenate([np.array(ids, np.int32) for ids in targets]),
+                max(sequence.request.params.prompt_logprobs or 0 for sequence, _, _ in schedule.scores),
+            )
+        if schedule.pooled:
+            means = [sequence.request.pooling == "mean" for sequence, _ in schedule.pooled]
+            rows = np.array([row for _, row in schedule.pooled])
+            beyond = starts[rows + 1]
+            inputs.pooled = np.stack([np.where(means, starts[rows], beyond - 1), beyond], axis=1).astype(np.int32)
 
     def token_level(self, schedule: Schedule, query_start_loc: Ints) -> TokenLevel:
         """Derive everything that has one entry per token. A decode step needs no repeating of rows."""

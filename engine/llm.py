@@ -149,7 +149,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = _params_of(sampling_params, len(prompts))
+        params = [self.tokenizer.with_bad_words(one) for one in _params_of(sampling_params, len(prompts))]
         requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
         run = BatchRun(self._core, self.tokenizer, requests)
         with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:

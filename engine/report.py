@@ -5,7 +5,7 @@ Arrays are numpy: the same structures are packed for the workers and unpacked in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,8 +31,10 @@ class StepInputs:
     seq_lens: Ints  # [num_reqs]  computed + scheduled
     num_computed_tokens: Ints  # [num_reqs]
     block_tables: Ints  # [num_reqs, max blocks of this step]; 0 = null block
-    logits_indices: Ints  # [num_samples]  rows of the hidden states whose logits are wanted
+    logits_indices: Ints  # [num_logits]  rows of the hidden states whose logits are wanted, ascending
     copy_blocks: Ints  # [num_copies, 2]  (source, destination): copy-on-write, done before anything is stored
+    pooled: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
 
     @property
     def num_tokens(self) -> int:
@@ -56,12 +58,26 @@ class StepInputs:
 
 
 @dataclass(slots=True)
+class PromptScores:
+    """Prompt tokens whose log-probabilities are wanted, over all sequences of the step."""
+
+    rows: Ints  # [num_scores]  row of the logits
+    token_ids: Ints  # [num_scores]  the token that followed in the prompt
+    num_logprobs: int  # best alternatives, the most that any wants
+
+
+@dataclass(slots=True)
 class SamplingInputs:
-    """What rank 0 needs to choose the tokens; one row per sample, in the order of `StepInputs.logits_indices`.
+    """What rank 0 needs to choose the tokens; one row per sample.
 
     Everything here is a function of parameters and token log, so any replica draws the same token.
     `output_ids`/`prompt_ids` are given only for rows with penalties and are padded with -1; they are None when no row
     has any. `forbidden` bans tokens for a row (min_tokens keeps the end-of-sequence ids out): row -> token ids.
+    `allowed` bans all others: row -> token ids. `biases` adds to logits: row -> (token ids, what is added).
+    `masks` is asked for just before the draw, so that it may be made while the model runs: rows, and for each its
+    allowed tokens as bits, the lowest first.
+    `rows` says which of the logits each sample draws from; None = the first, the second, ...
+    `prompt` asks for the log-probabilities of prompt tokens.
     """
 
     temperature: Floats  # [num_samples]  0 = greedy
@@ -77,6 +93,11 @@ class SamplingInputs:
     prompt_ids: Ints | None = None  # [num_samples, longest prompt]
     output_ids: Ints | None = None  # [num_samples, longest output]
     forbidden: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    allowed: Mapping[int, Ints] = field(default_factory=dict)
+    biases: Mapping[int, tuple[Ints, Floats]] = field(default_factory=dict)
+    masks: Callable[[], tuple[Ints, Ints]] | None = None  # [num_masked], [num_masked, vocab / 32 rounded up]
+    rows: Ints | None = None  # [num_samples]
+    prompt: PromptScores | None = None
     num_logprobs: int = -1  # most logprobs any row wants; 0 = only the chosen token's; -1 = none
 
     @property
@@ -87,24 +108,27 @@ class SamplingInputs:
 
 @dataclass(slots=True)
 class Logprobs:
-    """Log-probabilities of one step, from the raw logits in fp32."""
+    """Log-probabilities of one step's samples, or of its prompt tokens, from the raw logits in fp32."""
 
-    chosen: Floats  # [num_samples]
-    top_ids: Ints  # [num_samples, k], best first
-    top: Floats  # [num_samples, k]
+    chosen: Floats  # [num]
+    top_ids: Ints  # [num, k], best first
+    top: Floats  # [num, k]
 
 
 @dataclass(slots=True)
 class StepOutputs:
     """What the model runner of rank 0 returns for one step.
 
-    failed: rows whose logits were NaN or infinite; their token is 0 and means nothing, their sequences must end in
-    an error.
+    failed: rows whose logits were NaN or infinite; stuck: rows to which no token was left. Their tokens are 0 and
+    mean nothing, their sequences must end in an error.
     """
 
     token_ids: Ints  # [num_samples]
     logprobs: Logprobs | None = None
     failed: tuple[int, ...] = ()
+    stuck: tuple[int, ...] = ()
+    prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`
+    pooled: Floats | None = None  # [num_pooled, hidden]  sums over the rows of each of `StepInputs.pooled`
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +138,15 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of some of a sequence's prompt tokens, in order. first: position of the first of them."""
+
+    sequence: Sequence
+    first: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +205,5 @@ class StepReport:
     events: BlockEvents
     stats: EngineStats
     num_tokens: int = 0  # tokens computed by this step, prompt and decode
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    pooled: list[tuple[Sequence, Floats]] = field(default_factory=list)  # [hidden] each, of sequences that end

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.grammar.base import GrammarState
+
+
+Pooling = Literal["last", "mean"]
 
 
 class SequenceStatus(Enum):
@@ -37,6 +47,8 @@ class Request:
     priority: smaller runs earlier (used by the `priority` policy only).
     arrival_time: seconds on the engine's clock; None = when it is added.
     cache_salt: secret that separates prefix caches (tenant); equal salts share blocks.
+    pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
+    num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
     """
 
     request_id: str
@@ -47,6 +59,8 @@ class Request:
     arrival_time: float | None = None
     cache_salt: bytes = b""
     resume: dict[int, tuple[int, ...]] | None = None
+    pooling: Pooling | None = None
+    num_scored_tokens: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +73,9 @@ class Sequence:
     block_table: physical block numbers in logical order.
     resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
     stop_token: the end-of-sequence or stop id that ended it, None for any other end.
+    num_scored_tokens: prompt tokens whose log-probabilities are told, where they are wanted.
+    pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
+    grammar: where its output stands in the grammar that it must match.
     order: smaller is admitted earlier and preempted later; unique.
     """
 
@@ -78,6 +95,24 @@ class Sequence:
     preemptions: int = 0
     arrival_time: float = 0.0
     order: tuple[float, ...] = ()
+    num_scored_tokens: int = 0
+    pooled: NDArray[np.float64] | None = None
+    grammar: GrammarState | None = None
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is wanted of its prompt beside the first token: log-probabilities or a pooled state."""
+        return self.request.pooling is not None or self.request.params.prompt_logprobs is not None
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens that need not be computed if the cache has them."""
+        request, most = self.request, self.num_tokens - 1
+        if request.pooling == "mean":
+            return 0
+        if request.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens:
+            return min(most, max(self.num_scored_tokens - 1, 0))
+        return most
 
     @property
     def num_output_tokens(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import compress
 
 import numpy as np
 
 from engine.errors import IntegrityError
+from engine.grammar.base import GrammarState
 from engine.queues import WaitingQueue
 from engine.report import Finish
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
@@ -49,8 +51,11 @@ class Roster:
         """Whether anything is left to run or to report."""
         return bool(self._families or self._ended)
 
-    def add(self, request: Request, now: float) -> None:
-        """Let a checked request wait. now: its arrival in seconds, unless it brings its own."""
+    def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState]) -> None:
+        """Let a checked request wait. now: its arrival in seconds, unless it brings its own.
+
+        grammars: choice -> where its output stands in the grammar that it must match.
+        """
         arrival = now if request.arrival_time is None else request.arrival_time
         if request.resume is None:
             family = [self._sequence(request, index, (), arrival) for index in range(request.params.n)]
@@ -60,6 +65,8 @@ class Roster:
         else:
             family = [self._sequence(request, *choice, arrival) for choice in sorted(request.resume.items())]
             waiting = family
+        for sequence in family:
+            sequence.grammar = grammars.get(sequence.index)
         self._num_added += 1
         self._families[request.request_id] = family.copy()
         for sequence in waiting:
@@ -69,7 +76,8 @@ class Roster:
         """Let a placed sequence run, behind all others."""
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
-        if sequence.num_tokens - sequence.num_computed_tokens > 1 or sequence in self.siblings:
+        left = sequence.num_tokens - sequence.num_computed_tokens
+        if left > 1 or sequence in self.siblings or sequence.request.pooling is not None:
             self.prefilling[sequence] = None
         self._set_running([*self.running, sequence], np.append(self.slots, sequence.slot))
 
@@ -171,6 +179,7 @@ class Roster:
             resume_tokens=list(log),
             arrival_time=arrival,
             order=(urgency, arrival, self._num_added, index),
+            num_scored_tokens=request.num_scored_tokens,
         )
 
     def _vacate(self, sequence: Sequence) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
@@ -35,6 +36,11 @@ class Rows:
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
+    def structured(self) -> NDArray[np.bool_]:
+        """Slots whose output must match a grammar. [S]."""
+        return self._params.structured
+
+    @property
     def num_free_slots(self) -> int:
         """Sequences that can still be placed."""
         return len(self._free_slots)
@@ -54,7 +60,7 @@ class Rows:
         request, size = sequence.request, self.blocks.block_size
         tokens = token_bytes(request.prompt_token_ids) + token_bytes(sequence.resume_tokens)
         extend_hashes(sequence.block_hashes, tokens, size, root_hash(request.cache_salt))
-        return self.blocks.match(sequence.block_hashes[: (sequence.num_tokens - 1) // size], tokens)
+        return self.blocks.match(sequence.block_hashes[: sequence.num_reusable_tokens // size], tokens)
 
     def place(self, sequence: Sequence, siblings: Items[Sequence], prefix: list[int], limit: int) -> None:
         """Give `sequence` a slot with all its tokens, and the blocks of `prefix`; keep slots for its siblings."""

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from engine.loader import ModelFolder, load_model, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.sampler import sample
+from engine.step_outputs import outputs_of
 from engine.step_tensors import dummy_sampling, dummy_step, split_step, to_device
 from parallel.group import Group
 from parallel.tuning import choose_methods
@@ -35,6 +34,7 @@ HALF = ("bfloat16", "float16")
 WARM_UP_TOKENS = 32
 # Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
 PART_TOKENS = 1024
+LOGIT_ROWS = 1024  # rows of logits that are in memory at a time
 START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
 
 
@@ -110,14 +110,27 @@ class ModelRunner:
     def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
         parts = split_step(inputs, PART_TOKENS) if self.group.device.type == "cpu" else [inputs]
-        hidden = [self._hidden(part) for part in parts]
-        if not len(inputs.logits_indices):
-            return None if sampling is None else StepOutputs(np.empty(0, np.int32))
-        logits = self.model.logits(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
-        return None if sampling is None else sample(logits, sampling)
+        found = [self._hidden(part) for part in parts]
+        outputs = self._draw([rows for rows, _ in found], sampling)
+        if outputs is not None and len(inputs.pooled):
+            outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0).cpu().numpy()
+        return outputs
 
-    def _hidden(self, inputs: StepInputs) -> Tensor:
-        """Run the layers; returns the rows whose logits are wanted, [num_samples, hidden]."""
+    def _draw(self, hidden: list[Tensor], sampling: SamplingInputs | None) -> StepOutputs | None:
+        """Every rank computes the logits of all rows of `hidden`; the one with `sampling` draws."""
+        rows = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        pieces = (self.model.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
+        if sampling is not None:
+            return outputs_of(pieces, sampling)
+        for _ in pieces:
+            pass
+        return None
+
+    def _hidden(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Run the layers; returns the rows whose logits are wanted, and the sums of what is pooled.
+
+        [num_logits, hidden], and [num_pooled, hidden] fp32.
+        """
         step, copies = to_device(inputs, self.group.device)
         self._cache.copy(copies)
         if self._attention.reads_unwritten:
@@ -125,7 +138,9 @@ class ModelRunner:
             if opened.size:
                 self._cache.clear(torch.from_numpy(opened).to(self.group.device))
         context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
-        return self.model(step.input_ids, step.positions, context).index_select(0, step.logits_indices)
+        states = self.model(step.input_ids, step.positions, context)
+        pooled = [self.model.final(states[first:beyond]).sum(dim=0) for first, beyond in inputs.pooled.tolist()]
+        return states.index_select(0, step.logits_indices), torch.stack(pooled) if pooled else states[:0].float()
 
     @property
     def attention_backend(self) -> str:

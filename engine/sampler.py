@@ -7,7 +7,6 @@ neighbouring ids, by their peaks (to find the best) and their masses (to draw), 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.logit_rules import NEVER, apply_rules, changes_logits, column, restricts
 from engine.noise import gumbel, row_keys
 from engine.report import Floats, Ints, Logprobs, SamplingInputs, StepOutputs
 
@@ -24,69 +24,44 @@ RUN_INDEX = 1 << 32
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
 CANDIDATES = 64
 MORE = 16
-NEVER = float("-inf")
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> StepOutputs:
     """Choose one token per row of `logits`, [num_samples, vocab] fp32, which may be overwritten.
 
-    Order as in vLLM: forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities are those of the
-    logits as they came. Rows whose best logit is NaN or infinite are named in `failed`.
+    Order as in vLLM: bias, allowed and forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities
+    are those of the logits as they came. Rows whose best logit is NaN or infinite are named in `failed`, rows whose
+    rules leave them no token in `stuck`.
     """
     wants_logprobs = inputs.num_logprobs >= 0
-    raw = logits.clone() if wants_logprobs and not _keeps_logits(inputs) else logits
-    _forbid(logits, inputs)
-    _penalise(logits, inputs)
+    changed = changes_logits(inputs)
+    raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
+    came_sound = logits.amax(dim=-1).isfinite() if restricts(inputs) else None
+    if changed:
+        apply_rules(logits, inputs)
     logits = F.pad(logits, (0, -logits.shape[1] % RUN), value=NEVER) if logits.shape[1] % RUN else logits.contiguous()
     peaks = logits.view(len(logits), -1, RUN).amax(dim=-1)
     best = _argmax(logits, peaks)
     sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
     tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
     chosen = tokens.where(sound, -1)
-    logprobs = _logprobs(raw, chosen.clamp(min=0), inputs.num_logprobs) if wants_logprobs else None
+    logprobs = score(raw, chosen.clamp(min=0), inputs.num_logprobs) if wants_logprobs else None
     token_ids = chosen.to(torch.int32).cpu().numpy()
-    return StepOutputs(token_ids.clip(min=0), logprobs, tuple(np.flatnonzero(token_ids < 0).tolist()))
+    failed = np.flatnonzero(token_ids < 0)
+    stuck = failed[came_sound.cpu().numpy()[failed]] if came_sound is not None else failed[:0]
+    failed = np.setdiff1d(failed, stuck)
+    return StepOutputs(token_ids.clip(min=0), logprobs, tuple(failed.tolist()), tuple(stuck.tolist()))
 
 
-def _keeps_logits(inputs: SamplingInputs) -> bool:
-    return inputs.all_greedy and not inputs.forbidden and inputs.prompt_ids is None
-
-
-def _forbid(logits: Tensor, inputs: SamplingInputs) -> None:
-    if inputs.forbidden:
-        rows = [row for row, ids in inputs.forbidden.items() for _ in ids]
-        columns = [token for ids in inputs.forbidden.values() for token in ids]
-        logits[rows, columns] = NEVER
-
-
-def _penalise(logits: Tensor, inputs: SamplingInputs) -> None:
-    """Apply the penalties to the rows that have any. Repetition counts the prompt, the other two do not."""
-    repetition, presence, frequency = inputs.repetition_penalty, inputs.presence_penalty, inputs.frequency_penalty
-    rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
-    if not rows.size or inputs.prompt_ids is None:
-        return
-    vocab = logits.shape[1]
-    index = torch.from_numpy(rows).to(logits.device)
-    # One column more takes what is written for padding.
-    work = F.pad(logits.index_select(0, index), (0, 1))
-    prompt = _history(inputs.prompt_ids[rows], vocab, logits.device)
-    empty = np.empty((len(rows), 0), np.int32)
-    output = _history(empty if inputs.output_ids is None else inputs.output_ids[rows], vocab, logits.device)
-    column = [_column(each[rows], logits) for each in (repetition, presence, frequency)]
-    seen = torch.cat((prompt, output), dim=1)
-    value = work.gather(1, seen)
-    work.scatter_(1, seen, torch.where(value > 0, value / column[0], value * column[0]))
-    work.scatter_add_(1, output, -column[2].expand(output.shape))
-    work.scatter_(1, output, work.gather(1, output) - column[1])
-    logits.index_copy_(0, index, work[:, :vocab])
-
-
-def _history(ids: Ints, vocab: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.where(ids < 0, vocab, ids).astype(np.int64)).to(device)
-
-
-def _column(values: NDArray[Any], like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]
+def score(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
+    """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32."""
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    best = logits.topk(min(count, logits.shape[1]), dim=-1)
+    return Logprobs(
+        (logits.gather(1, tokens[:, None]) - total)[:, 0].cpu().numpy(),
+        best.indices.to(torch.int32).cpu().numpy(),
+        (best.values - total).cpu().numpy(),
+    )
 
 
 def _members(runs: Tensor) -> Tensor:
@@ -133,7 +108,7 @@ def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -
     index = torch.from_numpy(rows).to(logits.device)
     if len(rows) < len(logits):
         logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
-    logits = logits.div_(_column(inputs.temperature[rows], logits))
+    logits = logits.div_(column(inputs.temperature[rows], logits))
     most = logits.gather(1, best[index, None])
     race = _Race(logits, peaks, most, (logits - most).exp_())
     least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
@@ -167,7 +142,7 @@ def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor
     if not rows.size and not min_p.any():
         return None
     with np.errstate(divide="ignore"):
-        least = race.most + _column(np.log(min_p), race.most)
+        least = race.most + column(np.log(min_p), race.most)
     if not rows.size:
         return least
     index = torch.from_numpy(rows).to(least.device)
@@ -177,7 +152,7 @@ def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor
     if limited.any():
         mine = _top_k(some, mine, limited, top_k)
     if (top_p < 1).any():
-        mine = _top_p(some, mine, _column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
+        mine = _top_p(some, mine, column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
     return least.index_copy(0, index, mine)
 
 
@@ -185,8 +160,8 @@ def _top_k(race: _Race, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) 
     """Raise `least` to the k-th best logit in the rows that are limited."""
     rank = np.where(limited, top_k, 1).astype(np.int64) - 1
     values = _best_values(race.logits, race.peaks, int(rank.max()) + 1)
-    kth = values.gather(1, _column(rank, least)).maximum(least)
-    return torch.where(_column(limited, least), kth, least)
+    kth = values.gather(1, column(rank, least)).maximum(least)
+    return torch.where(column(limited, least), kth, least)
 
 
 def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
@@ -206,13 +181,3 @@ def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
         more = min(count * MORE, race.logits.shape[1])
         last[unsure] = _top_p(race.rows(unsure), least[unsure], top_p[unsure], more)
     return last
-
-
-def _logprobs(raw: Tensor, tokens: Tensor, count: int) -> Logprobs:
-    total = raw.logsumexp(dim=-1, keepdim=True)
-    best = raw.topk(min(count, raw.shape[1]), dim=-1)
-    return Logprobs(
-        (raw.gather(1, tokens[:, None]) - total)[:, 0].cpu().numpy(),
-        best.indices.to(torch.int32).cpu().numpy(),
-        (best.values - total).cpu().numpy(),
-    )

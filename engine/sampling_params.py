@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from engine.errors import InvalidRequestError
 
@@ -13,6 +13,32 @@ MAX_N = 16
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
+MAX_BIASES = 1024
+MAX_ALLOWED = 4096
+MAX_BAD_WORDS = 128
+MAX_GRAMMAR_BYTES = 64 * 1024
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """What the whole output must match.
+
+    kind: what `text` is: a JSON schema, nothing (any JSON object), a regular expression, a JSON list of strings of
+    which one is written, or a grammar in GBNF (llama.cpp's EBNF) whose start is `root`.
+
+    Raises `InvalidRequestError` for other kinds, and for a text of more than 64 KiB.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            known = ", ".join(get_args(GrammarKind))
+            raise InvalidRequestError(f"structured must be one of {known}, not {self.kind!r}", "structured")
+        if len(self.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequestError(f"{self.kind} may have at most {MAX_GRAMMAR_BYTES} bytes", "structured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +47,13 @@ class SamplingParams:
 
     `temperature=0` is greedy. `top_k=0` (or -1) and `top_p=1` switch those filters off. `max_tokens=None` means
     as many as the context holds. `seed=None` lets the server choose one. `logprobs=k` returns the chosen token's
-    log-probability and the k best. Log-probabilities are those of the raw logits, before temperature and penalties.
+    log-probability and the k best, `prompt_logprobs=k` the same of every prompt token but the first.
+    Log-probabilities are those of the raw logits, before temperature and penalties.
+
+    logit_bias: token id -> what is added to its logit, given as a mapping. allowed_token_ids: the only ids that may
+    be drawn; empty = all. bad_words: texts that are never completed; bad_words_ids: the token sequences that they
+    are, from the tokenizer (`Tokenizer.with_bad_words`). structured: what the output must match; it ends where that
+    is complete, so it goes with neither min_tokens nor ignore_eos.
 
     Raises `InvalidRequestError` naming the field.
     """
@@ -43,10 +75,21 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", _strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _strings(self.stop, "stop", MAX_STOPS))
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids, "stop_token_ids", 1024))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(
+            self, "allowed_token_ids", _token_ids(self.allowed_token_ids, "allowed_token_ids", MAX_ALLOWED)
+        )
+        object.__setattr__(self, "bad_words", _strings(self.bad_words, "bad_words", MAX_BAD_WORDS))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _check_integer("n", self.n, 1, MAX_N)
@@ -68,6 +111,21 @@ class SamplingParams:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.structured is not None:
+            self._check_structured()
+
+    def _check_structured(self) -> None:
+        if self.min_tokens:
+            raise InvalidRequestError(
+                "min_tokens cannot be met beside structured output, which ends where it is complete; leave it out",
+                "min_tokens",
+            )
+        if self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos cannot be true beside structured output, which ends where it is complete", "ignore_eos"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -97,22 +155,32 @@ def _check_number(name: str, value: Any, low: float, high: float, low_open: bool
         raise InvalidRequestError(f"{name} must be {above} {low:g} and at most {high:g}, not {value}", name)
 
 
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    stops = (value,) if isinstance(value, str) else tuple(value or ())
-    if len(stops) > MAX_STOPS:
-        raise InvalidRequestError(f"stop takes at most {MAX_STOPS} strings, not {len(stops)}", "stop")
-    for stop in stops:
-        if not isinstance(stop, str) or not stop:
-            raise InvalidRequestError(f"stop must hold non-empty strings, not {stop!r}", "stop", "invalid_type")
-        if len(stop.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
-            raise InvalidRequestError(f"each stop string may have at most {MAX_STOP_BYTES} bytes", "stop")
-    return stops
+def _strings(value: str | Sequence[str] | None, name: str, most: int) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value or ())
+    if len(strings) > most:
+        raise InvalidRequestError(f"{name} takes at most {most} strings, not {len(strings)}", name)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise InvalidRequestError(f"{name} must hold non-empty strings, not {string!r}", name, "invalid_type")
+        if len(string.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise InvalidRequestError(f"each string of {name} may have at most {MAX_STOP_BYTES} bytes", name)
+    return strings
 
 
-def _token_ids(value: Sequence[int] | None) -> tuple[int, ...]:
+def _token_ids(value: Sequence[int] | None, name: str, most: int) -> tuple[int, ...]:
     ids = tuple(value or ())
-    if len(ids) > 1024:
-        raise InvalidRequestError(f"stop_token_ids takes at most 1024 ids, not {len(ids)}", "stop_token_ids")
+    if len(ids) > most:
+        raise InvalidRequestError(f"{name} takes at most {most} ids, not {len(ids)}", name)
     for token in ids:
-        _check_integer("stop_token_ids", token, 0, 2**31 - 1)
+        _check_integer(name, token, 0, 2**31 - 1)
     return ids
+
+
+def _biases(value: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
+    if len(pairs) > MAX_BIASES:
+        raise InvalidRequestError(f"logit_bias takes at most {MAX_BIASES} ids, not {len(pairs)}", "logit_bias")
+    for token, bias in pairs:
+        _check_integer("logit_bias", token, 0, 2**31 - 1)
+        _check_number("logit_bias", bias, -100.0, 100.0)
+    return tuple([(token, float(bias)) for token, bias in pairs])

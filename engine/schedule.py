@@ -22,6 +22,8 @@ class Schedule:
     changed_rows: rows whose block table changed since the last schedule of the same version.
     copies: (source, destination) blocks to copy, in this order, before anything is written.
     forks: sequences whose prompt ends in this step and whose siblings draw from the same logits.
+    scores: (sequence, first, beyond) positions whose logits tell the log-probability of the prompt's next token.
+    pooled: (sequence, row) of those whose hidden states are wanted and not yet summed up.
     """
 
     sequences: list[Sequence]
@@ -38,6 +40,8 @@ class Schedule:
     changed_rows: Index | None = None
     copies: list[tuple[int, int]] = field(default_factory=list)
     forks: list[Sequence] = field(default_factory=list)
+    scores: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    pooled: list[tuple[Sequence, int]] = field(default_factory=list)
 
     def alone(self, row: int) -> Schedule:
         """Return the part of this schedule that concerns one of its sequences."""
@@ -53,4 +57,6 @@ class Schedule:
             sample_slots=self.sample_slots[drawn],
             num_tokens=int(self.query_lens[row]),
             decode=self.decode,
+            scores=[score for score in self.scores if score[0] is self.sequences[row]],
+            pooled=[(sequence, 0) for sequence, of in self.pooled if of == row],
         )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
 from engine.admission import Admission
 from engine.boundary import Boundary
 from engine.config import EngineConfig
+from engine.grammar.base import GrammarState
 from engine.report import EngineStats, Finish, Ints
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
 from engine.roster import Roster
@@ -17,6 +19,9 @@ from engine.rows import Rows
 from engine.schedule import Index, Schedule
 from engine.stops import StopTokens
 from engine.updater import Updater
+
+NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
+NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -65,9 +70,12 @@ class Scheduler:
         """Whether anything is left to run or to report."""
         return self._roster.has_unfinished
 
-    def add(self, request: Request, now: float) -> None:
-        """Let a checked request wait. now: its arrival in seconds, unless it brings its own."""
-        self._roster.add(request, now)
+    def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState] = NO_GRAMMARS) -> None:
+        """Let a checked request wait. now: its arrival in seconds, unless it brings its own.
+
+        grammars: choice -> where its output stands in the grammar that it must match.
+        """
+        self._roster.add(request, now, grammars)
 
     def abort(self, request_id: str) -> bool:
         """End all sequences of a request and free what they hold. False if there is no such request."""
@@ -81,6 +89,10 @@ class Scheduler:
         known = self._roster.finish_choice(request_id, choice, FinishReason.ABORT)
         self._roster.refresh()
         return known
+
+    def mark(self, sequence: Sequence, error: Exception) -> None:
+        """Have the whole request of `sequence` end with ERROR in the update that follows."""
+        self._boundary.mark(sequence, error)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End the whole request of `sequence` with ERROR."""
@@ -254,6 +266,9 @@ class Scheduler:
     def _choose_samples(self, schedule: Schedule) -> None:
         """Let those draw whose last token is computed; a leader draws for its siblings too."""
         rows = (schedule.seq_lens == self._tables.num_tokens[schedule.slots]).nonzero()[0]
+        if any(sequence.reads_prompt for sequence in self._roster.prefilling):
+            self._read_prompts(schedule)
+            rows = rows[[schedule.sequences[row].request.pooling is None for row in rows.tolist()]]
         samples = [schedule.sequences[row] for row in rows.tolist()]
         schedule.version = 0
         schedule.num_tokens = int(schedule.query_lens.sum())
@@ -266,9 +281,24 @@ class Scheduler:
             schedule.sample_slots = np.array([sequence.slot for sequence in samples], np.intp)
         schedule.samples, schedule.sample_rows = samples, rows
 
+    def _read_prompts(self, schedule: Schedule) -> None:
+        """Note what is wanted of prompts beside their next token."""
+        for row, sequence in enumerate(schedule.sequences):
+            if not sequence.reads_prompt or sequence.num_computed_tokens >= sequence.num_prompt_tokens:
+                continue
+            if sequence.request.pooling is not None:
+                whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
+                if whole or sequence.request.pooling == "mean":
+                    schedule.pooled.append((sequence, row))
+            else:
+                first = max(sequence.num_computed_tokens, sequence.num_scored_tokens - 1)
+                beyond = min(int(schedule.seq_lens[row]), sequence.num_prompt_tokens - 1)
+                if beyond > first:
+                    schedule.scores.append((sequence, first, beyond))
+
     # ---- after the step -----------------------------------------------------------------------------------------
 
-    def update(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...] = ()) -> None:
+    def update(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception] = NO_FAILURES) -> None:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
         self._updater.update(schedule, token_ids, failed)
         self.counters.generated_tokens += len(schedule.samples)

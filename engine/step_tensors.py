@@ -43,6 +43,7 @@ def split_step(inputs: StepInputs, most: int) -> list[StepInputs]:
     """Cut a step into parts of about one size and at most `most` tokens, to be run one after another.
 
     A sequence that is cut continues in the next part as a chunked prompt does. Block copies stay with the first part.
+    Every part has a share of all that is pooled, most of them an empty one.
     """
     count = -(-inputs.num_tokens // most)
     if count <= 1:
@@ -69,6 +70,7 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
         block_tables=inputs.block_tables[rows],
         logits_indices=wanted[(wanted >= start) & (wanted < end)] - np.int32(start),
         copy_blocks=inputs.copy_blocks if start == 0 else inputs.copy_blocks[:0],
+        pooled=inputs.pooled.clip(start, end) - np.int32(start),
     )
 
 

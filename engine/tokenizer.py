@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -70,6 +71,25 @@ class Tokenizer:
             )
             for _ in range(params.n)
         ]
+
+    def with_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the tokens of its bad words, each as it is written at the start of a text and within.
+
+        As in vLLM. Raises `InvalidRequestError` when a word has no tokens.
+        """
+        if not params.bad_words:
+            return params
+        found: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words:
+            alone = self.encode(word.lstrip(), add_special_tokens=False, param="bad_words")
+            within = self.encode(" " + word.lstrip(), add_special_tokens=False, param="bad_words")
+            if not alone:
+                raise InvalidRequestError(f"bad_words holds {word!r}, which has no tokens", "bad_words")
+            found[tuple(alone)] = None
+            # A tokenizer that writes the space as a token of its own gives nothing new.
+            if within[:1] != alone[:1] and len(within) == len(alone):
+                found[tuple(within)] = None
+        return replace(params, bad_words_ids=tuple(found))
 
     @property
     def chat_template(self) -> str | None:

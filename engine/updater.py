@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import numpy as np
 
 from engine.boundary import Boundary
-from engine.errors import PoisonedLogitsError
+from engine.errors import GrammarError
 from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
@@ -30,14 +31,17 @@ class Updater:
         self._shift = rows.blocks.block_size.bit_length() - 1
         self._seals = rows.blocks.enable_prefix_caching
 
-    def update(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...]) -> None:
+    def update(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception]) -> None:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`; requests of rows `failed` end."""
         self._rows.copies.clear()
-        for row in failed:
-            self._boundary.mark(schedule.samples[row], PoisonedLogitsError("the model's logits were not finite"))
+        for row, error in failed.items():
+            self._boundary.mark(schedule.samples[row], error)
         self._advance(schedule)
         for leader in schedule.forks:
             self._boundary.guard(leader, self._roster.fork, leader)
+        for sequence, row in schedule.pooled:
+            if schedule.seq_lens[row] == sequence.num_prompt_tokens:
+                self._boundary.guard(sequence, self._roster.finish, sequence, FinishReason.STOP)
         self._append(schedule, token_ids, failed)
         self._boundary.bury()
         self._roster.refresh()
@@ -72,7 +76,7 @@ class Updater:
             computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
             self._boundary.guard(sequence, self._rows.seal, sequence, *computed)
 
-    def _append(self, schedule: Schedule, token_ids: Ints, failed: tuple[int, ...]) -> None:
+    def _append(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception]) -> None:
         """Write the drawn tokens behind their sequences, and end those that are done."""
         tables, slots = self._tables, schedule.sample_slots
         positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
@@ -86,6 +90,9 @@ class Updater:
         else:
             for sequence in schedule.samples:
                 sequence.num_tokens += 1
+        for row in self._rows.structured[slots].nonzero()[0].tolist():
+            if row not in failed:
+                self._boundary.guard(schedule.samples[row], _accept, schedule.samples[row], int(token_ids[row]))
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
         ended[list(failed)] = False  # they end with an error, whatever their token
         for row in ended.nonzero()[0].tolist():
@@ -99,3 +106,8 @@ class Updater:
             self._roster.finish(sequence, FinishReason.STOP)
         elif sequence.num_tokens >= self._tables.limits[sequence.slot]:
             self._roster.finish(sequence, FinishReason.LENGTH)
+
+
+def _accept(sequence: Sequence, token: int) -> None:
+    if sequence.grammar is not None and not sequence.grammar.accept(token):
+        raise GrammarError(f"token {token} was drawn although the grammar does not allow it")

@@ -163,6 +163,10 @@ class Decoder(nn.Module):
             update = layer(residual, update, rotation, context)
         return residual if update is None else residual.add_(update)
 
+    def final(self, hidden: Tensor) -> Tensor:
+        """Return the final hidden states in fp32, which embeddings are made of: [num, hidden] -> [num, hidden]."""
+        return self.norm(hidden).float()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""
         logits = self.head(self.norm(hidden)).float()

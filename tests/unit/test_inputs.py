@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.fake_executor import FakeExecutor
+from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder, attention_mask
 from engine.report import StepInputs
 from engine.sampling_inputs import SamplingTable
@@ -48,7 +49,8 @@ def schedule_of(query_lens, num_computed, num_tokens, slots=None):
 
 
 def builder_for(tables, block_size, budget=64):
-    return InputBuilder(tables, SamplingTable(tables.num_slots), block_size, budget)
+    masks = MaskMaker(tables.num_slots, VOCAB)
+    return InputBuilder(tables, SamplingTable(tables.num_slots), masks, block_size, budget)
 
 
 # ---- DESIGN section 7 --------------------------------------------------------------------------------------

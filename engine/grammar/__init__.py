@@ -1,0 +1,1 @@
+"""Structured output: what a request's tokens must match."""

@@ -1,0 +1,68 @@
+"""What the engine knows of grammars: which tokens may come next, and what came."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from engine.errors import GrammarError, InvalidRequestError
+from engine.report import Ints
+from engine.request import Request
+from engine.sampling_params import StructuredOutput
+
+
+class GrammarState(ABC):
+    """Where one choice stands in its grammar: a function of the grammar and the tokens taken. Used by one thread."""
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Take the next token; False, and nothing changes, if the grammar does not allow it."""
+
+    @abstractmethod
+    def fill(self, bits: Ints) -> None:
+        """Write the tokens that may come next as bits, the lowest first. bits: [vocab / 32 rounded up]."""
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether the output is complete and its end was drawn."""
+
+
+class CompiledGrammar(ABC):
+    """A grammar made ready for one vocabulary; shared by any number of choices."""
+
+    @abstractmethod
+    def state(self) -> GrammarState:
+        """Return the state before the first token."""
+
+    def resume(self, token_ids: Iterable[int]) -> GrammarState:
+        """Return the state after `token_ids`. Raises `GrammarError` if they do not match."""
+        state = self.state()
+        for number, token_id in enumerate(token_ids):
+            if not state.accept(token_id):
+                raise GrammarError(f"token {token_id}, the {number + 1}. of the output, does not match the grammar")
+        return state
+
+
+class GrammarCompiler(ABC):
+    """Makes grammars ready for the vocabulary of one model."""
+
+    @abstractmethod
+    def compile(self, wanted: StructuredOutput) -> CompiledGrammar:
+        """Return the compiled grammar; may take seconds.
+
+        Raises `InvalidRequestError` naming what cannot be read, or is not supported.
+        """
+
+
+def grammar_states(request: Request, grammar: CompiledGrammar | None) -> dict[int, GrammarState]:
+    """Return where each choice of `request` stands in its grammar, rebuilt from its token log.
+
+    Raises `InvalidRequestError` when there is a grammar to match and none was compiled.
+    """
+    if grammar is None:
+        if request.params.structured is not None:
+            raise InvalidRequestError("structured output is not available here", "structured", "not_supported")
+        return {}
+    logs = dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume
+    return {choice: grammar.resume(log) for choice, log in logs.items()}

@@ -1,0 +1,64 @@
+"""What a step tells of prompts beside their first token: log-probabilities of their tokens, and pooled states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from engine.errors import PoisonedLogitsError
+from engine.report import Floats, Logprobs, PromptLogprobs, StepOutputs, TokenLogprob
+from engine.request import Sequence
+from engine.schedule import Schedule
+
+Fail = Callable[[Sequence, Exception], None]
+
+
+def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[PromptLogprobs]:
+    """Return the log-probabilities that the step brought, by sequence; `fail` gets those that are not finite.
+
+    Call once per step, before the step's sequences are updated.
+    """
+    found = outputs.prompt_logprobs
+    if found is None:
+        return []
+    told: list[PromptLogprobs] = []
+    start = 0
+    for sequence, first, beyond in schedule.scores:
+        rows = range(start, start + beyond - first)
+        start = rows.stop
+        if not np.isfinite(found.chosen[rows.start : rows.stop]).all():
+            fail(sequence, PoisonedLogitsError("the model's logits were not finite"))
+            continue
+        tokens = sequence.request.prompt_token_ids[first + 1 : beyond + 1]
+        count = sequence.request.params.prompt_logprobs or 0
+        told.append(PromptLogprobs(sequence, first + 1, tuple(_entries(found, rows, tokens, count))))
+        sequence.num_scored_tokens = beyond + 1
+    return told
+
+
+def take_pooled(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[tuple[Sequence, Floats]]:
+    """Add what the step pooled to its sequences; return the vectors, [hidden] fp32, of those that are complete.
+
+    Call once per step, before the step's sequences are updated.
+    """
+    done: list[tuple[Sequence, Floats]] = []
+    if outputs.pooled is None:
+        return done
+    for (sequence, row), state in zip(schedule.pooled, outputs.pooled, strict=True):
+        if not np.isfinite(state).all():
+            fail(sequence, PoisonedLogitsError("the model's hidden states were not finite"))
+            continue
+        if sequence.pooled is None or not int(schedule.num_computed[row]):
+            sequence.pooled = np.zeros(state.shape, np.float64)
+        sequence.pooled += state
+        if schedule.seq_lens[row] == sequence.num_prompt_tokens:
+            count = sequence.num_prompt_tokens if sequence.request.pooling == "mean" else 1
+            done.append((sequence, (sequence.pooled / count).astype(np.float32)))
+    return done
+
+
+def _entries(found: Logprobs, rows: range, tokens: tuple[int, ...], count: int) -> Iterator[TokenLogprob]:
+    for row, token_id in zip(rows, tokens, strict=True):
+        top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
+        yield TokenLogprob(token_id, float(found.chosen[row]), tuple(top))

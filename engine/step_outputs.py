@@ -1,0 +1,54 @@
+"""From the logits of a step, which come in pieces, to its tokens and the log-probabilities of prompt tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.report import Ints, Logprobs, PromptScores, SamplingInputs, StepOutputs
+from engine.sampler import sample, score
+
+
+def outputs_of(pieces: Iterable[Tensor], sampling: SamplingInputs) -> StepOutputs:
+    """Draw the step's tokens and score its prompt tokens.
+
+    pieces: the wanted logits in order, [some, vocab] fp32 each. Only rows that are drawn from are kept, so that a
+    long prompt whose log-probabilities are wanted never has all its logits in memory.
+    """
+    drawn: list[Tensor] = []
+    scored: list[Logprobs] = []
+    start = 0
+    for piece in pieces:
+        if sampling.prompt is not None:
+            scored.append(_scores(piece, start, sampling.prompt))
+        drawn.append(piece if sampling.rows is None else _among(piece, start, sampling.rows))
+        start += len(piece)
+    outputs = StepOutputs(np.empty(0, np.int32))
+    if len(sampling.temperature):
+        outputs = sample(torch.cat(drawn) if len(drawn) > 1 else drawn[0], sampling)
+    if sampling.prompt is not None:
+        outputs.prompt_logprobs = _joined(scored)
+    return outputs
+
+
+def _among(piece: Tensor, start: int, rows: Ints) -> Tensor:
+    """Return those of `rows`, ascending rows of all logits, that lie in the piece which begins at `start`."""
+    mine = rows[(rows >= start) & (rows < start + len(piece))] - start
+    return piece.index_select(0, torch.from_numpy(mine).to(piece.device))
+
+
+def _scores(piece: Tensor, start: int, prompt: PromptScores) -> Logprobs:
+    inside = (prompt.rows >= start) & (prompt.rows < start + len(piece))
+    tokens = torch.from_numpy(prompt.token_ids[inside]).to(piece.device).long()
+    return score(_among(piece, start, prompt.rows), tokens, prompt.num_logprobs)
+
+
+def _joined(parts: Sequence[Logprobs]) -> Logprobs:
+    return Logprobs(
+        np.concatenate([part.chosen for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top for part in parts]),
+    )
