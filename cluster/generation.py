@@ -17,6 +17,9 @@ class TokenChunk:
     finish_reason: "stop" or "length" with the last chunk of the choice, else None.
     logprobs: one per token where the request asked for them, else empty.
     num_cached_tokens: prompt tokens that came from the prefix cache (known from the first chunk on).
+    prompt_logprobs: one for each of the next prompt tokens, from the second token on, where the request asked for
+    them; all have come before the first output token. They come with choice 0, if that is still open.
+    embedding: the pooled state of a request with `pooling`, [hidden]; its one chunk has no tokens.
     """
 
     choice: int
@@ -24,6 +27,8 @@ class TokenChunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: tuple[float, ...] | None = None
 
 
 class TokenSource(Protocol):
