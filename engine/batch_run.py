@@ -65,11 +65,15 @@ class BatchRun:
         self._choices: dict[str, list[ChoiceRun]] = {}
         self._open: dict[str, int] = {}
         self._cached: dict[str, int] = {}
+        self._prompt_logprobs: dict[str, list[TokenLogprob | None]] = {}
+        self._pooled: dict[str, list[float]] = {}
         try:
             for number, request in enumerate(requests):
                 _add(core, request, number)
                 self._choices[request.request_id] = _choices(request, tokenizer)
                 self._open[request.request_id] = request.params.n
+                if request.params.prompt_logprobs is not None:
+                    self._prompt_logprobs[request.request_id] = [None]
         except BaseException:
             self.abort()
             raise
@@ -97,6 +101,14 @@ class BatchRun:
         """Return the choices of a request that is done."""
         return [choice.output() for choice in self._choices[request_id]]
 
+    def prompt_logprobs(self, request_id: str) -> list[TokenLogprob | None] | None:
+        """Return one per prompt token, None for the first; None when they were not asked for."""
+        return self._prompt_logprobs.get(request_id)
+
+    def pooled(self, request_id: str) -> list[float] | None:
+        """Return the pooled state of a request that is done; None if the engine failed on it."""
+        return self._pooled.get(request_id)
+
     def num_cached_tokens(self, request_id: str) -> int:
         """Prompt tokens that came from the prefix cache."""
         return self._cached.get(request_id, 0)
@@ -104,6 +116,10 @@ class BatchRun:
     def _take(self, report: StepReport) -> None:
         ended = {finish.sequence: finish.reason for finish in report.finished}
         logprobs = report.logprobs
+        for told in report.prompt_logprobs:
+            self._prompt_logprobs[told.sequence.request.request_id].extend(told.logprobs)
+        for sequence, state in report.pooled:
+            self._pooled[sequence.request.request_id] = state.tolist()
         for row, (sequence, token_id) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
             request_id = sequence.request.request_id
             choice = self._choices[request_id][sequence.index]

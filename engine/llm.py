@@ -5,22 +5,23 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, cast, get_args
 
 from tqdm import tqdm
 
 from engine.batch_run import BatchRun
 from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
-from engine.errors import ConfigError, InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError, PoisonedLogitsError
 from engine.interrupts import DeferredInterrupt
 from engine.local_executor import ModelInfo, build_executor
-from engine.outputs import RequestOutput
+from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
-from engine.request import Request
+from engine.request import Pooling, Request
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
@@ -127,6 +128,22 @@ class LLM:
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False, param="messages")))
         return self._run(prompts, sampling_params, use_tqdm)
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
+    ) -> list[EmbeddingOutput]:
+        """Return one vector of length 1 per prompt, in order: of the final hidden states, the last or their mean.
+
+        Raises as `generate` does, and `PoisonedLogitsError` when the model gave NaN or infinity for a prompt.
+        """
+        if pooling not in get_args(Pooling):
+            raise InvalidRequestError(f"pooling must be 'last' or 'mean', not {pooling!r}", "pooling")
+        asked = self._tokenized(_as_list(prompts))
+        nothing = SamplingParams(max_tokens=1, seed=0)
+        requests = [replace(self._request(ids, nothing), pooling=pooling) for _, ids in asked]
+        run = self._finish(requests, use_tqdm)
+        places = enumerate(zip(asked, requests, strict=True))
+        return [_embedding(run, request, text, number) for number, ((text, _), request) in places]
+
     def stats(self) -> EngineStats:
         """Return the engine's figures: KV blocks, prefix hits, preemptions, tokens since the start."""
         return self._core.stats()
@@ -151,16 +168,20 @@ class LLM:
     ) -> list[RequestOutput]:
         params = [self.tokenizer.with_bad_words(one) for one in _params_of(sampling_params, len(prompts))]
         requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
+        run = self._finish(requests, use_tqdm)
+        return [
+            RequestOutput(text, ids, run.outputs(name), run.num_cached_tokens(name), run.prompt_logprobs(name))
+            for (text, ids), name in zip(prompts, [request.request_id for request in requests], strict=True)
+        ]
+
+    def _finish(self, requests: Sequence[Request], use_tqdm: bool) -> BatchRun:
         run = BatchRun(self._core, self.tokenizer, requests)
         with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:
             while run.unfinished:
                 self._step(run)
                 _show(bar, run)
                 _check(interrupt, run)
-        return [
-            RequestOutput(text, ids, run.outputs(request.request_id), run.num_cached_tokens(request.request_id))
-            for (text, ids), request in zip(prompts, requests, strict=True)
-        ]
+        return run
 
     def _step(self, run: BatchRun) -> None:
         try:
@@ -183,6 +204,14 @@ class LLM:
         self._num_requests += 1
         seed = _derived_seed(self.info.config.seed, number) if params.seed is None else params.seed
         return Request(f"offline-{number}", tuple(token_ids), params, seed=seed)
+
+
+def _embedding(run: BatchRun, request: Request, text: str | None, number: int) -> EmbeddingOutput:
+    pooled = run.pooled(request.request_id)
+    if pooled is None:
+        raise PoisonedLogitsError(f"prompts[{number}]: the model's hidden states were not finite")
+    cached = run.num_cached_tokens(request.request_id)
+    return EmbeddingOutput(text, list(request.prompt_token_ids), normalised(pooled), cached)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

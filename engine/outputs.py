@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.report import TokenLogprob
@@ -34,10 +36,28 @@ class CompletionOutput:
 class RequestOutput:
     """One prompt and its `n` choices, in order. prompt: the text, None when token ids were given.
 
-    num_cached_tokens: prompt tokens that came from the prefix cache.
+    num_cached_tokens: prompt tokens that came from the prefix cache. prompt_logprobs: one per prompt token, None for
+    the first, which nothing comes before; None when not asked for.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """One prompt and its embedding, [hidden] fp32 of length 1. prompt: the text, None when token ids were given."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: list[float]
+    num_cached_tokens: int = 0
+
+
+def normalised(vector: Sequence[float]) -> list[float]:
+    """Return `vector` with length 1; zeros stay zeros."""
+    length = math.sqrt(math.fsum([x * x for x in vector]))
+    return [x / length for x in vector] if length else list(vector)
