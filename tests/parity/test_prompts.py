@@ -1,0 +1,119 @@
+"""Log-probabilities of prompts and embeddings against transformers: chunked, cached, in company, sharded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.errors import InvalidRequestError
+from engine.llm import LLM
+from engine.runner import LOGIT_ROWS
+from engine.sampling_params import SamplingParams
+from tests import tiny_tokenizer
+from tests.parity.tiny_models import make, oracle_logits, prompts
+
+DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
+ASKED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=3, logprobs=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small gain nothing from a second thread and lose much when the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def checkpoint(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make(request.param, folder)
+    tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)
+    return folder, model
+
+
+def open_llm(folder, **changes):
+    return LLM(folder, **{"device": "cpu", "dtype": "float32", "num_kv_blocks": 400, "block_size": 4} | changes)
+
+
+def check_logprobs(model, results):
+    for result in results:
+        ids = result.prompt_token_ids
+        expected = oracle_logits(model, ids).log_softmax(-1)
+        first, *found = result.prompt_logprobs
+        assert first is None
+        assert [one.token_id for one in found] == ids[1:]
+        chosen = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor([one.logprob for one in found]), chosen, rtol=3e-4, atol=3e-4)
+        if not found:
+            continue
+        best = torch.tensor([[value for _, value in one.top] for one in found])
+        torch.testing.assert_close(best, expected[:-1].topk(3).values, rtol=3e-4, atol=3e-4)
+
+
+def embedding(model, ids, pooling):
+    with torch.inference_mode():
+        states = model.base_model(torch.tensor([ids])).last_hidden_state[0]
+    return torch.nn.functional.normalize(states[-1] if pooling == "last" else states.mean(dim=0), dim=-1)
+
+
+def check_embeddings(model, results, pooling):
+    for result in results:
+        expected = embedding(model, result.prompt_token_ids, pooling)
+        torch.testing.assert_close(torch.tensor(result.embedding), expected, rtol=3e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_prompt_logprobs_and_embeddings_are_transformers_in_any_chunks(checkpoint, budget):
+    folder, model = checkpoint
+    ragged = prompts(7)
+    with open_llm(folder, max_num_batched_tokens=budget) as llm:
+        check_logprobs(model, llm.generate(ragged, ASKED))
+        cached = llm.generate(ragged, ASKED)
+        assert not any(result.num_cached_tokens for result in cached)
+        check_logprobs(model, cached)
+        for pooling in ("last", "mean"):
+            check_embeddings(model, llm.embed(ragged, pooling), pooling)
+        tokens = [
+            result.outputs[0].token_ids for result in llm.generate(ragged, replace(ASKED, prompt_logprobs=None))
+        ]
+        assert tokens == [result.outputs[0].token_ids for result in cached]
+
+
+def test_long_prompts_have_their_logits_in_pieces(checkpoint, monkeypatch):
+    folder, model = checkpoint
+    monkeypatch.setattr("engine.runner.LOGIT_ROWS", 5)
+    monkeypatch.setattr("engine.runner.PART_TOKENS", 16)
+    ragged = prompts(5, longest=40, seed=1)
+    with open_llm(folder) as llm:
+        check_logprobs(model, llm.generate(ragged, ASKED))
+        check_embeddings(model, llm.embed(ragged, "mean"), "mean")
+    assert LOGIT_ROWS > 5
+
+
+def test_two_ranks_tell_what_one_tells(checkpoint):
+    folder, model = checkpoint
+    ragged = prompts(4, seed=2)
+    with open_llm(folder, tensor_parallel_size=2) as llm:
+        check_logprobs(model, llm.generate(ragged, ASKED))
+        check_embeddings(model, llm.embed(ragged), "last")
+
+
+def test_an_unknown_pooling_and_a_prompt_without_tokens_are_refused_by_name(checkpoint):
+    with open_llm(checkpoint[0]) as llm:
+        with pytest.raises(InvalidRequestError, match="'last' or 'mean'"):
+            llm.embed(["a"], pooling="max")
+        with pytest.raises(InvalidRequestError, match=r"prompts\[1\]"):
+            llm.embed([[3], []])
+
+
+def test_bad_words_are_kept_out_of_the_text():
+    with open_llm(DEMO) as llm:
+        (free,) = llm.generate(["def main():"], SamplingParams(temperature=0, max_tokens=16))
+        word = free.outputs[0].text.split()[2]
+        params = SamplingParams(temperature=0, max_tokens=16, bad_words=(word,), include_stop_str_in_output=True)
+        (ruled,) = llm.generate(["def main():"], params)
+    assert word in free.outputs[0].text
+    assert word not in ruled.outputs[0].text
