@@ -154,6 +154,8 @@ class Fleet:
                 message = await member.link.receive()
                 member.last_heard = self._loop.time()
                 self._listener.on_message(member, message)
+                # Reports may wait in plenty after a pause: their consumers get a turn after each.
+                await asyncio.sleep(0)
         except LinkClosedError as error:
             self.lose(member, error.code, error.message)
         except Exception:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineThread
-from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, RouterLink
+from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
     Abort,
     Draining,
@@ -339,6 +339,6 @@ class ReplicaCore:
 
     def _attend(self, session: RouterSession, now: float) -> None:
         if now - session.last_heard > self._times.router_timeout:
-            self._end_session(session, LOST, "the router has been silent for too long")
+            self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
             session.send(Heartbeat(self.incarnation, self._load()), now)
