@@ -87,7 +87,7 @@ def test_a_context_that_nobody_asked_for_is_lowered_to_what_fits(caplog):
 def test_too_few_blocks_for_one_sequence_are_refused_with_numbers_that_work():
     with pytest.raises(
         ConfigError,
-        match=r"num_kv_blocks=3 holds 32 tokens.*max_model_len=100; raise num_kv_blocks to 8 or lower max_model_len to",
+        match=r"num_kv_blocks=3 holds 32 tokens.*max_model_len=100; raise num_kv_blocks to 8 or lower max_model_len",
     ) as error:
         fit_given_blocks(config(num_kv_blocks=3), shrink=False)
     assert error.value.flag == "num_kv_blocks"
