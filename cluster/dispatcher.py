@@ -241,6 +241,10 @@ class Dispatcher:
         return True
 
     def _park(self, live: LiveRequest) -> None:
+        if self._fleet.model_changed(live):
+            message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
+            self._fail(live, ApiError("model_changed", message))
+            return
         wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
         self._waiting_room.enter(live, wait)
 

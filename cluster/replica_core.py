@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a replica is and runs. `num_kv_blocks` excludes the null block."""
+    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block."""
 
     replica_id: str
     model: str
@@ -46,6 +46,7 @@ class ReplicaFacts:
     block_size: int
     num_kv_blocks: int
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +323,7 @@ class ReplicaCore:
             facts.num_kv_blocks,
             facts.eos_token_ids,
             self._draining,
+            facts.fingerprint,
         )
 
     async def _tick(self) -> None:

@@ -672,3 +672,47 @@ async def test_replica_that_gives_a_silent_router_up_is_no_death_to_blame_a_requ
             lab.dispatcher.add_link(await replica.link())
         replica.executor.allow(100)
         assert await running == oracle(long_request("r"))
+
+
+async def test_stream_goes_on_only_where_the_same_model_runs():
+    """A rolling update: the old replica dies while one of the same model and several of the next one are there."""
+    async with Lab() as lab:
+        await lab.start("old", steps=6, fingerprint="v1")
+        requests = [long_request(f"r{i}", seed=i) for i in range(4)]
+        running = [asyncio.create_task(lab.collect(r)) for r in requests]
+        await until(lambda: lab.dispatcher.counters.reports >= 6)
+        new = [await lab.start(f"new{i}", fingerprint="v2") for i in range(3)]
+        same = await lab.start("same", fingerprint="v1")
+        lab.kill("old")
+        assert await asyncio.gather(*running) == [oracle(r) for r in requests]
+        assert same.core.stats.generated_tokens == 4 * 34
+        assert [replica.core.stats.generated_tokens for replica in new] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["new-model-is-there", "new-model-comes-later"])
+async def test_stream_ends_with_an_honest_error_when_only_another_model_is_left(waits):
+    async with Lab() as lab:
+        await lab.start("old", steps=4, fingerprint="v1")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        if waits:
+            lab.kill("old")
+            await until(lambda: len(lab.lost) == 1)
+        new = await lab.start("new", fingerprint="v2")
+        if not waits:
+            lab.kill("old")
+        with pytest.raises(ApiError) as caught:
+            await running
+        assert (caught.value.code, caught.value.status, caught.value.retryable) == ("model_changed", 503, True)
+        assert new.core.stats.prompt_tokens == 0
+        assert await lab.collect(long_request("again")) == oracle(long_request("again"))
+
+
+async def test_request_that_has_no_token_yet_may_start_on_another_model():
+    async with Lab() as lab:
+        await lab.start("old", steps=0, fingerprint="v1")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.alive["old"].core.num_requests == 1)
+        await lab.start("new", fingerprint="v2")
+        lab.kill("old")
+        assert await running == oracle(long_request("r"))
