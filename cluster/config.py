@@ -100,4 +100,5 @@ def _refuse_unknown(key: str) -> None:
 def _as_config_error(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "model"
-    return ConfigError(f"{name}: {first['msg']}, not {first['input']!r}", name)
+    message = first["msg"].replace("Input should be", "must be", 1)
+    return ConfigError(f"{name}: {message}, not {first['input']!r}", name)

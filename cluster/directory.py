@@ -67,11 +67,13 @@ class ReplicaDirectory:
         replica_id = announcement.replica_id
         try:
             link = await connect(announcement.address, self._router_id)
-            if replica_id in self._members:  # else it left while the link was made
-                self._announced[replica_id] = announcement
-                self._dispatcher.add_link(link)
-                await _either(_lease_ended(lease), link.wait_closed())
-            link.close(LOST, "the lease has ended")
+            try:
+                if replica_id in self._members:  # else it left while the link was made
+                    self._announced[replica_id] = announcement
+                    self._dispatcher.add_link(link)
+                    await _either(_lease_ended(lease), link.wait_closed())
+            finally:
+                link.close(LOST, "the lease has ended")
         except LinkError as error:
             logger.warning("no link to replica %s: %s", replica_id, error)
         finally:

@@ -135,6 +135,7 @@ class Dispatcher:
         attempt = live.attempt
         if live.log.finished:
             self._withdraw(live)
+            self._waiting_room.leave(live)
             live.log.wake()
         elif still_runs and attempt is not None:
             attempt.member.streams.pop(attempt.stream + choice, None)
@@ -228,6 +229,8 @@ class Dispatcher:
             member.link.send(submit_message(log.request, stream, log.resume() if live.was_submitted else None))
         except MessageTooLargeError as error:
             self._fail(live, ApiError("body_too_large", str(error), param="prompt"))
+        except OverflowError as error:
+            self._fail(live, ApiError("invalid_request", f"the request cannot be sent: {error}", param="prompt"))
         except LinkClosedError:
             return False  # whoever reads the link gives it up
         else:
@@ -238,6 +241,10 @@ class Dispatcher:
         return True
 
     def _park(self, live: LiveRequest) -> None:
+        if self._fleet.model_changed(live):
+            message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
+            self._fail(live, ApiError("model_changed", message))
+            return
         wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
         self._waiting_room.enter(live, wait)
 
@@ -274,14 +281,16 @@ class Dispatcher:
         """End the attempt that runs, if any, here and on its replica."""
         attempt = live.attempt
         if attempt is not None:
-            self._detach(live)
             self._send(attempt.member, Abort(attempt.stream))
-            self._retire_if_idle(attempt.member)
+            self._detach(live)
 
     def _detach(self, live: LiveRequest) -> None:
         attempt = live.attempt
-        if attempt is not None and attempt.member.detach(live, attempt):
+        if attempt is None:
+            return
+        if attempt.member.detach(live, attempt):
             self._probe_ended()
+        self._retire_if_idle(attempt.member)
 
     def _probe_ended(self) -> None:
         # Later, not now: whoever is moving requests about should finish first.
@@ -315,8 +324,8 @@ class Dispatcher:
             self._break_off(choice, "a token is not at its place")
         for row in report.finishes:
             self._on_finish(member, row)
-        if report.blocks is not None:
-            blocks = report.blocks
+        blocks = report.blocks
+        if blocks is not None and not member.gone:
             replica_id = member.replica_id
             self._fleet.index.update(replica_id, blocks.sequence, blocks.stored, blocks.removed, blocks.cleared)
 
@@ -358,17 +367,15 @@ class Dispatcher:
         choice.finish(row.reason)
         if live.log.finished:
             self._detach(live)
-            self._retire_if_idle(member)
         live.log.wake()
 
     def _on_rejected(self, member: Member, refusal: Rejected) -> None:
         live = member.live.get(refusal.stream)
         if live is None:
             return
+        member.draining = member.draining or refusal.elsewhere
         self._detach(live)
         if refusal.elsewhere:
-            member.draining = True
-            self._retire_if_idle(member)
             self._place(live)
         else:
             self._fail(live, ApiError(refusal.code, refusal.message, param=refusal.param))

@@ -17,6 +17,7 @@ from engine.request import Request
 logger = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
+MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
 
 
@@ -79,8 +80,10 @@ class EngineThread:
         self._outcomes: deque[Command] = deque()
         self._delivery_due = False
         self._wake = threading.Event()
+        self._delivered = threading.Event()
         self._stopping = False
         self._dead = False
+        self._broken = False  # a report was lost on its way: nothing that follows is passed on
         self._stats = core.stats()
         self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -112,6 +115,7 @@ class EngineThread:
         """End the thread and close the engine; return whether that was done within `timeout` seconds."""
         self._stopping = True
         self._wake.set()
+        self._delivered.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -149,6 +153,7 @@ class EngineThread:
     def _cycle(self) -> None:
         while self._commands:
             self._commands.popleft()()
+        self._await_delivery()
         if self._core.has_unfinished:
             report = self._core.step()
             self._stats = report.stats
@@ -164,6 +169,13 @@ class EngineThread:
         if not self._commands and not self._stopping:
             self._last_progress = time.monotonic()
             self._wake.wait(IDLE_TICK)
+
+    def _await_delivery(self) -> None:
+        # As in `_park`: a delivery before `clear` is seen by the check after it, a later one sets the event.
+        while len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
+            self._delivered.clear()
+            if len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
+                self._delivered.wait(IDLE_TICK)
 
     def _add(self, request: Request) -> None:
         try:
@@ -200,8 +212,13 @@ class EngineThread:
         # Cleared first: an outcome that is added while this runs either is taken below or schedules another run.
         self._delivery_due = False
         try:
-            while self._outcomes:
+            while self._outcomes and not self._broken:
                 self._outcomes.popleft()()
+        except Exception as error:
+            # Rows were lost, and what follows would stand at the wrong places: others must go on from what was sent.
+            logger.exception("the engine's report could not be passed on")
+            self._broken = self._stopping = True
+            self._wake.set()
+            self._listener.on_dead(f"a step's report could not be passed on: {type(error).__name__}: {error}")
         finally:
-            if self._outcomes:
-                self._loop.call_soon(self._deliver)
+            self._delivered.set()

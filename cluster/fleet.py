@@ -109,7 +109,7 @@ class Fleet:
     def choose(self, live: LiveRequest) -> Member | None:
         """Return the replica that `live` should run on, or None while there is none for it."""
         now = self._loop.time()
-        pool = [m for m in self._members.values() if m.takes_requests]
+        pool = [m for m in self._members.values() if m.takes_requests and m.can_continue(live)]
         unprobed = [member for member in pool if member.probe is None]
         pool = unprobed if self.is_suspect(live) else unprobed or pool
         pool = [member for member in pool if self._is_ready(member, now)] or pool
@@ -119,6 +119,11 @@ class Fleet:
         candidates = [member.candidate(overlaps.get(member.replica_id, 0)) for member in pool]
         ranked = rank(candidates, len(live.log.request.prompt_token_ids), self._rng, self._config.policy)
         return self._members[ranked[0]]
+
+    def model_changed(self, live: LiveRequest) -> bool:
+        """Whether all replicas that take requests run another model than the one `live` has tokens of."""
+        pool = [member for member in self._members.values() if member.takes_requests]
+        return bool(pool) and not any(member.can_continue(live) for member in pool)
 
     def is_suspect(self, live: LiveRequest) -> bool:
         """Whether one more death without progress would put the request in quarantine."""
@@ -154,6 +159,8 @@ class Fleet:
                 message = await member.link.receive()
                 member.last_heard = self._loop.time()
                 self._listener.on_message(member, message)
+                # Reports may wait in plenty after a pause: their consumers get a turn after each.
+                await asyncio.sleep(0)
         except LinkClosedError as error:
             self.lose(member, error.code, error.message)
         except Exception:

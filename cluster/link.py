@@ -24,10 +24,11 @@ DRAINED = "drained"
 SLOW_CONSUMER = "slow_consumer"
 DAMAGED = "damaged"
 SUPERSEDED = "superseded"
+SILENT = "silent"
 ENGINE_DEAD = "engine_dead"
 LOST = "lost"
 STALLED = "stalled"
-PEER_ALIVE = frozenset({CLOSED, DRAINED, SLOW_CONSUMER, DAMAGED, SUPERSEDED})
+PEER_ALIVE = frozenset({CLOSED, DRAINED, SLOW_CONSUMER, DAMAGED, SUPERSEDED, SILENT})
 
 
 class LinkError(SquadronError):

@@ -27,12 +27,14 @@ class LiveRequest:
     """A request on its way: its token log, where it runs now, and what befell it.
 
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
+    fingerprint: of the model whose tokens it has; None before the first one.
     """
 
     __slots__ = (
         "accepted_at",
         "attempt",
         "block_keys",
+        "fingerprint",
         "first_token_at",
         "log",
         "strikes",
@@ -47,6 +49,7 @@ class LiveRequest:
         self.strikes = 0
         self.first_token_at: float | None = None
         self.block_keys: list[int] | None = None
+        self.fingerprint: str | None = None
 
     @property
     def request_id(self) -> str:
@@ -67,6 +70,7 @@ class Member:
         self.replica_id = link.replica_id
         self.incarnation = link.incarnation
         self.block_size = link.welcome.block_size
+        self.fingerprint = link.welcome.fingerprint
         self.draining = link.welcome.draining
         self.gone = False
         self.live: dict[int, LiveRequest] = {}
@@ -83,6 +87,10 @@ class Member:
     def takes_requests(self) -> bool:
         """Whether something new may be sent here."""
         return not (self.draining or self.gone or self.link.closed)
+
+    def can_continue(self, live: LiveRequest) -> bool:
+        """Whether the model here is the one that the request's tokens came from, if it has any."""
+        return live.fingerprint is None or live.fingerprint == self.fingerprint
 
     def progress_age(self, now: float) -> float:
         """Seconds since the engine there is known to have moved."""
@@ -126,6 +134,7 @@ class Member:
         attempt.progressed = True
         self.uncomputed -= attempt.uncomputed
         live.strikes = 0
+        live.fingerprint = self.fingerprint
         return self._end_probe(live)
 
     def read(self, report: Report, counters: DispatcherCounters) -> tuple[list[ChoiceLog], list[ChoiceLog]]:

@@ -18,7 +18,7 @@ from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import MAX_N, SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HASH_KEY_BYTES = 8
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -79,7 +79,10 @@ class Ping(_Message, tag=5, frozen=True):
 
 
 class Welcome(_Message, tag=11, frozen=True):
-    """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block."""
+    """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
+
+    fingerprint: of the model and its arithmetic (`engine.fingerprint`); a stream goes on only where it is the same.
+    """
 
     replica_id: Name
     incarnation: Count
@@ -90,6 +93,7 @@ class Welcome(_Message, tag=11, frozen=True):
     num_kv_blocks: Count
     eos_token_ids: tuple[int, ...] = ()
     draining: bool = False
+    fingerprint: Name = ""
     protocol: Count = PROTOCOL_VERSION
 
 

@@ -21,6 +21,7 @@ from cluster.replica_core import ReplicaCore, ReplicaFacts
 from cluster.start_error import ReplicaStartError
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, SquadronError
+from engine.fingerprint import model_fingerprint
 from parallel.errors import ParallelError
 
 logger = logging.getLogger(__name__)
@@ -36,16 +37,17 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         log_to_serve()
+        self._id = serve.get_replica_context().replica_id.unique_id
         try:
             config = resolve_config(settings)
             self._group = start_group(config)
+            facts = _facts(self._id, config, self._group)
         except (SquadronError, ParallelError) as error:
             raise ReplicaStartError.of(error) from error
-        self._id = serve.get_replica_context().replica_id.unique_id
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._deadline = HEALTH_FACTOR * config.step_timeout
-        self._core = ReplicaCore(_engine(self._group), _facts(self._id, config, self._group), on_dead=self._on_dead)
+        self._core = ReplicaCore(_engine(self._group), facts, on_dead=self._on_dead)
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if self._group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
@@ -111,4 +113,5 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         block_size=info.config.block_size,
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
+        fingerprint=model_fingerprint(config.model, info.config.dtype),
     )

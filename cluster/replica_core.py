@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineThread
-from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, RouterLink
+from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
     Abort,
     Draining,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a replica is and runs. `num_kv_blocks` excludes the null block."""
+    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block."""
 
     replica_id: str
     model: str
@@ -46,6 +46,7 @@ class ReplicaFacts:
     block_size: int
     num_kv_blocks: int
     eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +323,7 @@ class ReplicaCore:
             facts.num_kv_blocks,
             facts.eos_token_ids,
             self._draining,
+            facts.fingerprint,
         )
 
     async def _tick(self) -> None:
@@ -339,6 +341,6 @@ class ReplicaCore:
 
     def _attend(self, session: RouterSession, now: float) -> None:
         if now - session.last_heard > self._times.router_timeout:
-            self._end_session(session, LOST, "the router has been silent for too long")
+            self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
             session.send(Heartbeat(self.incarnation, self._load()), now)

@@ -18,6 +18,7 @@ from cluster.messages import stats_of
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
+from cluster.readiness import ready_body
 from cluster.start_error import ReplicaStartError
 from engine.errors import SquadronError
 from engine.loader import open_model
@@ -54,12 +55,8 @@ class Router:
         )
 
     def _ready(self) -> dict[str, Any]:
-        return {
-            "ready": self._dispatcher.ready,
-            "model": self._model.model_id,
-            "router": self._router_id,
-            "replicas": [announcement.public() for announcement in self._directory.announcements],
-        }
+        who = {"model": self._model.model_id, "router": self._router_id}
+        return who | ready_body(self._dispatcher, self._directory.announcements)
 
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]

@@ -107,8 +107,8 @@ class TokenLog:
         return [choice.take() for choice in self.choices.values() if choice.has_news]
 
     def fail(self, error: ApiError) -> None:
-        """End the request with its one typed error; the first one stays."""
-        if self.error is None:
+        """End the request with its one typed error; the first one stays, and a whole answer is not taken back."""
+        if self.error is None and not self.finished:
             self.error = error
         self.wake()
 

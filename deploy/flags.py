@@ -161,12 +161,13 @@ def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> ClusterConfi
 def in_flags(message: str) -> str:
     """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
 
-    A setting of one plain word, such as port, is taken for one only at the head of the message or before `=`.
+    A setting of one plain word, such as port, is taken for one only before `=`, or at the head of the message before
+    `:` or "must be".
     """
     words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL]
     compound = "|".join(name for name in words if "_" in name)
     plain = "|".join(name for name in words if "_" not in name)
-    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:)"
+    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be )"
     return re.sub(found, lambda match: flag(match[0]), message)
 
 

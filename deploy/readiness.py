@@ -30,8 +30,7 @@ class Readiness:
     """
 
     def __init__(self, name: str, url: str, api_key: str | None, replicas: int, note: Callable[[str], None]) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False)
+        self._client = client_for(url, api_key)
         self._name = name
         self._replicas = replicas
         self._note = note
@@ -64,6 +63,12 @@ class Readiness:
         if not isinstance(body, dict) or not body.get("ready"):
             return []
         return [replica for replica in body.get("replicas", []) if replica.get("phases")]
+
+
+def client_for(url: str, api_key: str | None) -> httpx.Client:
+    """Return a client for the server at `url` that shows the key, if there is one."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False)
 
 
 def refuse_failed(status: ApplicationStatusOverview) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import httpx
 import ray
@@ -23,14 +25,17 @@ from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count
 from deploy.phases import PhaseLog
 from deploy.plan import make_plan
-from deploy.readiness import Readiness, StartError
+from deploy.ray_output import without_death_notices
+from deploy.readiness import Readiness, StartError, client_for
+from deploy.replica_log import ReplicaLog
 
 APP = "squadron"
 # Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
-WATCH_SECONDS = 2.0
+LOOK_SECONDS = 0.5
+LOOKS_PER_STATUS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,8 @@ class Options:
 
 def serve_model(config: ClusterConfig, options: Options) -> None:
     """Serve until told to stop. Raises `SquadronError` or `ParallelError` when it does not come up."""
-    with Interrupts() as interrupts:
+    quiet = nullcontext() if options.verbose else without_death_notices()
+    with Interrupts() as interrupts, quiet:
         server = Server(config, options)
         grace = 0.0
         try:
@@ -69,6 +75,7 @@ class Server:
 
     def __init__(self, config: ClusterConfig, options: Options) -> None:
         self.ready = False
+        self._replicas: list[dict[str, Any]] = []  # as /ready showed them when all were up
         self._config = config
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
@@ -96,9 +103,9 @@ class Server:
             self._deploy()
         began = time.perf_counter()
         with self._phases.waiting("Replicas"):
-            bodies = self._readiness().wait()
+            self._replicas = self._readiness().wait()
         ranks = f"{count(self._config.replicas, 'replica')} x {count(self._config.tensor_parallel_size, 'rank')}"
-        self._phases.replicas(bodies, time.perf_counter() - began, ranks)
+        self._phases.replicas(self._replicas, time.perf_counter() - began, ranks)
         self.ready = True
 
     def announce(self) -> None:
@@ -114,16 +121,15 @@ class Server:
         self.say("`squadron chat` in another terminal talks to it. Ctrl-C stops it.")
 
     def watch(self) -> None:
-        """Block while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
-        while True:
-            time.sleep(WATCH_SECONDS)
-            try:
-                gone = APP not in serve.status().applications
-            except (RayError, RayServeException, ConnectionError) as error:
-                raise StartError(f"Ray is gone: {type(error).__name__}") from error
-            if gone:
-                self._deployed = False
-                raise StartError(f"the app {APP} was deleted by somebody else")
+        """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
+        config = self._config
+        replicas = ReplicaLog(self._replicas, config.replicas, self.say)
+        with client_for(self._url, config.api_key) as client:
+            while True:
+                for _ in range(LOOKS_PER_STATUS):
+                    time.sleep(LOOK_SECONDS)
+                    replicas.look(client)
+                self._check_app()
 
     def stop(self, grace: float) -> None:
         """Delete the app, let its streams finish for `grace` seconds, and end what was started."""
@@ -141,6 +147,15 @@ class Server:
     @property
     def _url(self) -> str:
         return f"http://{connect_host(self._config.host)}:{self._config.port}"
+
+    def _check_app(self) -> None:
+        try:
+            gone = APP not in serve.status().applications
+        except (RayError, RayServeException, ConnectionError) as error:
+            raise StartError(f"Ray is gone: {type(error).__name__}") from error
+        if gone:
+            self._deployed = False
+            raise StartError(f"the app {APP} was deleted by somebody else")
 
     def _connect(self) -> RayCluster:
         address, verbose = self._options.ray_address, self._options.verbose

@@ -94,6 +94,11 @@ class Checkpoint:
         return self._files[file]
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the folder's weight files, sorted. Raises `CheckpointError` when it has none."""
+    return sorted(set(_tensor_files(folder).values()))
+
+
 def open_safetensors(path: Path) -> Any:
     """Open one file. Raises `CheckpointError` when it is missing, truncated or no safetensors file."""
     try:

@@ -96,12 +96,10 @@ def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: b
     on_gpu = (config.device or "cpu").startswith("cuda")
     if not on_gpu:
         blocks = min(blocks, config.max_num_seqs * config.max_blocks_per_seq + 1)
+    fitted = _fitted(config, blocks, shrink)
+    if fitted is not None:
+        return fitted
     tokens = (blocks - 1) * config.block_size
-    if tokens >= config.context_len:
-        return config.resolved(num_kv_blocks=blocks)
-    if shrink and tokens >= LEAST_CONTEXT:
-        logger.warning("max_model_len lowered from %d to the %d tokens that fit", config.context_len, tokens)
-        return config.resolved(num_kv_blocks=blocks, max_model_len=tokens)
     flag = "gpu_memory_utilization" if on_gpu else "kv_cache_memory_bytes"
     enough = "" if on_gpu else f" to {(config.max_blocks_per_seq + 1) * bytes_per_block}"
     lower = f"lower max_model_len to {tokens} or " if tokens > 1 else ""
@@ -110,6 +108,37 @@ def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: b
         f"{lower}raise {flag}{enough}",
         "max_model_len" if lower else flag,
     )
+
+
+def fit_given_blocks(config: EngineConfig, shrink: bool) -> EngineConfig:
+    """Return the config, where `num_kv_blocks` was set by somebody, with a `max_model_len` that so many blocks hold.
+
+    shrink: as for `fit_cache`. Raises `ConfigError` naming both flags, and values of them that work.
+    """
+    blocks = config.num_kv_blocks
+    if blocks is None:
+        return config
+    fitted = _fitted(config, blocks, shrink)
+    if fitted is not None:
+        return fitted
+    tokens = (blocks - 1) * config.block_size
+    lower = f" or lower max_model_len to {tokens}" if tokens > 1 else ""
+    raise ConfigError(
+        f"num_kv_blocks={blocks} holds {tokens} tokens (one block is kept for padding), fewer than "
+        f"max_model_len={config.max_model_len}; raise num_kv_blocks to {config.max_blocks_per_seq + 1}{lower}",
+        "num_kv_blocks",
+    )
+
+
+def _fitted(config: EngineConfig, blocks: int, shrink: bool) -> EngineConfig | None:
+    """Return the config with `blocks` blocks, or None where they hold too little."""
+    tokens = (blocks - 1) * config.block_size
+    if tokens >= config.context_len:
+        return config.resolved(num_kv_blocks=blocks)
+    if shrink and tokens >= LEAST_CONTEXT:
+        logger.warning("max_model_len lowered from %d to the %d tokens that fit", config.context_len, tokens)
+        return config.resolved(num_kv_blocks=blocks, max_model_len=tokens)
+    return None
 
 
 def free_memory() -> int:

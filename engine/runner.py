@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import select_kernels
-from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, opened_blocks
+from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, fit_given_blocks, opened_blocks
 from engine.loader import ModelFolder, load_model, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
@@ -41,7 +41,8 @@ START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start
 def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     """Return the config with device, dtype and max_model_len filled in.
 
-    Raises `ConfigError` for a device that is not there or a context that the model was not made for.
+    Raises `ConfigError` for a device that is not there, a context that the model was not made for, or one that
+    `num_kv_blocks` does not hold.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -53,7 +54,8 @@ def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
             "max_model_len",
         )
     dtype = _auto_dtype(spec, device) if config.dtype == "auto" else config.dtype
-    return config.resolved(device=device, max_model_len=limit, dtype=dtype)
+    shrink = config.max_model_len is None
+    return fit_given_blocks(config.resolved(device=device, max_model_len=limit, dtype=dtype), shrink)
 
 
 def _auto_dtype(spec: DecoderSpec, device: str) -> str:

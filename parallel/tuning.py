@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from parallel.linear import ParallelLinear
 from parallel.methods import LinearMethod, PackedLinear, PlainLinear
+
+logger = logging.getLogger(__name__)
 
 PROBES = 4  # rows that are compared bit for bit, at least
 # Sums that are compared: bfloat16 rounds nearly every difference in order away, so few would show none.
@@ -43,6 +46,9 @@ def choose_methods(module: nn.Module, native: Pack | None = None) -> None:
         # An embedding tied to an output head still looks its rows up in the plain weight.
         if owners[id(weight)] == 1:
             layer.release_weight()
+    if layers:
+        methods = Counter(type(layer.method).__name__ for layer in layers)
+        logger.info("products: %s", ", ".join(f"{count} by {name}" for name, count in sorted(methods.items())))
 
 
 class OneDNN:

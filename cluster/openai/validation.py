@@ -138,8 +138,9 @@ def _type_error(error: ValidationError, schema: type[GenerationFields]) -> Inval
         return InvalidRequestError(f"{param} is missing", param, "missing_parameter")
     if first["type"] == "extra_forbidden":
         return InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
-    message = first["msg"].removeprefix("Input should be ").removeprefix("must be ")
-    return InvalidRequestError(f"{param} must be {message}", param, "invalid_type")
+    message = first["msg"].removeprefix("Input should be ")
+    must = "" if message.startswith("must ") else "must be "  # our own validators write whole phrases
+    return InvalidRequestError(f"{param} {must}{message}", param, "invalid_type")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -15,6 +15,7 @@ from engine.attention.base import AttentionBackend, AttentionSpec, Ints, StepLay
 from engine.kernels.native import LANES, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
+WORTH = 1 << 20  # products, half of them of queries and keys, from which on other threads pay
 
 
 class _Step(ctypes.Structure):
@@ -35,6 +36,7 @@ class _Metadata:
     step: _Step
     tiles: Ints
     tensors: StepTensors
+    scratch: Tensor
 
 
 def why_not_native_attention(spec: AttentionSpec) -> str | None:
@@ -81,10 +83,16 @@ class NativeAttention(AttentionBackend):
         native = _Step(
             tiles.ctypes.data,
             *(tensor.data_ptr() for tensor in pointers),
-            *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._threads),
+            *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._team(step.layout)),
             *(self.spec.num_kv_heads, self._group, self.spec.scale, self.spec.softcap),
         )
-        return _Metadata(native, tiles, step)
+        return _Metadata(native, tiles, step, self._scratch)
+
+    def _team(self, layout: StepLayout) -> int:
+        """Return how many threads the step is worth: waiting for others costs more than a small step itself."""
+        pairs = int(np.diff(layout.query_start_loc).astype(np.int64) @ layout.seq_lens)
+        products = 2 * pairs * self.spec.num_heads * self.spec.head_dim
+        return self._threads if products >= WORTH else 1
 
     @override
     def forward(

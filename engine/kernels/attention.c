@@ -35,11 +35,14 @@ typedef struct {
     float scale, softcap;
 } Step;
 
-/* The keys that a tile sees: blocks [first, first + count) of its sequence, tokens before `end`. */
+/* The keys that a query or a tile sees: tokens [begin, end) of its sequence, in blocks [first, first + count). */
 typedef struct {
     const int32_t *blocks;
-    int first, count, end;
+    int first, count, begin, end;
 } Span;
+
+INLINE int larger(int a, int b) { return a > b ? a : b; }
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
 /* Ask for the cache line of an element that is the first of one, or near enough. */
 INLINE void fetch(const elem *from, long index) {
@@ -74,9 +77,8 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
             const elem *block = values + span.blocks[b] * heads * HEAD_BLOCK + d;
             const elem *next = values + span.blocks[b + AHEAD < span.count ? b + AHEAD : b] * heads * HEAD_BLOCK + d;
             const float *weight = weights + b * BLOCK;
-            int left = span.end - (span.first + b) * BLOCK;
-            int tokens = left < BLOCK ? left : BLOCK;
-            for (int t = 0; t < tokens; t++)
+            const int before = (span.first + b) * BLOCK, last = smaller(span.end - before, BLOCK);
+            for (int t = larger(span.begin - before, 0); t < last; t++)
                 for (int s = 0; s < SLICE; s++) {
                     vec value = load(block + t * HEAD_DIM + s * LANES);
                     fetch(next, t * HEAD_DIM + s * LANES);
@@ -91,39 +93,91 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
 /* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum. */
 static float soften(float *scores, int low, int high, int width, float softcap) {
     vec most = splat(-INFINITY), total = splat(0);
+    float top = -INFINITY, sum = 0;
+    if (softcap > 0)
+        for (int i = 0; i < width; i += LANES)
+            put_float(scores + i, softcap * hyperbolic_tangent(get_float(scores + i) / softcap));
     for (int i = 0; i < low; i++) scores[i] = -INFINITY;
     for (int i = high; i < width; i++) scores[i] = -INFINITY;
     for (int i = 0; i < width; i += LANES) {
         vec score = get_float(scores + i);
-        if (softcap > 0) {
-            score = choose(score > splat(-INFINITY), softcap * hyperbolic_tangent(score / softcap), score);
-            put_float(scores + i, score);
-        }
         most = choose(score > most, score, most);
     }
-    float top = -INFINITY;
     for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
     for (int i = 0; i < width; i += LANES) {
         vec weight = exponential(get_float(scores + i) - top);
         put_float(scores + i, weight);
         total += weight;
     }
-    float sum = 0;
     for (int i = 0; i < LANES; i++) sum += total[i];
     return sum;
 }
 
+/* What the query at `position` of the span's sequence sees of it. */
+INLINE Span seen_from(int position, int window, Span span) {
+    span.begin = window && position >= window ? position - window + 1 : 0;
+    span.end = position + 1;
+    return span;
+}
+
+/* What a tile sees: all that its first query does, up to its last. */
+INLINE Span span_of(const Step *step, Tile tile, int window) {
+    const int computed = step->lens[tile.sequence] - (step->starts[tile.sequence + 1] - step->starts[tile.sequence]);
+    Span span = seen_from(computed + tile.offset, window, (Span){0});
+    span.end += tile.count - 1;
+    span.first = span.begin / BLOCK;
+    span.count = (span.end + BLOCK - 1) / BLOCK - span.first;
+    span.blocks = step->tables + tile.sequence * step->table_width + span.first;
+    return span;
+}
+
+/* scores [rows][span.count * BLOCK] of queries [rows][HEAD_DIM] with all keys of the span, whose values come next */
+static void score_tile(const float *queries, long rows, const elem *keys, const elem *values, long heads, Span span,
+                       float *scores) {
+    const long width = (long)span.count * BLOCK;
+    for (int b = 0; b < span.count; b++) {
+        const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK;
+        const int more = b + AHEAD - span.count; /* after the last keys come the first values */
+        const elem *next = more < 0 ? keys + span.blocks[b + AHEAD] * heads * HEAD_BLOCK
+                                    : values + span.blocks[more < span.count ? more : 0] * heads * HEAD_BLOCK;
+        int size;
+        for (long r = 0; r < rows; r += size)
+            BY_ROWS(rows - r, size,
+                    score_rows(ROWS, queries + r * HEAD_DIM, block, next, scores + r * width + b * BLOCK, width))
+    }
+}
+
+/* Whether row [HEAD_DIM] has no NaN and no infinity. */
+static int is_finite(const float *row) {
+    vec zeros = splat(0);
+    for (int d = 0; d < HEAD_DIM; d += LANES) zeros += get_float(row + d) * 0.0f;
+    for (int i = 1; i < LANES; i++) zeros[0] += zeros[i];
+    return zeros[0] == 0;
+}
+
+/* out [rows][HEAD_DIM] = weights [rows][span.count * BLOCK] times the values. Rows share a pass over all that one of
+ * them sees, at a weight of 0 where another does not: where that meets a NaN or an infinity, the row goes alone. */
+static void mix_tile(const float *weights, long rows, long group, const elem *values, long heads, Span span, int window,
+                     float *out) {
+    const long width = (long)span.count * BLOCK, queries = rows / group;
+    int size;
+    for (long r = 0; r < rows; r += size)
+        BY_ROWS(rows - r, size,
+                mix_rows(ROWS, weights + r * width, width, values, heads, span, out + r * HEAD_DIM))
+    for (long r = 0; r < rows; r++)
+        if (!is_finite(out + r * HEAD_DIM)) {
+            const Span own = seen_from(span.end - queries + r / group, window, span);
+            mix_rows(1, weights + r * width, width, values, heads, own, out + r * HEAD_DIM);
+        }
+}
+
+/* One tile with one KV head; room: queries and results [rows][HEAD_DIM], sums [rows], scores [rows][keys]. */
 static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
                         const elem *keys, const elem *values, int window, float *room) {
     const long heads = step->kv_heads, group = step->group, rows = tile.count * group;
-    const int before = step->lens[tile.sequence] - (step->starts[tile.sequence + 1] - step->starts[tile.sequence]);
-    const int position = before + tile.offset, end = position + tile.count;
-    const int low = window && position >= window ? position - window + 1 : 0;
-    const int first = low / BLOCK, count = (end + BLOCK - 1) / BLOCK - first;
-    const Span span = {step->tables + tile.sequence * step->table_width + first, first, count, end};
-    const long width = (long)count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
+    const Span span = span_of(step, tile, window);
+    const long width = (long)span.count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
     float *scaled = room, *sums = room + rows * HEAD_DIM, *scores = sums + rows;
-    int size;
 
     keys += head * HEAD_BLOCK;
     values += head * HEAD_BLOCK;
@@ -132,24 +186,13 @@ static void attend_tile(const Step *step, Tile tile, int head, const elem *query
             const elem *from = query + (token + r / group) * query_stride + (head * group + r % group) * HEAD_DIM + d;
             put_float(scaled + r * HEAD_DIM + d, load(from) * step->scale);
         }
-    for (int b = 0; b < count; b++) {
-        const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK;
-        const int more = b + AHEAD - count; /* after the last keys come the first values */
-        const elem *next = more < 0 ? keys + span.blocks[b + AHEAD] * heads * HEAD_BLOCK
-                                    : values + span.blocks[more < count ? more : 0] * heads * HEAD_BLOCK;
-        for (long r = 0; r < rows; r += size)
-            BY_ROWS(rows - r, size,
-                    score_rows(ROWS, scaled + r * HEAD_DIM, block, next, scores + r * width + b * BLOCK, width))
-    }
+    score_tile(scaled, rows, keys, values, heads, span, scores);
     for (long r = 0; r < rows; r++) {
-        int own = position + (int)(r / group);
-        int least = window && own >= window ? own - window + 1 : 0;
-        sums[r] = soften(scores + r * width, least - first * BLOCK > 0 ? least - first * BLOCK : 0,
-                         own + 1 - first * BLOCK, width, step->softcap);
+        const Span own = seen_from(span.end - tile.count + r / group, window, span);
+        const int before = span.first * BLOCK;
+        sums[r] = soften(scores + r * width, larger(own.begin - before, 0), own.end - before, width, step->softcap);
     }
-    for (long r = 0; r < rows; r += size)
-        BY_ROWS(rows - r, size,
-                mix_rows(ROWS, scores + r * width, width, values, heads, span, scaled + r * HEAD_DIM))
+    mix_tile(scores, rows, group, values, heads, span, window, scaled);
     for (long r = 0; r < rows; r++)
         for (int d = 0; d < HEAD_DIM; d += LANES) {
             elem *to = out + ((token + r / group) * heads * group + head * group + r % group) * HEAD_DIM + d;

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import platform
 import shutil
+import signal
+import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-COMPILERS = ("cc", "gcc", "clang")
-TIMEOUT = 60.0  # seconds; half a second is usual
+COMPILERS = ("gcc", "cc", "clang")  # gcc first: it asks for the OpenMP runtime that torch brings along
+TIMEOUT = 60.0  # seconds; one is usual
 
 
 def load_library(macros: Mapping[str, int]) -> ctypes.CDLL | None:
@@ -31,36 +34,72 @@ def load_library(macros: Mapping[str, int]) -> ctypes.CDLL | None:
         logger.info("no C compiler (%s) is installed: torch's operations are used", ", ".join(COMPILERS))
         return None
     try:
-        folder = _cache_folder()
-        if folder is not None:
-            return _load(compiler, macros, folder)
-        with tempfile.TemporaryDirectory(prefix="squadron-") as temporary:
-            return _load(compiler, macros, Path(temporary))
+        library = _load_kept(compiler, macros)
+        if library is None:
+            with tempfile.TemporaryDirectory(prefix="squadron-") as folder:
+                library = _build(compiler, macros, Path(folder) / "kernels.so")
     except (OSError, subprocess.SubprocessError) as error:
         reason = (getattr(error, "stderr", None) or str(error)).strip()
         logger.warning("the CPU kernels cannot be compiled, torch's operations are used: %s", reason)
         return None
+    return library
 
 
-def _load(compiler: str, macros: Mapping[str, int], folder: Path) -> ctypes.CDLL:
-    library = folder / f"{_fingerprint(compiler, macros)}.so"
-    if not library.is_file():
-        _compile(compiler, macros, library)
-    return ctypes.CDLL(str(library))
-
-
-def _compile(compiler: str, macros: Mapping[str, int], library: Path) -> None:
-    """Write `library` in one move: other ranks may be about to do the same."""
-    handle, unfinished = tempfile.mkstemp(suffix=".so", dir=library.parent)
-    os.close(handle)
-    defines = [f"-D{name}={value}" for name, value in macros.items()]
-    command = [compiler, *FLAGS, *defines, *map(str, sorted(SOURCES.glob("*.c"))), "-o", unfinished, "-lm"]
+def _load_kept(compiler: str, macros: Mapping[str, int]) -> ctypes.CDLL | None:
+    """Return the library that is kept for this machine, built when there is none; None where none can be kept."""
+    folder = _cache_folder()
+    if folder is None:
+        return None
     try:
-        # S603 asks whether the command can be trusted: compiler from PATH, our own files, numbers.
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT)  # noqa: S603
+        library = folder / f"{_fingerprint(compiler, macros)}.so"
+        # One that does not load comes of a host with another C library, or was cut short when its host went down.
+        with contextlib.suppress(OSError):
+            if _is_private(library):
+                return ctypes.CDLL(str(library))
+        return _build(compiler, macros, library)
+    except OSError as error:  # full, or mounted without permission to execute
+        logger.info("the CPU kernels cannot be kept in %s, every process builds its own: %s", folder, error)
+        return None
+
+
+def _build(compiler: str, macros: Mapping[str, int], library: Path) -> ctypes.CDLL:
+    """Write `library` in one move, because other ranks may be about to do the same, and load it."""
+    handle, unfinished = tempfile.mkstemp(suffix=".tmp", dir=library.parent)
+    os.close(handle)
+    try:
+        defines = [f"-D{name}={value}" for name, value in macros.items()]
+        _run([compiler, *FLAGS, *defines, *map(str, sorted(SOURCES.glob("*.c"))), "-o", unfinished, "-lm"])
+        with open(unfinished, "rb") as written:
+            os.fsync(written.fileno())
+        Path(unfinished).chmod(stat.S_IRWXU)
         Path(unfinished).replace(library)
     finally:
         Path(unfinished).unlink(missing_ok=True)
+    return ctypes.CDLL(str(library))
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run the compiler; what it started ends with it when it takes too long.
+
+    Raises `subprocess.SubprocessError`, with what it complained of.
+    """
+    with subprocess.Popen(  # noqa: S603 - a compiler from PATH, our own files, numbers
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            _, complaints = process.communicate(timeout=TIMEOUT)
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=complaints)
 
 
 def _fingerprint(compiler: str, macros: Mapping[str, int]) -> str:
@@ -82,11 +121,22 @@ def _processor() -> list[str]:
 
 
 def _cache_folder() -> Path | None:
-    """Return where libraries are kept, or None where this user has no folder of his own to keep them in."""
+    """Return where libraries are kept, or None where this user has no folder that only he can write to."""
     try:
         folder = Path.home() / ".cache" / "squadron" / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mine = folder.stat().st_uid == os.getuid()
     except (OSError, RuntimeError):
         return None
-    return folder if mine and os.access(folder, os.W_OK) else None
+    if not _is_private(folder):
+        logger.warning("%s belongs to or can be written by others: no library is kept or loaded there", folder)
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _is_private(path: Path) -> bool:
+    """Whether this user owns what is there, and nobody else may write to it: what is loaded from it runs as us."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

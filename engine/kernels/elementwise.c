@@ -9,9 +9,9 @@
 
 #define HALF (HEAD_DIM / 2)
 #define PARTS 4   /* sums that run side by side */
-#define WORTH 8192 /* elements from which on a second thread pays */
+#define WORTH 32768 /* elements from which on other threads pay */
 
-#define TEAM(elements, threads) num_threads((elements) < WORTH ? 1 : (threads))
+#define TEAM(elements, threads) num_threads(team(elements, WORTH, threads))
 
 /* x [rows][size], size a multiple of LANES: 1 / sqrt(mean of squares + eps) */
 static float scale_of(const elem *x, long size, float eps) {

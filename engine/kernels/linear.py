@@ -22,7 +22,8 @@ class NativeLinear(LinearMethod):
     def __init__(self, library: ctypes.CDLL, weight: Tensor, threads: int) -> None:
         self._outs, self._ins = weight.shape
         self._packed = torch.empty(-(-self._outs // WIDE) * WIDE * self._ins, dtype=weight.dtype)
-        library.pack(weight.contiguous().data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
+        plain = weight.contiguous()  # in a name of its own: a copy must outlive the call
+        library.pack(plain.data_ptr(), self._packed.data_ptr(), self._outs, self._ins)
         self._address = self._packed.data_ptr()
         self._multiply = library.multiply
         self._threads = threads
@@ -34,7 +35,13 @@ class NativeLinear(LinearMethod):
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.shape[0]
+        rows, width = x.shape
+        # C would read past the end of what has another layout.
+        if width != self._ins or x.dtype is not self._packed.dtype or x.stride(1) != 1:
+            wanted = f"[rows, {self._ins}] of {self._packed.dtype} with adjacent features"
+            raise ValueError(
+                f"x is {list(x.shape)} of {x.dtype} with strides {x.stride()}; {wanted} is multiplied here"
+            )
         out = x.new_empty(rows, self._outs)
         offsets = None if bias is None else bias.data_ptr()
         sizes = (rows, self._outs, self._ins, self._threads)

@@ -1,4 +1,5 @@
-/* x W^T for weights packed once, at any number of rows. In bfloat16 by the CPU's own dot products, summed in fp32.
+/* x W^T for weights packed once, at any number of rows. In bfloat16 by the CPU's own dot products, summed in fp32:
+ * they take numbers below 2^-126 for 0.
  *
  * Packed: panels of WIDE outputs, [ceil(outs / WIDE)][ceil(ins / DEPTH)][WIDE][DEPTH], zeros in the padding, where
  * DEPTH is how many products one instruction sums. Each result is one sum over the inputs in their order, whatever
@@ -14,7 +15,7 @@
 #define MAX_ROWS 6    /* rows that are: MAX_ROWS x VECS sums fill the registers */
 #define BAND 256      /* most rows that share a panel while it is in the cache */
 #define STRIP_BYTES (256 << 10) /* of a panel that stay there */
-#define WORTH (1 << 18) /* products from which on a second thread pays */
+#define WORTH (1 << 19) /* products from which on other threads pay */
 
 #if BF16
 #define DEPTH 2
@@ -57,7 +58,8 @@ void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
 }
 
 /* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `depth` steps of a panel. Vectors [from, to) of each
- * step of `next`, which is wanted after this, are fetched meanwhile. */
+ * step of `next`, which is wanted after this, are fetched meanwhile; after the last panel that is beyond the weights,
+ * where a fetch does nothing. */
 INLINE void multiply_rows(const int rows, const elem *x, long stride, const elem *panel, long depth, int fresh,
                           float *sums, const elem *next, int from, int to) {
     vec sum[MAX_ROWS][VECS];
@@ -109,10 +111,11 @@ static void multiply_panel(const elem *x, long x_stride, const elem *panel, cons
 /* out [rows][outs] = x [rows][ins] (rows x_stride apart) times the packed weights + bias (0 = none). */
 void multiply(const elem *x, int64_t x_stride, const elem *packed, const elem *bias, elem *out, int64_t rows,
               int64_t outs, int64_t ins, int64_t threads) {
-    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE, bands = (rows + BAND - 1) / BAND;
-    /* Bands of one size, so that threads get equal shares; whole passes in all but the last. */
-    const long even = bands ? (rows + bands - 1) / bands : 0, band = (even + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
-#pragma omp parallel for collapse(2) schedule(static) num_threads(rows *outs *ins < WORTH ? 1 : threads)
+    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE, least = (rows + BAND - 1) / BAND;
+    /* Bands of about one size, so that threads get equal shares; whole passes in all but the last. */
+    const long even = least ? (rows + least - 1) / least : 1, band = (even + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
+    const long bands = (rows + band - 1) / band;
+#pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows *outs *ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long p = 0; p < panels; p++) {
             const long row = b * band, left = rows - row, at = p * WIDE;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -14,6 +15,8 @@ from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.compiler import load_library
 from engine.kernels.linear import NativeLinear
 from parallel.methods import LinearMethod
+
+logger = logging.getLogger(__name__)
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,13 +53,23 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
 
 
 def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Return the compiled kernels where they can be had, else torch's operations."""
-    library = None if why_not_native(head_dim, dtype, device) else native_library(head_dim, dtype)
-    return TorchKernels() if library is None else NativeKernels(library, dtype, torch.get_num_threads())
+    """Return the compiled kernels where they can be had, else torch's operations; which and why is logged."""
+    reason = why_not_native(head_dim, dtype, device)
+    library = None if reason else native_library(head_dim, dtype)
+    if library is None:
+        logger.info(
+            "kernels: torch's operations%s", f"; the compiled ones cannot be used: {reason}" if reason else ""
+        )
+        return TorchKernels()
+    logger.info("kernels: compiled for this CPU")
+    return NativeKernels(library, dtype, torch.get_num_threads())
 
 
 class NativeKernels(TorchKernels):
-    """Calls into the library by address; torch's operations serve sizes that are no multiple of 16."""
+    """Calls into the library by address; torch's operations serve what it is not made for.
+
+    That is sizes that are no multiple of 16, other dtypes and tensors with gaps.
+    """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, threads: int) -> None:
         self._library = library
@@ -70,15 +83,18 @@ class NativeKernels(TorchKernels):
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.shape[1] % LANES:
+        if not self._serves(x.shape[1], x, weight):
             return super().rms_norm(x, weight, eps)
         return self._norm(x, None, weight, eps)
 
     @override
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.shape[1] % LANES:
+        if not self._serves(x.shape[1], residual, x, weight):
             return super().add_rms_norm(residual, x, weight, eps)
         return self._norm(x, residual.data_ptr(), weight, eps)
+
+    def _serves(self, size: int, *tensors: Tensor) -> bool:
+        return not size % LANES and all(each.dtype is self._dtype and each.is_contiguous() for each in tensors)
 
     def _norm(self, x: Tensor, residual: int | None, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -100,7 +116,7 @@ class NativeKernels(TorchKernels):
     @override
     def silu_gate(self, x: Tensor) -> Tensor:
         rows, size = len(x), x.shape[1] // 2
-        if size % LANES:
+        if not self._serves(size, x):
             return super().silu_gate(x)
         out = x.new_empty(rows, size)
         self._library.silu_gate(x.data_ptr(), out.data_ptr(), rows, size, self._threads)

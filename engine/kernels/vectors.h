@@ -17,6 +17,10 @@ INLINE vec get_float(const float *from) { return *(const loose_vec *)from; }
 INLINE void put_float(float *to, vec x) { *(loose_vec *)to = x; }
 INLINE vec choose(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 
+/* Threads for this much work: all or none but the caller, because OpenMP ends the threads that a smaller team leaves
+ * out. Waiting for others costs most where other processes want the cores. */
+INLINE int team(int64_t work, int64_t worth, int64_t threads) { return work < worth ? 1 : (int)threads; }
+
 #if BF16
 typedef uint16_t elem;
 INLINE vec load(const elem *from) { return (vec)(__builtin_convertvector(*(const half_vec *)from, uvec) << 16); }

@@ -94,7 +94,7 @@ def test_cached_prefixes_match_transformers(llm, oracle):
 
 
 def test_preempted_requests_match_transformers(folder, oracle):
-    with open_llm(folder, num_kv_blocks=24) as tight:
+    with open_llm(folder, num_kv_blocks=24, max_model_len=92) as tight:
         results = tight.generate(prompts(8, longest=30, seed=4), GREEDY)
         assert tight.stats().preemptions > 0
         assert tight.stats().kv_usage == 0

@@ -1,6 +1,9 @@
 """The compiled kernels against torch and against the definition, and their promise: a row's bits know no company."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -142,6 +145,44 @@ def test_a_nan_stays_in_its_sequence():
     assert out[1].isfinite().all()
 
 
+@needs_compiler
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
+def test_nothing_before_a_poisoned_token_or_beyond_its_window_sees_it(heads, poison, window):
+    s = spec(num_heads=heads[0], num_kv_heads=heads[1])
+    poisoned = tokens(s, 40, 0)
+    poisoned[7] = poison
+    whole = Cache(NativeAttention.create(s)).run([(0, poisoned)], [40], [0], window)[0]
+    hit = ~whole.isfinite().flatten(1).all(1)
+    assert hit.nonzero().flatten().tolist() == list(range(7, 7 + window if window else 40))
+    cache = Cache(NativeAttention.create(s))
+    alone = torch.cat([cache.run([(0, poisoned)], [1], [at], window)[0] for at in range(40)])
+    assert torch.equal(alone[~hit], whole[~hit])
+
+
+@needs_compiler
+def test_infinite_scores_are_capped_like_any_other():
+    s = spec(softcap=5.0)
+    qkv = tokens(s, 40, 0).abs()
+    qkv[3, s.num_heads : s.num_heads + s.num_kv_heads] = -3e38  # keys: their scores are beyond what fp32 holds
+    out = Cache(NativeAttention.create(s)).run([(0, qkv * 2)], [40], [0])[0]
+    torch.testing.assert_close(out.double(), definition(s, qkv * 2, 0), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_a_small_step_stays_in_its_thread_and_threads_change_no_bit():
+    s = spec(num_heads=8, num_kv_heads=4)
+    library = NativeAttention.create(s)._library
+    one, three = (NativeAttention(s, library, threads) for threads in (1, 3))
+    qkv = [(row, tokens(s, 90, row)) for row in range(8)]
+    assert torch.equal(
+        torch.cat(Cache(one).run(qkv, [90] * 8, [0] * 8)), torch.cat(Cache(three).run(qkv, [90] * 8, [0] * 8))
+    )
+    used = [three.prepare(to_device(paged.make_step([0], [n]), CPU)[0]).step.threads for n in (1, 400)]
+    assert used == [1, 3]
+
+
 @pytest.fixture(params=DTYPES, ids=str)
 def kernels(request):
     found = select_kernels(64, request.param, CPU)
@@ -179,6 +220,69 @@ def test_a_product_has_the_same_bits_in_any_company(kernels):
         assert torch.equal(method.apply(x[299 : 299 + rows], None), together[299 : 299 + rows])
     strided = torch.cat((x, x), dim=1)[:, :2048]
     assert torch.equal(method.apply(strided, None), together)
+
+
+def test_a_weight_with_gaps_is_packed_as_what_it_shows(kernels):
+    native, dtype = kernels
+    weight = torch.randn(2048, 1024).to(dtype)
+    method = native.linear(weight.t())
+    if method is None:
+        pytest.skip("products of this dtype are left to oneDNN on this machine")
+    x = torch.randn(3, 2048).to(dtype)
+    assert torch.equal(method.apply(x, None), native.linear(weight.t().contiguous()).apply(x, None))
+
+
+def test_a_product_refuses_what_it_would_read_past_the_end_of(kernels):
+    native, dtype = kernels
+    method = native.linear(torch.randn(64, 64).to(dtype))
+    if method is None:
+        pytest.skip("products of this dtype are left to oneDNN on this machine")
+    for x in (torch.randn(3, 62).to(dtype), torch.randn(3, 64).half(), torch.randn(64, 3).to(dtype).t()):
+        with pytest.raises(ValueError, match="64"):
+            method.apply(x, None)
+
+
+def test_a_nan_or_infinity_stays_in_its_row_of_a_product(kernels):
+    native, dtype = kernels
+    method = native.linear(torch.randn(100, 64).abs().to(dtype))
+    if method is None:
+        pytest.skip("products of this dtype are left to oneDNN on this machine")
+    x = torch.randn(9, 64).to(dtype)
+    x[4, 9], x[6, 63] = torch.nan, torch.inf
+    out = method.apply(x, None)
+    assert out[4].isnan().all()
+    assert (out[6] == torch.inf).all()
+    assert out[[0, 1, 2, 3, 5, 7, 8]].isfinite().all()
+
+
+def test_sums_are_rounded_to_the_nearest_and_even(kernels):
+    native, dtype = kernels
+    bits = torch.randint(-(2**31), 2**31 - 1, (2, 64, 1024)).to(torch.int32).view(torch.float32)  # of every kind
+    x, residual = bits.to(dtype)
+    residual[0] = (x[0].float() / 256).to(dtype)  # so that sums lie between two values, and half-way
+    expected = (x.float() + residual.float()).to(dtype)
+    native.add_rms_norm(residual, x, torch.ones(1024, dtype=dtype), 1e-5)
+    assert torch.equal(residual.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(residual.isnan(), expected.isnan())
+
+
+def test_the_exponential_is_good_to_a_few_units_in_the_last_place():
+    native = select_kernels(64, torch.float32, CPU)
+    if not isinstance(native, NativeKernels):
+        pytest.skip("no C compiler on this machine")
+    gate = torch.linspace(-86.9, 80, 160000).view(10, -1)
+    found = native.silu_gate(torch.cat((gate, torch.ones_like(gate)), 1)).double()
+    expected = gate.double() / (1 + (-gate.double()).exp())
+    assert ((found - expected).abs() <= 4e-7 * expected.abs()).all()
+
+
+def test_norms_of_other_layouts_and_dtypes_are_left_to_torch(kernels):
+    native, dtype = kernels
+    wide, weight = torch.randn(30, 128).to(dtype), torch.randn(64).to(dtype)
+    close(native.rms_norm(wide[:, :64], weight, 1e-5), TorchKernels().rms_norm(wide[:, :64], weight, 1e-5), dtype)
+    double = torch.randn(30, 64).double()
+    found = native.rms_norm(double, weight.double(), 1e-5)
+    torch.testing.assert_close(found, TorchKernels().rms_norm(double, weight.double(), 1e-5))
 
 
 def test_products_of_another_dtype_or_an_odd_width_are_left_to_others(kernels):
@@ -311,6 +415,101 @@ def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     assert NativeAttention.create(spec()) is not None
     assert [(path.name, path.stat().st_mtime_ns) for path in tmp_path.iterdir()] == built
     assert len(built) == 1
+
+
+@needs_compiler
+def test_a_library_that_does_not_load_is_built_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiler, "_fingerprint", lambda *_: "named")
+    library = tmp_path / "named.so"
+    library.write_bytes(b"cut short")
+    library.chmod(0o700)
+    assert NativeAttention.create(spec(head_dim=16)) is not None
+    assert library.stat().st_size > 10000
+
+
+@needs_compiler
+def test_a_library_that_others_could_have_written_is_not_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    assert NativeAttention.create(spec(head_dim=16)) is not None
+    (library,) = tmp_path.iterdir()
+    library.chmod(0o777)
+    before = library.stat().st_ino
+    assert NativeAttention.create(spec(head_dim=16)) is not None
+    assert library.stat().st_ino != before
+    assert library.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o777])
+def test_a_cache_folder_that_others_can_write_to_is_not_used(monkeypatch, tmp_path, caplog, mode):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = compiler._cache_folder()
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    assert compiler._cache_folder() is None
+    assert "can be written by others" in caplog.text
+
+
+@needs_compiler
+def test_a_home_that_libraries_cannot_be_run_from_is_passed_over(monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(compiler, "_cache_folder", lambda: tmp_path)
+    load = compiler.ctypes.CDLL
+
+    def refuse(path):
+        if path.startswith(str(tmp_path)):
+            raise OSError("failed to map segment: Operation not permitted")
+        return load(path)
+
+    monkeypatch.setattr(compiler.ctypes, "CDLL", refuse)
+    assert NativeAttention.create(spec(head_dim=16)) is not None
+    assert "Operation not permitted" in caplog.text
+
+
+def fake_compiler(monkeypatch, tmp_path, lines):
+    fake = tmp_path / "cc"
+    fake.write_text("#!/bin/sh\n" + lines)
+    fake.chmod(0o755)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: str(fake))
+
+
+def test_a_compiler_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_path, caplog, no_cache):
+    held = tmp_path / "held"
+    os.mkfifo(held)
+    reader = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+    fake_compiler(monkeypatch, tmp_path, f"sleep 1000 > {held} &\nwait\n")
+    monkeypatch.setattr(compiler, "TIMEOUT", 1.0)
+    assert compiler.load_library({}) is None
+    assert "timed out" in caplog.text
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # nobody is left who could write
+    os.close(reader)
+
+
+def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no_cache):
+    fake_compiler(monkeypatch, tmp_path, "printf 'Datei fehlt f\\374r libgomp' >&2; exit 1\n")
+    assert compiler.load_library({}) is None
+    assert "libgomp" in caplog.text
+
+
+@needs_compiler
+def test_processes_that_build_at_once_all_get_the_library(tmp_path):
+    program = (
+        "from engine.kernels.compiler import load_library;"
+        "assert load_library({'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0}).multiplies() in (0, 1)"
+    )
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert [path.suffix for path in (tmp_path / ".cache/squadron/kernels").iterdir()] == [".so"]
+
+
+def test_which_kernels_serve_and_why_is_logged(caplog):
+    caplog.set_level("INFO")
+    select_kernels(64, torch.float16, CPU)
+    assert "kernels: torch's operations; the compiled ones cannot be used" in caplog.text
+    assert "not float16" in caplog.text
 
 
 @pytest.mark.parametrize(

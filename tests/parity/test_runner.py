@@ -98,7 +98,7 @@ def test_seeded_draws_do_not_depend_on_company_or_chunking(models):
 
 def test_a_poisoned_sequence_spoils_neither_company_nor_heirs(models):
     model, folder = models("llama")
-    stepper = Stepper(ModelRunner(config(folder, num_kv_blocks=12), SoloGroup()))
+    stepper = Stepper(ModelRunner(config(folder, num_kv_blocks=12, max_model_len=44), SoloGroup()))
     weight = stepper.runner.model.embedding.weight
     sound = weight[50].clone()
     weight[50] = float("nan")

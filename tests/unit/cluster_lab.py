@@ -75,14 +75,20 @@ class LabReplica:
     """One life of one replica."""
 
     def __init__(
-        self, name: str, executor: GatedExecutor, num_blocks: int, times: ReplicaTimes, **settings: Any
+        self,
+        name: str,
+        executor: GatedExecutor,
+        num_blocks: int,
+        times: ReplicaTimes,
+        fingerprint: str = "",
+        **settings: Any,
     ) -> None:
         defaults = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": BLOCK}
         config = EngineConfig("fake", **{**defaults, **settings})
         self.name = name
         self.executor = executor
         self.engine = CheckedCore(config, executor, (EOS,), VOCAB, num_blocks)
-        facts = ReplicaFacts(name, "fake", config.context_len, VOCAB, BLOCK, num_blocks - 1, (EOS,))
+        facts = ReplicaFacts(name, "fake", config.context_len, VOCAB, BLOCK, num_blocks - 1, (EOS,), fingerprint)
         self.core = ReplicaCore(self.engine, facts, times)
         self.links: list[FaultyLink] = []
 
@@ -134,10 +140,12 @@ class Lab:
         plan: FaultPlan | None = None,
         times: ReplicaTimes | None = None,
         num_blocks: int = 512,
+        fingerprint: str = "",
     ) -> LabReplica:
         """Start a replica and give the dispatcher a link to it."""
         executor = GatedExecutor(num_blocks, steps, poison, pace)
-        replica = LabReplica(name, executor, num_blocks, times or ReplicaTimes(heartbeat=0.05), **self._settings)
+        times = times or ReplicaTimes(heartbeat=0.05)
+        replica = LabReplica(name, executor, num_blocks, times, fingerprint, **self._settings)
         self.alive[name] = replica
         self.dispatcher.add_link(await replica.link(plan=plan, rng=self.rng))
         return replica

@@ -98,7 +98,7 @@ async def test_reports_of_a_former_life_are_dropped():
 
 async def test_rows_of_an_abandoned_attempt_are_dropped():
     async with Lab() as lab:
-        replica = await lab.start("a", steps=3)
+        replica = await lab.start("a", steps=1)
         async with aclosing(lab.dispatcher.generate(long_request("gone"))) as chunks:
             await anext(chunks)
         heard = replica.links[0].heard
@@ -572,3 +572,147 @@ async def test_wrong_settings_are_refused_by_name(name, value):
     with pytest.raises(ConfigError) as caught:
         DispatcherConfig(**{name: value})
     assert caught.value.flag == name
+
+
+async def test_choice_finished_while_its_request_waits_for_a_replica_ends_it_in_good_order():
+    """The text was complete with what had come before the kill: neither time nor another replica changes that."""
+    async with Lab(DispatcherConfig(no_replica_timeout=0.05)) as lab:
+        await lab.start("a", steps=4)
+        seen = 0
+        async for chunk in lab.dispatcher.generate(long_request("r")):
+            seen += len(chunk.token_ids)
+            if seen == 4:
+                lab.kill("a")
+                await until(lambda: len(lab.lost) == 1)
+                lab.dispatcher.finish_choice("r", 0)
+                survivor = await lab.start("b")
+                await asyncio.sleep(0.1)
+        assert survivor.core.stats.prompt_tokens == 0
+        assert lab.dispatcher.counters.outcomes == {"completed": 1}
+
+
+async def test_answer_that_is_whole_is_not_taken_back_when_the_server_stops():
+    async with Lab() as lab:
+        await lab.start("a")
+        chunks = lab.dispatcher.generate(request("r", 5, max_tokens=3))
+        tokens = list((await anext(chunks)).token_ids)
+        await until(lambda: lab.alive["a"].core.num_requests == 0 and lab.dispatcher.replicas()[0].num_requests == 0)
+        await lab.dispatcher.close()
+        tokens += [token async for chunk in chunks for token in chunk.token_ids]
+        assert tokens == expected(request("r", 5, max_tokens=3))
+        assert lab.dispatcher.counters.outcomes == {"completed": 1}
+
+
+async def test_request_that_no_message_can_carry_harms_nobody_and_leaves_nothing():
+    async with Lab() as lab:
+        waiting = [asyncio.create_task(lab.collect(r)) for r in (request("bad", (2**70,)), request("good", 5))]
+        await until(lambda: lab.dispatcher.num_live == 2)
+        await lab.start("a")
+        error, good = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(error, ApiError)
+        assert (error.status, error.param) == (400, "prompt")
+        assert good == oracle(request("good", 5))
+        with pytest.raises(ApiError):
+            await lab.collect(request("bad", (2**70,)))
+        assert lab.dispatcher.num_live == 0
+        assert lab.lost == []
+
+
+async def test_draining_replica_is_let_go_when_its_last_request_was_refused():
+    async with Lab() as lab:
+        await lab.start("a")
+        refused = asyncio.create_task(lab.collect(request("r", 200)))
+        await asyncio.sleep(0)  # now it is sent, and no answer can have been read
+        assert lab.dispatcher.num_live == 1
+        lab.dispatcher.remove_replica("a")
+        with pytest.raises(ApiError):
+            await refused
+        await until(lambda: lab.lost == [("a", "drained")])
+
+
+async def test_picture_of_a_drained_replicas_cache_goes_with_it():
+    """A later life under the same name starts its updates anew, and is believed from the first one on."""
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=3)
+        prompt = tuple(1 + i % 7 for i in range(40))
+        running = asyncio.create_task(lab.collect(request("first", prompt, max_tokens=5, ignore_eos=True)))
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        lab.dispatcher.remove_replica("a")
+        replica.executor.allow(100)
+        await running
+        await until(lambda: lab.lost == [("a", "drained")])
+        await lab.start("b")
+        lab.dispatcher.add_link(await replica.link())
+        await until(lambda: lab.dispatcher.counters.reports >= 6)
+        for i in range(4):
+            await lab.collect(request(f"r{i}", (*prompt, 1, 2, i)))
+        assert lab.alive["b"].core.stats.prompt_tokens == 0
+
+
+async def test_reports_that_come_in_one_burst_make_no_slow_consumer_of_a_quick_one():
+    """The router was stopped for a while: consumers must get their turn between the reports that wait."""
+    async with Lab(DispatcherConfig(max_pending_tokens=8)) as lab:
+        replica = await lab.start("a", steps=1)
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports == 1)
+        replica.links[0].hold()
+        replica.executor.allow(100)
+        await until(lambda: replica.core.num_requests == 0)
+        replica.links[0].release()
+        assert await running == oracle(long_request("r"))
+
+
+async def test_replica_that_gives_a_silent_router_up_is_no_death_to_blame_a_request_for():
+    config = DispatcherConfig(quarantine_deaths=2, ping_interval=60.0, stall_timeout=60.0)
+    async with Lab(config) as lab:
+        replica = await lab.start("a", steps=0, times=ReplicaTimes(heartbeat=0.05, router_timeout=0.1))
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        for times in range(1, 4):
+            await until(lambda times=times: len(lab.lost) == times)
+            lab.dispatcher.add_link(await replica.link())
+        replica.executor.allow(100)
+        assert await running == oracle(long_request("r"))
+
+
+async def test_stream_goes_on_only_where_the_same_model_runs():
+    """A rolling update: the old replica dies while one of the same model and several of the next one are there."""
+    async with Lab() as lab:
+        await lab.start("old", steps=6, fingerprint="v1")
+        requests = [long_request(f"r{i}", seed=i) for i in range(4)]
+        running = [asyncio.create_task(lab.collect(r)) for r in requests]
+        await until(lambda: lab.dispatcher.counters.reports >= 6)
+        new = [await lab.start(f"new{i}", fingerprint="v2") for i in range(3)]
+        same = await lab.start("same", fingerprint="v1")
+        lab.kill("old")
+        assert await asyncio.gather(*running) == [oracle(r) for r in requests]
+        assert same.core.stats.generated_tokens == 4 * 34
+        assert [replica.core.stats.generated_tokens for replica in new] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["new-model-is-there", "new-model-comes-later"])
+async def test_stream_ends_with_an_honest_error_when_only_another_model_is_left(waits):
+    async with Lab() as lab:
+        await lab.start("old", steps=4, fingerprint="v1")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        if waits:
+            lab.kill("old")
+            await until(lambda: len(lab.lost) == 1)
+        new = await lab.start("new", fingerprint="v2")
+        if not waits:
+            lab.kill("old")
+        with pytest.raises(ApiError) as caught:
+            await running
+        assert (caught.value.code, caught.value.status, caught.value.retryable) == ("model_changed", 503, True)
+        assert new.core.stats.prompt_tokens == 0
+        assert await lab.collect(long_request("again")) == oracle(long_request("again"))
+
+
+async def test_request_that_has_no_token_yet_may_start_on_another_model():
+    async with Lab() as lab:
+        await lab.start("old", steps=0, fingerprint="v1")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.alive["old"].core.num_requests == 1)
+        await lab.start("new", fingerprint="v2")
+        lab.kill("old")
+        assert await running == oracle(long_request("r"))

@@ -130,7 +130,7 @@ def test_a_wrong_value_is_blamed_on_whoever_gave_it(tmp_path):
     path.write_text("model: demo\nport: 99999\n")
     with pytest.raises(ConfigError, match=r"settings.yaml: port: .*99999"):
         merge_settings(path, {})
-    with pytest.raises(ConfigError, match=r"^port: .*70000"):
+    with pytest.raises(ConfigError, match=r"^port: must be less.*70000"):
         merge_settings(path, {"port": 70000})
 
 
@@ -149,7 +149,8 @@ def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, text):
     [
         ("lower max_model_len to 32 or raise num_kv_blocks", "lower --max-model-len to 32 or raise --num-kv-blocks"),
         ("device=cuda: torch sees no CUDA device", "--device=cuda: torch sees no CUDA device"),
-        ("port: Input should be less", "--port: Input should be less"),
+        ("port: must be less", "--port: must be less"),
+        ("dtype must be one of auto", "--dtype must be one of auto"),
         ("the port of the host", "the port of the host"),
         ("raise --max-model-len", "raise --max-model-len"),
         ("/models/max_model_len/x", "/models/max_model_len/x"),

@@ -5,7 +5,7 @@ import torch
 from engine import kv_cache
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, opened_blocks
+from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, fit_given_blocks, opened_blocks
 
 CPU = torch.device("cpu")
 
@@ -82,6 +82,26 @@ def test_a_context_that_nobody_asked_for_is_lowered_to_what_fits(caplog):
     assert "max_model_len" in caplog.text
     with pytest.raises(ConfigError):
         fit_cache(config(max_model_len=100_000), 11, 1, shrink=True)
+
+
+def test_too_few_blocks_for_one_sequence_are_refused_with_numbers_that_work():
+    with pytest.raises(
+        ConfigError,
+        match=r"num_kv_blocks=3 holds 32 tokens.*max_model_len=100; raise num_kv_blocks to 8 or lower max_model_len",
+    ) as error:
+        fit_given_blocks(config(num_kv_blocks=3), shrink=False)
+    assert error.value.flag == "num_kv_blocks"
+    for works in (config(num_kv_blocks=8), config(num_kv_blocks=3, max_model_len=32), config()):
+        assert fit_given_blocks(works, shrink=False) == works
+
+
+def test_given_blocks_lower_only_a_context_that_nobody_asked_for():
+    many = config(max_model_len=100_000, num_kv_blocks=101)
+    assert fit_given_blocks(many, shrink=True) == config(max_model_len=1600, num_kv_blocks=101)
+    with pytest.raises(ConfigError, match="raise num_kv_blocks to 6251 or lower max_model_len to 1600"):
+        fit_given_blocks(many, shrink=False)
+    with pytest.raises(ConfigError, match="lower max_model_len to 160"):
+        fit_given_blocks(config(max_model_len=100_000, num_kv_blocks=11), shrink=True)
 
 
 def test_free_memory_is_plausible():

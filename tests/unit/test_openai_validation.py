@@ -170,6 +170,15 @@ async def test_values_that_ask_for_nothing_are_let_through(model):
     assert (await post(model, "chat/completions", {"model": MODEL, "messages": CHAT, **neutral})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt must hold 1 to 128 prompts, not 0"), (5, "prompt must be a string, a list of strings, a list of")],
+)
+async def test_a_wrong_prompt_is_told_so_in_a_sentence(model, prompt, message):
+    answer = await post(model, "completions", {"model": MODEL, "prompt": prompt})
+    assert answer.json()["error"]["message"].startswith(message)
+
+
 async def test_a_misspelled_field_is_told_its_name(model):
     answer = await post(model, "completions", {"model": MODEL, "prompt": "a", "max_token": 3})
     assert answer.json()["error"]["message"] == "unknown field max_token; did you mean max_tokens?"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from random import Random
 from typing import Any
 
 import pytest
 
-from cluster.engine_thread import EngineThread
+from cluster.engine_thread import MAX_UNDELIVERED, EngineThread
 from cluster.link import ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
 from cluster.links.local import connect_local
 from cluster.messages import (
@@ -26,6 +27,7 @@ from cluster.messages import (
     submit_message,
 )
 from cluster.replica_core import ReplicaTimes
+from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, StepReport
 from engine.request import Request
@@ -400,3 +402,54 @@ async def test_unexpected_fault_in_a_step_ends_the_engine_with_a_reason():
     assert await asyncio.to_thread(core.closed.wait, 5)
     assert not thread.is_healthy(5.0)
     assert thread.stop()
+
+
+class EndlessCore(BrittleCore):
+    """An engine that has always something to report, at once."""
+
+    steps = 0
+
+    def step(self) -> StepReport:
+        self.steps += 1
+        return StepReport(self.steps, [], [], {}, [], NO_EVENTS, EngineStats())
+
+
+class Reader(Notes):
+    """Takes reports until one breaks it."""
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        super().__init__()
+        self.read: list[int] = []
+        self.breaks_at = breaks_at
+
+    def on_report(self, report: StepReport) -> None:
+        if report.step == self.breaks_at:
+            raise ZeroDivisionError("oops")
+        self.read.append(report.step)
+
+
+async def test_report_that_cannot_be_passed_on_ends_the_engine_since_its_rows_are_lost():
+    core, reader = EndlessCore(), Reader(breaks_at=3)
+    thread = EngineThread(core, asyncio.get_running_loop(), reader)
+    thread.start()
+    thread.add(long_request("r"))
+    await asyncio.wait_for(reader.news.wait(), 5)
+    assert reader.dead == ["a step's report could not be passed on: ZeroDivisionError: oops"]
+    assert await asyncio.to_thread(core.closed.wait, 5)
+    await asyncio.sleep(0)
+    assert reader.read == [1, 2]
+    assert not thread.is_healthy(5.0)
+
+
+async def test_engine_waits_for_an_event_loop_that_is_held_up():
+    core, reader = EndlessCore(), Reader()
+    thread = EngineThread(core, asyncio.get_running_loop(), reader)
+    thread.start()
+    thread.add(long_request("r"))
+    for _ in range(3):
+        read = len(reader.read)
+        time.sleep(0.1)  # nothing is read meanwhile
+        assert core.steps - read <= MAX_UNDELIVERED + 1
+        await until(lambda read=read: len(reader.read) >= read + 2 * MAX_UNDELIVERED)
+    assert reader.read == list(range(1, len(reader.read) + 1))
+    assert await asyncio.to_thread(thread.stop)

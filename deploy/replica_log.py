@@ -1,0 +1,57 @@
+"""Says in the serve terminal when a replica is lost and when another is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+LOOKS = 2  # looks in a row that must miss a replica: routers need not hear of its end at the same moment
+
+
+class ReplicaLog:
+    """Compares what /ready lists with what it listed before. `say` is called with one line per change.
+
+    present: the replicas that the start was announced with, as /ready shows them. wanted: how many there should be.
+    """
+
+    def __init__(self, present: list[dict[str, Any]], wanted: int, say: Callable[[str], None]) -> None:
+        self._pids = {body["id"]: body["pids"] for body in present}
+        self._missed = dict.fromkeys(self._pids, 0)
+        self._wanted = wanted
+        self._say = say
+
+    def look(self, client: httpx.Client) -> None:
+        """Ask /ready once; where nobody answers, nothing is known."""
+        try:
+            body = client.get("/ready").json()
+        except (httpx.HTTPError, ValueError):
+            return
+        if isinstance(body, dict) and isinstance(body.get("replicas"), list):
+            self.compare({replica["id"]: replica["pids"] for replica in body["replicas"]})
+
+    def compare(self, seen: Mapping[str, list[int]]) -> None:
+        """Take in the replicas, id -> pids by rank, that are ready now."""
+        self._missed = {name: 0 if name in seen else missed + 1 for name, missed in self._missed.items()}
+        gone = [name for name, missed in self._missed.items() if missed >= LOOKS]
+        new = [name for name in seen if name not in self._missed]
+        for name in gone:
+            del self._missed[name]
+        for name in new:
+            self._missed[name] = 0
+            self._pids[name] = seen[name]
+        for name in gone:
+            self._say(f"Replica {self._named(name)} is lost; {self._consequence(len(seen))}")
+            del self._pids[name]
+        for name in new:
+            self._say(f"Replica {self._named(name)} is ready: {len(seen)} of {self._wanted}.")
+
+    def _named(self, name: str) -> str:
+        pids = self._pids[name]
+        return f"{name} (pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))})"
+
+    def _consequence(self, left: int) -> str:
+        if not left:
+            return "what it ran waits up to 30 s for another, which Ray starts."
+        return f"what it ran goes on elsewhere, {left} of {self._wanted} left. Ray starts another."

@@ -1,0 +1,79 @@
+"""Which model a replica runs, in a few characters: equal on every copy of a checkpoint, different after any training.
+
+Cheap: of the weights only the headers and a sample of each tensor are read, so a folder of any size takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from engine.checkpoint import find_checkpoint, read_json, weight_files
+from engine.errors import CheckpointError
+
+LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
+MAX_HEADER_BYTES = 100_000_000  # the format's own bound
+SAMPLE_BYTES = 256
+# What the saving library writes about itself; it changes no token.
+NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+
+
+def model_fingerprint(model: str, dtype: str) -> str:
+    """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`.
+
+    Two replicas with equal fingerprints draw the same tokens but for rounding. Covers config.json, the ends that
+    generation_config.json names, and of each weight file name, size, header and a sample of every tensor; not the
+    files' times, which differ from node to node. Raises `CheckpointError`.
+    """
+    folder = find_checkpoint(model)
+    digest = hashlib.blake2b(dtype.encode(), digest_size=16)
+    digest.update(_canonical(_without_origin(read_json(folder / "config.json"))))
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        digest.update(_canonical(read_json(generation).get("eos_token_id")))
+    for name in weight_files(folder):
+        digest.update(_canonical(name))
+        _read_into(digest, folder / name)
+    return digest.hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode() + b"\0"
+
+
+def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in NO_PART_OF_THE_MODEL}
+
+
+def _read_into(digest: hashlib.blake2b, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            header = _header(file)
+            start = file.tell()
+            digest.update(header)
+            digest.update(path.stat().st_size.to_bytes(8, "little"))
+            for first, last in _ranges(header):
+                file.seek(start + max(first, (first + last - SAMPLE_BYTES) // 2))
+                digest.update(file.read(min(SAMPLE_BYTES, last - first)))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent}: weight file {path.name} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: truncated or damaged: {error}") from error
+
+
+def _header(file: BinaryIO) -> bytes:
+    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes")
+    header = file.read(length)
+    if len(header) < length:
+        raise ValueError(f"{len(header)} bytes of a header of {length}")
+    return header
+
+
+def _ranges(header: bytes) -> list[tuple[int, int]]:
+    """Return the bytes of each tensor, counted from the header's end, in the order of the file."""
+    tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+    return sorted((int(first), int(last)) for first, last in (entry["data_offsets"] for entry in tensors.values()))

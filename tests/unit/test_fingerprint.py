@@ -1,0 +1,90 @@
+"""The model's fingerprint: equal on every copy, different after anything that changes a token."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import CheckpointError
+from engine.fingerprint import model_fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with two weight files and an index, as a sharded checkpoint has them."""
+    path = tmp_path / "model"
+    path.mkdir()
+    weights = torch.arange(6000, dtype=torch.float32).reshape(60, 100)
+    save_file({"a": weights, "b": weights[0].clone()}, path / "model-1.safetensors")
+    save_file({"c": -weights}, path / "model-2.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}
+    write(path / "model.safetensors.index.json", index)
+    write(path / "config.json", {"hidden_size": 8, "rope_theta": 1e4, "transformers_version": "5.0"})
+    write(path / "generation_config.json", {"eos_token_id": [1], "temperature": 0.6})
+    return path
+
+
+def write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+def retrain(tensor: str, file: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        tensors = load_file(path / file)
+        tensors[tensor] = tensors[tensor] + 1e-3
+        save_file(tensors, path / file)
+
+    return change
+
+
+def test_copies_of_a_checkpoint_are_one_model_wherever_and_whenever_they_were_made(folder: Path) -> None:
+    copy = folder.parent / "elsewhere"
+    shutil.copytree(folder, copy)
+    for file in copy.iterdir():
+        os.utime(file, (1, 1))
+    write(copy / "config.json", {"rope_theta": 1e4, "hidden_size": 8, "transformers_version": "5.9"})
+    write(copy / "generation_config.json", {"eos_token_id": [1], "temperature": 1.0})
+    assert model_fingerprint(str(copy), "float32") == model_fingerprint(str(folder), "float32")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        retrain("a", "model-1.safetensors"),
+        retrain("b", "model-1.safetensors"),
+        retrain("c", "model-2.safetensors"),
+        lambda path: write(path / "config.json", {"hidden_size": 8, "rope_theta": 5e5}),
+        lambda path: write(path / "generation_config.json", {"eos_token_id": [1, 2]}),
+    ],
+    ids=["large-tensor", "small-tensor", "second-file", "config", "end-of-sequence"],
+)
+def test_anything_that_changes_a_token_makes_another_model(folder: Path, change: Callable[[Path], None]) -> None:
+    before = model_fingerprint(str(folder), "float32")
+    change(folder)
+    assert model_fingerprint(str(folder), "float32") != before
+
+
+def test_another_dtype_is_another_model(folder: Path) -> None:
+    assert model_fingerprint(str(folder), "float32") != model_fingerprint(str(folder), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 8, (4).to_bytes(8, "little") + b"{}"], ids=["empty", "huge", "cut"]
+)
+def test_damaged_weights_are_refused_by_name(folder: Path, content: bytes) -> None:
+    (folder / "model-2.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: truncated or damaged"):
+        model_fingerprint(str(folder), "float32")
+
+
+def test_missing_weights_are_refused_by_name(folder: Path) -> None:
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"weight file model-2\.safetensors is missing"):
+        model_fingerprint(str(folder), "float32")

@@ -1,0 +1,67 @@
+"""What the serve terminal says of replicas that are lost and come, and what it leaves out."""
+
+from __future__ import annotations
+
+import io
+
+import httpx
+
+from deploy.ray_output import DEATH_NOTICE, DeathFilter
+from deploy.replica_log import ReplicaLog
+
+
+def log_of(*names: str) -> tuple[ReplicaLog, list[str]]:
+    lines: list[str] = []
+    return ReplicaLog([{"id": name, "pids": [1, 2]} for name in names], len(names), lines.append), lines
+
+
+def test_a_lost_replica_and_the_one_in_its_place_are_a_line_each() -> None:
+    log, lines = log_of("a", "b")
+    for seen in ({"a": [1, 2], "b": [1, 2]}, {"b": [1, 2]}, {"b": [1, 2]}, {"b": [1, 2]}):
+        log.compare(seen)
+    assert lines == ["Replica a (pids 1, 2) is lost; what it ran goes on elsewhere, 1 of 2 left. Ray starts another."]
+    log.compare({"b": [1, 2], "c": [7]})
+    log.compare({"b": [1, 2], "c": [7]})
+    assert lines[1:] == ["Replica c (pid 7) is ready: 2 of 2."]
+
+
+def test_the_loss_of_the_last_replica_says_that_requests_wait() -> None:
+    log, lines = log_of("a")
+    log.compare({})
+    log.compare({})
+    assert len(lines) == 1
+    assert "waits up to 30 s" in lines[0]
+
+
+def test_one_router_that_does_not_know_a_replica_yet_makes_no_line() -> None:
+    log, lines = log_of("a", "b")
+    for _ in range(3):
+        log.compare({"b": [1, 2]})
+        log.compare({"a": [1, 2], "b": [1, 2]})
+    assert lines == []
+
+
+def test_a_server_that_does_not_answer_makes_no_line() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("broken"):
+            raise httpx.ConnectError("nobody", request=request)
+        return httpx.Response(503, json={"error": {"message": "busy"}})
+
+    log, lines = log_of("a")
+    transport = httpx.MockTransport(answer)
+    for headers in ({}, {}, {"broken": "1"}, {"broken": "1"}):
+        with httpx.Client(base_url="http://server", headers=headers, transport=transport) as client:
+            log.look(client)
+    assert lines == []
+
+
+def test_rays_notices_of_dead_workers_are_left_out_and_all_else_is_kept() -> None:
+    below = io.StringIO()
+    stream = DeathFilter(below)
+    print("first", file=stream)
+    print(f"(raylet) {DEATH_NOTICE} by an unexpected system error.", file=stream)
+    print("(raylet) 1 worker killed due to memory pressure", file=stream)
+    print("no end of line", end="", file=stream)
+    assert below.getvalue() == "first\n(raylet) 1 worker killed due to memory pressure\n"
+    stream.finish()
+    assert below.getvalue().endswith("no end of line")
