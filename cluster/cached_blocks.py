@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from cluster.messages import block_key
+from cluster.translation import block_key
 from engine.report import BlockEvents
 
 SNAPSHOT_BLOCKS = 8192  # keys in one message

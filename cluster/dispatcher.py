@@ -7,15 +7,15 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
+from cluster.attempts import Attempts
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet, ReplicaView
 from cluster.generation import TokenChunk
-from cluster.link import CLOSED, DAMAGED, DRAINED, PEER_ALIVE, LinkClosedError, MessageTooLargeError, ReplicaLink
+from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
 from cluster.member import LiveRequest, Member
 from cluster.messages import (
-    Abort,
     Down,
     Draining,
     FinishChoice,
@@ -23,13 +23,9 @@ from cluster.messages import (
     Heartbeat,
     Rejected,
     Report,
-    Up,
-    submit_message,
 )
 from cluster.token_log import ChoiceLog, TokenLog
-from cluster.waiting_room import WaitingRoom
 from engine.request import FinishReason, Request
-from engine.sampling_params import MAX_N
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +51,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._fleet = Fleet(self._config, self, rng or Random())
         self._live: dict[str, LiveRequest] = {}
-        self._waiting_room = WaitingRoom(self._loop, self._give_up)
-        self._next_stream = 0
+        self._attempts = Attempts(self._config, self._fleet, self.counters)
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -78,7 +73,7 @@ class Dispatcher:
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
         self._fleet.add(link)
-        self._place_waiting()
+        self._attempts.place_waiting()
 
     def remove_replica(self, replica_id: str, hand_over: bool = False) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
@@ -91,9 +86,9 @@ class Dispatcher:
         member.draining = True
         if hand_over:
             for live in list(member.live.values()):
-                self._withdraw(live)
-                self._place(live)
-        self._retire_if_idle(member)
+                self._attempts.withdraw(live)
+                self._attempts.place(live)
+        self._attempts.retire_if_idle(member)
 
     async def drain(self) -> None:
         """Accept no more requests and wait until all have ended."""
@@ -104,7 +99,7 @@ class Dispatcher:
         """End every request with `shutting_down` and all links."""
         self._closing = True
         for live in list(self._live.values()):
-            self._fail(live, ApiError("shutting_down", "the server is shutting down"))
+            self._attempts.fail(live, ApiError("shutting_down", "the server is shutting down"))
         await self._fleet.close(CLOSED)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
@@ -134,12 +129,11 @@ class Dispatcher:
         log.discard()
         attempt = live.attempt
         if live.log.finished:
-            self._withdraw(live)
-            self._waiting_room.leave(live)
+            self._attempts.end(live)
             live.log.wake()
         elif still_runs and attempt is not None:
             attempt.member.streams.pop(attempt.stream + choice, None)
-            self._send(attempt.member, FinishChoice(attempt.stream, choice))
+            self._attempts.send(attempt.member, FinishChoice(attempt.stream, choice))
 
     def on_message(self, member: Member, message: Down) -> None:
         """Act on what a replica said (called by the fleet)."""
@@ -153,7 +147,7 @@ class Dispatcher:
                 self._on_rejected(member, message)
             case Draining():
                 member.draining = True
-                self._retire_if_idle(member)
+                self._attempts.retire_if_idle(member)
             case _:
                 self._fleet.lose(member, DAMAGED, f"a {type(message).__name__} is not expected here")
 
@@ -166,9 +160,9 @@ class Dispatcher:
         for live in stranded:
             if died and live.attempt is not None and not live.attempt.progressed:
                 live.strikes += 1
-            self._detach(live)
+            self._attempts.detach(live)
         for live in stranded:
-            self._move(live)
+            self._attempts.move(live)
         if self._on_link_lost is not None:
             self._loop.call_soon(self._on_link_lost, member.replica_id, code)
 
@@ -186,13 +180,12 @@ class Dispatcher:
         if live.log.finished:
             live.log.wake()
         else:
-            self._place(live)
+            self._attempts.place(live)
         return live
 
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""
-        self._withdraw(live)
-        self._waiting_room.leave(live)
+        self._attempts.end(live)
         del self._live[live.request_id]
         if live.log.error is not None:
             self.counters.outcomes[live.log.error.code] += 1
@@ -209,103 +202,6 @@ class Dispatcher:
         self.counters.latency.observe(now - live.accepted_at)
         if live.first_token_at is not None and live.log.longest > 1:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
-
-    def _place(self, live: LiveRequest) -> None:
-        """Submit the request to the replica that suits it best, or let it wait for one."""
-        while live.log.error is None:
-            member = self._fleet.choose(live)
-            if member is None:
-                self._park(live)
-                return
-            if self._submit(live, member):
-                return
-
-    def _submit(self, live: LiveRequest, member: Member) -> bool:
-        """Return False if the replica turned out to be gone."""
-        log = live.log
-        stream = self._next_stream
-        self._next_stream += MAX_N
-        try:
-            member.link.send(submit_message(log.request, stream, log.resume() if live.was_submitted else None))
-        except MessageTooLargeError as error:
-            self._fail(live, ApiError("body_too_large", str(error), param="prompt"))
-        except OverflowError as error:
-            self._fail(live, ApiError("invalid_request", f"the request cannot be sent: {error}", param="prompt"))
-        except LinkClosedError:
-            return False  # whoever reads the link gives it up
-        else:
-            self._waiting_room.leave(live)
-            member.attach(live, stream)
-            if self._fleet.is_suspect(live):
-                member.probe = live
-        return True
-
-    def _park(self, live: LiveRequest) -> None:
-        if self._fleet.model_changed(live):
-            message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
-            self._fail(live, ApiError("model_changed", message))
-            return
-        wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
-        self._waiting_room.enter(live, wait)
-
-    def _place_waiting(self) -> None:
-        for live in self._waiting_room.waiting():
-            self._place(live)
-
-    def _give_up(self, live: LiveRequest) -> None:
-        if live.was_submitted:
-            message = "the replica that ran the request was lost, and none came in its place"
-            self._fail(live, ApiError("replica_lost", message))
-        else:
-            self._fail(live, ApiError("no_replica", "no replica is ready to take the request"))
-
-    def _move(self, live: LiveRequest) -> None:
-        """Go on with a request whose replica was lost, unless it looks like the cause."""
-        if live.log.error is not None or live.log.finished:
-            return
-        if live.strikes >= self._config.quarantine_deaths:
-            logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
-            message = "replicas died each time they took up this request; it is not tried again"
-            self._fail(live, ApiError("request_quarantined", message, status=500, retryable=False))
-            return
-        self.counters.migrations += 1
-        self._place(live)
-
-    def _fail(self, live: LiveRequest, error: ApiError) -> None:
-        error.request_id = live.request_id
-        self._withdraw(live)
-        self._waiting_room.leave(live)
-        live.log.fail(error)
-
-    def _withdraw(self, live: LiveRequest) -> None:
-        """End the attempt that runs, if any, here and on its replica."""
-        attempt = live.attempt
-        if attempt is not None:
-            self._send(attempt.member, Abort(attempt.stream))
-            self._detach(live)
-
-    def _detach(self, live: LiveRequest) -> None:
-        attempt = live.attempt
-        if attempt is None:
-            return
-        if attempt.member.detach(live, attempt):
-            self._probe_ended()
-        self._retire_if_idle(attempt.member)
-
-    def _probe_ended(self) -> None:
-        # Later, not now: whoever is moving requests about should finish first.
-        self._loop.call_soon(self._place_waiting)
-
-    def _retire_if_idle(self, member: Member) -> None:
-        if member.draining and not member.live:
-            self._fleet.lose(member, DRAINED, "the replica has finished what it ran")
-
-    def _send(self, member: Member, message: Up) -> None:
-        if not member.link.closed:
-            try:
-                member.link.send(message)
-            except LinkClosedError as error:
-                self._loop.call_soon(self._fleet.lose, member, error.code, error.message)
 
     def _on_report(self, member: Member, report: Report) -> None:
         if report.incarnation != member.incarnation or report.sequence < member.next_report:
@@ -333,19 +229,19 @@ class Dispatcher:
         live = self._live[choice.log.request.request_id]
         attempt = live.attempt
         if attempt is not None and not attempt.progressed and attempt.member.progressed(live, attempt):
-            self._probe_ended()
+            self._attempts.probe_ended()
         if live.first_token_at is None:
             live.first_token_at = self._loop.time()
             self.counters.ttft.observe(live.first_token_at - live.accepted_at)
         choice.check_at = choice.delivered + self._config.max_pending_tokens
         if choice.pending > self._config.max_pending_tokens:
             message = f"more than {self._config.max_pending_tokens} tokens waited for a reader that did not take them"
-            self._fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
+            self._attempts.fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
 
     def _break_off(self, choice: ChoiceLog, problem: str) -> None:
         live = self._live[choice.log.request.request_id]
         logger.error("request %s: %s", live.request_id, problem)
-        self._fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
+        self._attempts.fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
 
     def _on_finish(self, member: Member, row: FinishRow) -> None:
         choice = member.streams.get(row.stream)
@@ -353,8 +249,8 @@ class Dispatcher:
             return
         live = self._live[choice.log.request.request_id]
         if row.reason == FinishReason.ABORT:
-            self._detach(live)
-            self._move(live)
+            self._attempts.detach(live)
+            self._attempts.move(live)
         elif row.reason == FinishReason.ERROR:
             self._break_off(choice, f"replica {member.replica_id} ended it: {row.message}")
         elif row.num_tokens != len(choice.tokens):
@@ -366,7 +262,7 @@ class Dispatcher:
         del member.streams[row.stream]
         choice.finish(row.reason)
         if live.log.finished:
-            self._detach(live)
+            self._attempts.detach(live)
         live.log.wake()
 
     def _on_rejected(self, member: Member, refusal: Rejected) -> None:
@@ -374,8 +270,8 @@ class Dispatcher:
         if live is None:
             return
         member.draining = member.draining or refusal.elsewhere
-        self._detach(live)
+        self._attempts.detach(live)
         if refusal.elsewhere:
-            self._place(live)
+            self._attempts.place(live)
         else:
-            self._fail(live, ApiError(refusal.code, refusal.message, param=refusal.param))
+            self._attempts.fail(live, ApiError(refusal.code, refusal.message, param=refusal.param))

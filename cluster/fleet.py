@@ -11,8 +11,9 @@ from typing import Protocol
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
 from cluster.member import LiveRequest, Member
-from cluster.messages import Down, Load, Ping, block_key
+from cluster.messages import Down, Load, Ping
 from cluster.policy import PrefixIndex, rank
+from cluster.translation import block_key
 from engine.prefix_hash import prompt_hashes
 
 logger = logging.getLogger(__name__)

@@ -13,13 +13,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.errors import InvalidRequestError, SquadronError
-from engine.report import EngineStats
-from engine.request import Request
-from engine.sampling_params import MAX_N, SamplingParams
+from engine.errors import SquadronError
+from engine.sampling_params import MAX_N
 
 PROTOCOL_VERSION = 2
-HASH_KEY_BYTES = 8
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -205,7 +202,6 @@ Message = Up | Down
 _ENCODER = msgspec.msgpack.Encoder()
 _UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
 _DOWN: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
-_PARAMS = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def encode(message: Message) -> bytes:
@@ -227,79 +223,3 @@ def decode_down(frame: bytes) -> Down:
         return _DOWN.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DamagedMessageError(f"damaged message from a replica: {error}") from error
-
-
-def submit_message(request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None) -> Submit:
-    """Return the message that starts an attempt of `request`; `resume` takes the place of the request's own."""
-    return Submit(
-        stream,
-        request.request_id,
-        request.prompt_token_ids,
-        msgspec.Raw(_ENCODER.encode(request.params)),
-        request.seed,
-        request.priority,
-        request.cache_salt,
-        request.resume if resume is None else resume,
-    )
-
-
-def submitted_request(submit: Submit, engine_id: str) -> Request:
-    """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params."""
-    try:
-        params = _PARAMS.decode(submit.params)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise InvalidRequestError(f"the sampling parameters cannot be read: {error}", "params") from error
-    return Request(
-        request_id=engine_id,
-        prompt_token_ids=submit.prompt,
-        params=params,
-        seed=submit.seed,
-        priority=submit.priority,
-        cache_salt=submit.cache_salt,
-        resume=submit.resume,
-    )
-
-
-def load_of(stats: EngineStats, progress_age: float) -> Load:
-    """Return an engine's figures as they travel."""
-    return Load(
-        stats.num_running,
-        stats.num_waiting,
-        stats.outstanding_tokens,
-        stats.kv_blocks_total,
-        stats.kv_blocks_free,
-        stats.kv_blocks_cached,
-        stats.prefix_query_tokens,
-        stats.prefix_hit_tokens,
-        stats.preemptions,
-        stats.prompt_tokens,
-        stats.generated_tokens,
-        progress_age,
-    )
-
-
-def stats_of(load: Load) -> EngineStats:
-    """Return a replica's figures as its engine has them."""
-    return EngineStats(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        kv_blocks_total=load.kv_blocks_total,
-        kv_blocks_free=load.kv_blocks_free,
-        kv_blocks_cached=load.kv_blocks_cached,
-        prefix_query_tokens=load.prefix_query_tokens,
-        prefix_hit_tokens=load.prefix_hit_tokens,
-        preemptions=load.preemptions,
-        prompt_tokens=load.prompt_tokens,
-        generated_tokens=load.generated_tokens,
-        outstanding_tokens=load.outstanding_tokens,
-    )
-
-
-def block_key(digest: bytes) -> int:
-    """Return the short name of a KV block. It only steers routing, where a rare collision does no harm."""
-    return int.from_bytes(digest[:HASH_KEY_BYTES], "little")
-
-
-def clipped(text: str) -> str:
-    """Return `text`, cut to what a message may carry."""
-    return text[:MAX_TEXT]

@@ -17,7 +17,8 @@ from cluster.group_start import StartedGroup, listening_host, start_group
 from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
 from cluster.logs import log_to_serve
-from cluster.replica_core import ReplicaCore, ReplicaFacts
+from cluster.replica_core import ReplicaCore
+from cluster.replica_facts import ReplicaFacts
 from cluster.start_error import ReplicaStartError
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, SquadronError

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineThread
@@ -15,50 +14,21 @@ from cluster.messages import (
     Abort,
     Draining,
     FinishChoice,
-    FinishRow,
     Heartbeat,
     Load,
     Ping,
     Rejected,
     Submit,
     Up,
-    Welcome,
-    clipped,
-    load_of,
-    submitted_request,
 )
-from cluster.router_session import Lane, RouterSession, Run
+from cluster.replica_facts import ReplicaFacts, ReplicaTimes
+from cluster.router_session import RouterSession, Run
+from cluster.runs import Runs
+from cluster.translation import clipped, load_of, submitted_request
 from engine.errors import InvalidRequestError
-from engine.report import EngineStats, Finish, StepReport
-from engine.request import Request, Sequence
+from engine.report import EngineStats, StepReport
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block."""
-
-    replica_id: str
-    model: str
-    max_model_len: int
-    vocab_size: int
-    block_size: int
-    num_kv_blocks: int
-    eos_token_ids: tuple[int, ...] = ()
-    fingerprint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaTimes:
-    """Times in seconds.
-
-    heartbeat: silence after which a router is told that all is well. router_timeout: silence of a router after
-    which it is taken for dead and its requests are ended.
-    """
-
-    heartbeat: float = 0.5
-    router_timeout: float = 10.0
 
 
 class ReplicaCore:
@@ -84,13 +54,10 @@ class ReplicaCore:
         self._loop = asyncio.get_running_loop()
         self._engine = EngineThread(core, self._loop, self)
         self._sessions: dict[str, RouterSession] = {}  # by router id
-        self._runs: dict[str, Run] = {}  # by engine request id
-        self._lanes: dict[Sequence, Lane] = {}  # of the sequences that reported a token
+        self._runs = Runs()
         self._cached = CachedBlocks()
         self._num_sessions = 0
         self._draining = False
-        self._quiet = asyncio.Event()
-        self._quiet.set()
         self._engine.start()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -116,7 +83,7 @@ class ReplicaCore:
 
     async def drained(self) -> None:
         """Wait until nothing runs here."""
-        await self._quiet.wait()
+        await self._runs.until_none()
 
     async def until_left(self, router_id: str, patience: float) -> None:
         """Return when the link that the router opens within `patience` seconds is over, or it opened none."""
@@ -152,9 +119,7 @@ class ReplicaCore:
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""
         now = self._loop.time()
-        self._distribute(report)
-        for finish in report.finished:
-            self._finish(finish)
+        self._runs.distribute(report)
         blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
@@ -165,7 +130,7 @@ class ReplicaCore:
         """Tell the one router that asked."""
         run = self._runs.get(request_id)
         if run is not None:
-            self._drop(run)
+            self._runs.drop(run)
             self._reject(run.session, run.stream, error)
 
     def on_dead(self, reason: str) -> None:
@@ -189,7 +154,7 @@ class ReplicaCore:
         now = self._loop.time()
         session = RouterSession(link, self._num_sessions, self.incarnation, now)
         self._sessions[link.router_id] = session
-        session.send(self._welcome(), now)
+        session.send(self.facts.welcome(self.incarnation, self._draining), now)
         for changes in self._cached.snapshot():
             session.flush(0, self._load(), now, changes)
         return session
@@ -197,8 +162,7 @@ class ReplicaCore:
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
         for run in list(session.runs.values()):
-            self._engine.abort(run.engine_id)
-            self._drop(run)
+            self._abort(run)
         if self._sessions.get(session.link.router_id) is session:
             del self._sessions[session.link.router_id]
 
@@ -229,22 +193,13 @@ class ReplicaCore:
         except InvalidRequestError as error:
             self._reject(session, submit.stream, error)
             return
-        self._start(session, submit.stream, request)
-
-    def _start(self, session: RouterSession, stream: int, request: Request) -> None:
-        run = Run(request.request_id, stream, session)
-        logs = dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume
-        for choice, log in logs.items():
-            run.lanes[choice] = Lane(run, session, stream + choice, choice, len(log))
-        session.runs[stream] = run
-        self._runs[run.engine_id] = run
-        self._quiet.clear()
+        self._runs.start(session, submit.stream, request)
         self._engine.add(request)
 
     def _abort(self, run: Run | None) -> None:
         if run is not None:
             self._engine.abort(run.engine_id)
-            self._drop(run)
+            self._runs.drop(run)
 
     def _finish_choice(self, run: Run | None, choice: int) -> None:
         if run is None or choice not in run.lanes:
@@ -253,78 +208,13 @@ class ReplicaCore:
             self._abort(run)
             return
         self._engine.finish_choice(run.engine_id, choice)
-        self._drop_lane(run.lanes[choice])
+        self._runs.drop_lane(run.lanes[choice])
 
     def _reject(self, session: RouterSession, stream: int, error: InvalidRequestError) -> None:
         session.send(Rejected(stream, error.code, clipped(str(error)), error.param), self._loop.time())
 
-    def _distribute(self, report: StepReport) -> None:
-        lanes = self._lanes
-        logprobs = report.logprobs
-        for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
-            lane = lanes.get(sequence) or self._lane(sequence)
-            if lane is None:
-                continue
-            session = lane.session
-            session.streams.append(lane.key)
-            session.indices.append(lane.count)
-            session.tokens.append(token)
-            lane.count += 1
-            if row in logprobs:
-                session.add_logprobs(logprobs[row])
-
-    def _lane(self, sequence: Sequence) -> Lane | None:
-        """Return the lane of a sequence that is heard of for the first time; None if nobody wants it any more."""
-        run = self._runs.get(sequence.request.request_id)
-        lane = run.lanes.get(sequence.index) if run is not None else None
-        if lane is not None:
-            lane.sequence = sequence
-            self._lanes[sequence] = lane
-            if sequence.num_cached_tokens:
-                lane.session.cached.append((lane.key, sequence.num_cached_tokens))
-        return lane
-
-    def _finish(self, finish: Finish) -> None:
-        sequence = finish.sequence
-        lane = self._lanes.get(sequence) or self._lane(sequence)
-        if lane is None:
-            return
-        row = FinishRow(lane.key, finish.reason.value, sequence.num_output_tokens, clipped(finish.message))
-        lane.session.finishes.append(row)
-        self._drop_lane(lane)
-        if not lane.run.lanes:
-            self._drop(lane.run)
-
-    def _drop_lane(self, lane: Lane) -> None:
-        del lane.run.lanes[lane.choice]
-        if lane.sequence is not None:
-            del self._lanes[lane.sequence]
-
-    def _drop(self, run: Run) -> None:
-        for lane in list(run.lanes.values()):
-            self._drop_lane(lane)
-        run.session.runs.pop(run.stream, None)
-        self._runs.pop(run.engine_id, None)
-        if not self._runs:
-            self._quiet.set()
-
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)
-
-    def _welcome(self) -> Welcome:
-        facts = self.facts
-        return Welcome(
-            facts.replica_id,
-            self.incarnation,
-            facts.model,
-            facts.max_model_len,
-            facts.vocab_size,
-            facts.block_size,
-            facts.num_kv_blocks,
-            facts.eos_token_ids,
-            self._draining,
-            facts.fingerprint,
-        )
 
     async def _tick(self) -> None:
         expected = self._loop.time()

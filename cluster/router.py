@@ -14,12 +14,12 @@ from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.logs import log_to_serve
-from cluster.messages import stats_of
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
 from cluster.start_error import ReplicaStartError
+from cluster.translation import stats_of
 from engine.errors import SquadronError
 from engine.loader import open_model
 from engine.tokenizer import Tokenizer

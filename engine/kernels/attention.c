@@ -147,10 +147,10 @@ static void score_tile(const float *queries, long rows, const elem *keys, const 
     }
 }
 
-/* Whether row [HEAD_DIM] has no NaN and no infinity. */
-static int is_finite(const float *row) {
+/* Whether no NaN and no infinity is among these, a multiple of LANES. */
+static int is_finite(const float *numbers, long count) {
     vec zeros = splat(0);
-    for (int d = 0; d < HEAD_DIM; d += LANES) zeros += get_float(row + d) * 0.0f;
+    for (long i = 0; i < count; i += LANES) zeros += get_float(numbers + i) * 0.0f;
     for (int i = 1; i < LANES; i++) zeros[0] += zeros[i];
     return zeros[0] == 0;
 }
@@ -164,8 +164,9 @@ static void mix_tile(const float *weights, long rows, long group, const elem *va
     for (long r = 0; r < rows; r += size)
         BY_ROWS(rows - r, size,
                 mix_rows(ROWS, weights + r * width, width, values, heads, span, out + r * HEAD_DIM))
+    if (is_finite(out, rows * HEAD_DIM)) return;
     for (long r = 0; r < rows; r++)
-        if (!is_finite(out + r * HEAD_DIM)) {
+        if (!is_finite(out + r * HEAD_DIM, HEAD_DIM)) {
             const Span own = seen_from(span.end - queries + r / group, window, span);
             mix_rows(1, weights + r * width, width, values, heads, own, out + r * HEAD_DIM);
         }

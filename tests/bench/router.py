@@ -23,7 +23,8 @@ from cluster.links import tcp
 from cluster.links.local import connect_local
 from cluster.member import LiveRequest, Member
 from cluster.messages import Load, Report, Welcome, decode_down, encode
-from cluster.replica_core import ReplicaCore, ReplicaFacts
+from cluster.replica_core import ReplicaCore
+from cluster.replica_facts import ReplicaFacts
 from cluster.token_log import TokenLog
 from engine.config import EngineConfig
 from engine.core import EngineCore

@@ -13,7 +13,8 @@ from cluster.dispatcher import Dispatcher
 from cluster.link import LOST, RouterLink
 from cluster.links.faulty import FaultPlan, FaultyLink
 from cluster.links.local import connect_local
-from cluster.replica_core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica_core import ReplicaCore
+from cluster.replica_facts import ReplicaFacts, ReplicaTimes
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError

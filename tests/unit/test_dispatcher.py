@@ -15,7 +15,7 @@ from cluster.generation import TokenChunk
 from cluster.links import tcp
 from cluster.links.faulty import FaultPlan
 from cluster.messages import Report
-from cluster.replica_core import ReplicaTimes
+from cluster.replica_facts import ReplicaTimes
 from engine.errors import ConfigError
 from engine.request import Request
 from tests.unit.cluster_lab import GatedExecutor, Lab, LabReplica, oracle, until

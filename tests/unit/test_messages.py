@@ -22,14 +22,11 @@ from cluster.messages import (
     Rejected,
     Report,
     Welcome,
-    block_key,
     decode_down,
     decode_up,
     encode,
-    load_of,
-    submit_message,
-    submitted_request,
 )
+from cluster.translation import block_key, load_of, submit_message, submitted_request
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats
 from engine.request import Request

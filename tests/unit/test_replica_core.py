@@ -14,19 +14,9 @@ import pytest
 from cluster.engine_thread import MAX_UNDELIVERED, EngineThread
 from cluster.link import ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
 from cluster.links.local import connect_local
-from cluster.messages import (
-    Abort,
-    Down,
-    Draining,
-    FinishChoice,
-    Heartbeat,
-    Hello,
-    Ping,
-    Rejected,
-    Report,
-    submit_message,
-)
-from cluster.replica_core import ReplicaTimes
+from cluster.messages import Abort, Down, Draining, FinishChoice, Heartbeat, Hello, Ping, Rejected, Report
+from cluster.replica_facts import ReplicaTimes
+from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, StepReport
@@ -165,7 +155,7 @@ async def test_finished_choice_ends_and_its_siblings_go_on(start):
             tokens[key].append(token)
         if 17 in report.streams and len(tokens[17]) == 4:
             link.send(FinishChoice(16, 1))
-            await until(lambda: len(replica.core._runs["r@1.16"].lanes) == 2)
+            await until(lambda: len(replica.core._runs.get("r@1.16").lanes) == 2)
             replica.executor.allow(100)
         ended |= {row.stream for row in report.finishes}
     assert tokens[16] == expected(r, 0)
@@ -321,8 +311,7 @@ async def test_nothing_is_left_after_any_order_of_submits_aborts_and_losses(star
     await asyncio.wait_for(replica.core.drained(), 20)
     await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
     assert replica.held_blocks == 0
-    assert not replica.core._runs
-    assert not replica.core._lanes
+    assert replica.core.num_requests == replica.core._runs.num_lanes == 0
 
 
 class BrittleCore:

@@ -1,0 +1,138 @@
+"""Where each live request runs: starting, ending and moving the attempts to run it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from cluster.counters import DispatcherCounters
+from cluster.dispatch_config import DispatcherConfig
+from cluster.errors import ApiError
+from cluster.fleet import Fleet
+from cluster.link import DRAINED, LinkClosedError, MessageTooLargeError
+from cluster.member import LiveRequest, Member
+from cluster.messages import Abort, Up
+from cluster.translation import submit_message
+from cluster.waiting_room import WaitingRoom
+from engine.sampling_params import MAX_N
+
+logger = logging.getLogger(__name__)
+
+
+class Attempts:
+    """A request has one attempt at a time, or waits for a replica, or has ended. Used on one event loop."""
+
+    def __init__(self, config: DispatcherConfig, fleet: Fleet, counters: DispatcherCounters) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._counters = counters
+        self._loop = asyncio.get_running_loop()
+        self._waiting_room = WaitingRoom(self._loop, self._give_up)
+        self._next_stream = 0
+
+    def place(self, live: LiveRequest) -> None:
+        """Submit the request to the replica that suits it best, or let it wait for one."""
+        while live.log.error is None:
+            member = self._fleet.choose(live)
+            if member is None:
+                self._park(live)
+                return
+            if self._submit(live, member):
+                return
+
+    def _submit(self, live: LiveRequest, member: Member) -> bool:
+        """Return False if the replica turned out to be gone."""
+        log = live.log
+        stream = self._next_stream
+        self._next_stream += MAX_N
+        try:
+            member.link.send(submit_message(log.request, stream, log.resume() if live.was_submitted else None))
+        except MessageTooLargeError as error:
+            self.fail(live, ApiError("body_too_large", str(error), param="prompt"))
+        except OverflowError as error:
+            self.fail(live, ApiError("invalid_request", f"the request cannot be sent: {error}", param="prompt"))
+        except LinkClosedError:
+            return False  # whoever reads the link gives it up
+        else:
+            self._waiting_room.leave(live)
+            member.attach(live, stream)
+            if self._fleet.is_suspect(live):
+                member.probe = live
+        return True
+
+    def _park(self, live: LiveRequest) -> None:
+        if self._fleet.model_changed(live):
+            message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
+            self.fail(live, ApiError("model_changed", message))
+            return
+        wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
+        self._waiting_room.enter(live, wait)
+
+    def place_waiting(self) -> None:
+        """Try again for all that wait, the first one first."""
+        for live in self._waiting_room.waiting():
+            self.place(live)
+
+    def _give_up(self, live: LiveRequest) -> None:
+        if live.was_submitted:
+            message = "the replica that ran the request was lost, and none came in its place"
+            self.fail(live, ApiError("replica_lost", message))
+        else:
+            self.fail(live, ApiError("no_replica", "no replica is ready to take the request"))
+
+    def move(self, live: LiveRequest) -> None:
+        """Go on with a request whose replica was lost, unless it looks like the cause."""
+        if live.log.error is not None or live.log.finished:
+            return
+        if live.strikes >= self._config.quarantine_deaths:
+            logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
+            message = "replicas died each time they took up this request; it is not tried again"
+            self.fail(live, ApiError("request_quarantined", message, status=500, retryable=False))
+            return
+        self._counters.migrations += 1
+        self.place(live)
+
+    def end(self, live: LiveRequest) -> None:
+        """Let the request run and wait no more."""
+        self.withdraw(live)
+        self._waiting_room.leave(live)
+
+    def fail(self, live: LiveRequest, error: ApiError) -> None:
+        """End the request with its one typed error."""
+        error.request_id = live.request_id
+        self.end(live)
+        live.log.fail(error)
+
+    def withdraw(self, live: LiveRequest) -> None:
+        """End the attempt that runs, if any, here and on its replica."""
+        attempt = live.attempt
+        if attempt is not None:
+            self.send(attempt.member, Abort(attempt.stream))
+            self.detach(live)
+
+    def detach(self, live: LiveRequest) -> None:
+        """Forget the attempt that runs, if any: it has ended on its replica, or with it."""
+        attempt = live.attempt
+        if attempt is None:
+            return
+        if attempt.member.detach(live, attempt):
+            self.probe_ended()
+        self.retire_if_idle(attempt.member)
+
+    def probe_ended(self) -> None:
+        """Give those that were kept away from a suspect's replica another try."""
+        # Later, not now: whoever is moving requests about should finish first.
+        self._loop.call_soon(self.place_waiting)
+
+    def retire_if_idle(self, member: Member) -> None:
+        """Let a draining replica go once nothing of ours runs there."""
+        if member.draining and not member.live:
+            self._fleet.lose(member, DRAINED, "the replica has finished what it ran")
+
+    def send(self, member: Member, message: Up) -> None:
+        """Tell a replica something about an attempt; a link that is over is left to its reader."""
+        if not member.link.closed:
+            try:
+                member.link.send(message)
+            except LinkClosedError as error:
+                self._loop.call_soon(self._fleet.lose, member, error.code, error.message)

@@ -1,0 +1,102 @@
+"""The requests that run on a replica: which router asked for each, and to whom a sequence reports."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.messages import FinishRow
+from cluster.router_session import Lane, RouterSession, Run
+from cluster.translation import clipped
+from engine.report import Finish, StepReport
+from engine.request import Request, Sequence
+
+
+class Runs:
+    """Those that have not ended, over all routers. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Run] = {}  # by engine request id
+        self._lanes: dict[Sequence, Lane] = {}  # of the sequences that reported a token
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def num_lanes(self) -> int:
+        """Choices that have reported a token and have not ended."""
+        return len(self._lanes)
+
+    def get(self, engine_id: str) -> Run | None:
+        """Return a run by the id that the engine knows it by."""
+        return self._by_id.get(engine_id)
+
+    async def until_none(self) -> None:
+        """Wait until nothing runs."""
+        await self._quiet.wait()
+
+    def start(self, session: RouterSession, stream: int, request: Request) -> None:
+        """Enter a request that the engine is about to get under its id."""
+        run = Run(request.request_id, stream, session)
+        logs = dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume
+        for choice, log in logs.items():
+            run.lanes[choice] = Lane(run, session, stream + choice, choice, len(log))
+        session.runs[stream] = run
+        self._by_id[run.engine_id] = run
+        self._quiet.clear()
+
+    def distribute(self, report: StepReport) -> None:
+        """Put one step's rows and ends into the reports of the routers that asked for them."""
+        lanes = self._lanes
+        logprobs = report.logprobs
+        for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
+            lane = lanes.get(sequence) or self._lane(sequence)
+            if lane is None:
+                continue
+            session = lane.session
+            session.streams.append(lane.key)
+            session.indices.append(lane.count)
+            session.tokens.append(token)
+            lane.count += 1
+            if row in logprobs:
+                session.add_logprobs(logprobs[row])
+        for finish in report.finished:
+            self._finish(finish)
+
+    def drop_lane(self, lane: Lane) -> None:
+        """Forget one choice; its run goes on with the others."""
+        del lane.run.lanes[lane.choice]
+        if lane.sequence is not None:
+            del self._lanes[lane.sequence]
+
+    def drop(self, run: Run) -> None:
+        """Forget a run: what the engine still says of it is nobody's."""
+        for lane in list(run.lanes.values()):
+            self.drop_lane(lane)
+        run.session.runs.pop(run.stream, None)
+        self._by_id.pop(run.engine_id, None)
+        if not self._by_id:
+            self._quiet.set()
+
+    def _lane(self, sequence: Sequence) -> Lane | None:
+        """Return the lane of a sequence that is heard of for the first time; None if nobody wants it any more."""
+        run = self._by_id.get(sequence.request.request_id)
+        lane = run.lanes.get(sequence.index) if run is not None else None
+        if lane is not None:
+            lane.sequence = sequence
+            self._lanes[sequence] = lane
+            if sequence.num_cached_tokens:
+                lane.session.cached.append((lane.key, sequence.num_cached_tokens))
+        return lane
+
+    def _finish(self, finish: Finish) -> None:
+        sequence = finish.sequence
+        lane = self._lanes.get(sequence) or self._lane(sequence)
+        if lane is None:
+            return
+        row = FinishRow(lane.key, finish.reason.value, sequence.num_output_tokens, clipped(finish.message))
+        lane.session.finishes.append(row)
+        self.drop_lane(lane)
+        if not lane.run.lanes:
+            self.drop(lane.run)

@@ -1,0 +1,92 @@
+"""Between the engine's objects and what travels: requests, figures, block names."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.messages import MAX_TEXT, Load, Submit
+from engine.errors import InvalidRequestError
+from engine.report import EngineStats
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+
+HASH_KEY_BYTES = 8
+
+_PARAMS_ENCODER = msgspec.msgpack.Encoder()
+_PARAMS_DECODER = msgspec.msgpack.Decoder(SamplingParams)
+
+
+def submit_message(request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None) -> Submit:
+    """Return the message that starts an attempt of `request`; `resume` takes the place of the request's own."""
+    return Submit(
+        stream,
+        request.request_id,
+        request.prompt_token_ids,
+        msgspec.Raw(_PARAMS_ENCODER.encode(request.params)),
+        request.seed,
+        request.priority,
+        request.cache_salt,
+        request.resume if resume is None else resume,
+    )
+
+
+def submitted_request(submit: Submit, engine_id: str) -> Request:
+    """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params."""
+    try:
+        params = _PARAMS_DECODER.decode(submit.params)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequestError(f"the sampling parameters cannot be read: {error}", "params") from error
+    return Request(
+        request_id=engine_id,
+        prompt_token_ids=submit.prompt,
+        params=params,
+        seed=submit.seed,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        resume=submit.resume,
+    )
+
+
+def load_of(stats: EngineStats, progress_age: float) -> Load:
+    """Return an engine's figures as they travel."""
+    return Load(
+        stats.num_running,
+        stats.num_waiting,
+        stats.outstanding_tokens,
+        stats.kv_blocks_total,
+        stats.kv_blocks_free,
+        stats.kv_blocks_cached,
+        stats.prefix_query_tokens,
+        stats.prefix_hit_tokens,
+        stats.preemptions,
+        stats.prompt_tokens,
+        stats.generated_tokens,
+        progress_age,
+    )
+
+
+def stats_of(load: Load) -> EngineStats:
+    """Return a replica's figures as its engine has them."""
+    return EngineStats(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_blocks_total=load.kv_blocks_total,
+        kv_blocks_free=load.kv_blocks_free,
+        kv_blocks_cached=load.kv_blocks_cached,
+        prefix_query_tokens=load.prefix_query_tokens,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        preemptions=load.preemptions,
+        prompt_tokens=load.prompt_tokens,
+        generated_tokens=load.generated_tokens,
+        outstanding_tokens=load.outstanding_tokens,
+    )
+
+
+def block_key(digest: bytes) -> int:
+    """Return the short name of a KV block. It only steers routing, where a rare collision does no harm."""
+    return int.from_bytes(digest[:HASH_KEY_BYTES], "little")
+
+
+def clipped(text: str) -> str:
+    """Return `text`, cut to what a message may carry."""
+    return text[:MAX_TEXT]
