@@ -12,12 +12,13 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import ApiError, from_invalid_request
 from cluster.generation import TokenSource
 from cluster.metrics import Metrics
+from cluster.openai.call import Call
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
 from cluster.openai.generation import Delta, Generation, PlacedLogprob
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
 from cluster.openai.prompts import Parse, RequestBuilder
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import Call, parse_chat, parse_completion
+from cluster.openai.validation import parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 
 log = logging.getLogger("squadron.openai")

@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec import json
 
+from cluster.openai.call import Call
 from cluster.openai.generation import Delta, Usage
 from cluster.openai.logprobs import chat_logprobs, completion_logprobs
-from cluster.openai.validation import Call
 from engine.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

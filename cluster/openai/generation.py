@@ -10,7 +10,7 @@ from typing import cast
 
 from cluster.generation import TokenChunk, TokenSource
 from cluster.metrics import RequestTrack
-from cluster.openai.validation import Call
+from cluster.openai.call import Call
 from engine.detokenizer import TextStream
 from engine.report import TokenLogprob
 from engine.request import Request

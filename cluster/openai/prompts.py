@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.openai.schema import Prompt
+from cluster.openai.call import Call, PromptOptions
+from cluster.openai.conversation import Conversation
+from cluster.openai.field_types import Prompt
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import Call, parse_json
+from cluster.openai.validation import parse_json
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.request import Request
+from engine.sampling_params import SamplingParams
 
 Parse = Callable[[Mapping[str, Any], ServedModel], Call]
 LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
@@ -22,15 +25,20 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
 
     Long prompts take milliseconds and more: an event loop leaves them to a `RequestBuilder`.
     """
-    if call.conversation is not None:
-        prompts = [_chat_ids(call, model)]
-        param = "messages"
-    else:
-        prompts = [_prompt_ids(prompt, model) for prompt in call.prompts]
-        param = "prompt"
+    _check_ids(call.params, model.vocab_size)
+    param = "prompt" if call.conversation is None else "messages"
+    prompts = [_truncated(ids, call, model) for ids in prompt_ids(call, model)]
     for ids in prompts:
         _check_length(len(ids), call, model, param)
-    return [_request(call, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+    params = model.tokenizer.with_bad_words(call.params)
+    return [_request(call, params, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+
+
+def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:
+    """Return the token ids of each prompt of a call, however long; raises `InvalidRequestError`."""
+    if call.conversation is not None:
+        return [_chat_ids(call.conversation, call.prompt_options, model)]
+    return [_prompt_ids(prompt, call.prompt_options, model) for prompt in call.prompts]
 
 
 class RequestBuilder:
@@ -55,22 +63,19 @@ class RequestBuilder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _chat_ids(call: Call, model: ServedModel) -> list[int]:
-    conversation = call.conversation
-    if conversation is None:
-        raise ValueError("the call is not a chat")
+def _chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:
     text = model.tokenizer.render_chat(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         options=conversation.options,
     )
-    return model.tokenizer.encode(text, add_special_tokens=False, param="messages")
+    return model.tokenizer.encode(text, add_special_tokens=options.add_special_tokens, param="messages")
 
 
-def _prompt_ids(prompt: Prompt, model: ServedModel) -> list[int]:
+def _prompt_ids(prompt: Prompt, options: PromptOptions, model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt) if prompt else []
+        return model.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens) if prompt else []
     if min(prompt) < 0 or max(prompt) >= model.vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
         raise InvalidRequestError(
@@ -79,12 +84,35 @@ def _prompt_ids(prompt: Prompt, model: ServedModel) -> list[int]:
     return prompt
 
 
+def _truncated(ids: list[int], call: Call, model: ServedModel) -> list[int]:
+    keep = call.prompt_options.truncate
+    if keep is None:
+        return ids
+    return ids[-(max(model.longest_sequence - _wanted(call.params), 1) if keep == -1 else keep) :]
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Ids that clients send index tables as wide as the logits."""
+    for param, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds {max(ids)}, which is no token id of this model (0 to {vocab_size - 1})", param
+            )
+
+
+def _wanted(params: SamplingParams) -> int:
+    """Tokens of output that there must be room for."""
+    return params.max_tokens or max(params.min_tokens, 1)
+
+
 def _check_length(length: int, call: Call, model: ServedModel, param: str) -> None:
     if length == 0:
         raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
-    if call.params.stop_token_ids and max(call.params.stop_token_ids) >= model.vocab_size:
-        raise InvalidRequestError(f"stop_token_ids must be below {model.vocab_size}", "stop_token_ids")
-    wanted = call.params.max_tokens or max(call.params.min_tokens, 1)
+    wanted = _wanted(call.params)
     if length + wanted <= model.longest_sequence:
         return
     limit = (
@@ -99,11 +127,11 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
     )
 
 
-def _request(call: Call, number: int, ids: list[int], count: int) -> Request:
+def _request(call: Call, params: SamplingParams, number: int, ids: list[int], count: int) -> Request:
     return Request(
         request_id=call.request_id if count == 1 else f"{call.request_id}-{number}",
         prompt_token_ids=tuple(ids),
-        params=call.params,
+        params=params,
         seed=call.seed,
         priority=call.priority,
         cache_salt=call.cache_salt,

@@ -1,110 +1,30 @@
 """What clients may send. Types are checked here, ranges by `SamplingParams`, meaning by `validation`.
 
+Each field's note is what the API document and the table of fields (docs/api.md) say of it.
 Source: OpenAI API reference (completions, chat completions); the extra fields are those of vLLM's server.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-MAX_PROMPTS = 128
-MAX_MESSAGES = 4096
-Prompt = str | list[int]
+from cluster.openai.field_types import Biases, Fields, Label, Labels, Prompts, SomeTokenIds, Strings, TokenIds, note
+from cluster.openai.messages import Messages
+from cluster.openai.structured import ResponseFormat, StructuredOutputs
+from cluster.openai.tool_fields import Choice, Tools
 
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and set(map(type, value)) == {int}
-
-
-def _starts_with_id(value: list[Any]) -> bool:
-    return bool(value) and type(value[0]) is int
-
-
-def _prompts(value: Any) -> list[Prompt]:
-    prompts = [value] if isinstance(value, str) or (isinstance(value, list) and _starts_with_id(value)) else value
-    if not isinstance(prompts, list) or not all(isinstance(one, str) or _is_ids(one) for one in prompts):
-        raise PydanticCustomError(
-            "prompt_type", "must be a string, a list of strings, a list of token ids, or a list of such lists"
-        )
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise PydanticCustomError("prompt_count", f"must hold 1 to {MAX_PROMPTS} prompts, not {len(prompts)}")
-    return prompts
-
-
-def _few_messages(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_MESSAGES:
-        raise PydanticCustomError("message_count", f"must hold at most {MAX_MESSAGES} messages, not {len(value)}")
-    return value
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
-        raise PydanticCustomError("string_list", "must be a string or a list of strings")
-    return tuple(strings)
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value != [] and not _is_ids(value):
-        raise PydanticCustomError("id_list", "must be a list of token ids")
-    return tuple(value)
-
-
-def _text(value: Any) -> str:
-    """Content is a string or a list of text parts; the parts become one string, a line each."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise PydanticCustomError("content_type", "must be a string or a list of parts of type 'text'")
-    return "\n".join([_part_text(part) for part in value])
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    raise PydanticCustomError("content_part", "may hold parts of type 'text' only: this model reads no other input")
-
-
-class Fields(BaseModel):
-    """Base of all request objects: exact types, nothing unknown."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+_MAX = 2**31 - 1
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Fields):
-    """`include_usage`: one more chunk at the end, without choices, with the usage of the whole request."""
+    """How a stream tells usage."""
 
-    include_usage: bool = False
-    include_obfuscation: Literal[False] = False
-
-
-class ResponseFormat(Fields):
-    """Plain text is the only format so far."""
-
-    type: Literal["text"]
-
-
-class Message(Fields):
-    """One message of a conversation; `developer` is today's name of `system`.
-
-    Clients send answers back as they came, so fields that are null or empty count as not sent.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, message: Any) -> Any:
-        if not isinstance(message, dict):
-            return message
-        return {name: value for name, value in message.items() if value not in (None, [], {})}
+    include_usage: bool = note("one more chunk before [DONE], with empty choices and the usage", default=False)
+    continuous_usage_stats: bool = note("usage so far in every chunk; only with include_usage", default=False)
+    include_obfuscation: Literal[False] = note("only false: nothing is added to chunks", default=False)
 
 
 class ChatTemplateKwargs(Fields):
@@ -117,80 +37,68 @@ class ChatTemplateKwargs(Fields):
 class GenerationFields(Fields):
     """What completions and chat completions share. A field that was not sent keeps `SamplingParams`' default."""
 
-    model: str
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_strings)] | None = None
-    stop_token_ids: Annotated[tuple[int, ...], BeforeValidator(_token_ids)] | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    return_token_ids: bool = False
+    model: str = Field(description="must be the served model's id")
+    n: int | None = note("1 to 16 choices", 1, 16)
+    temperature: float | None = note("0 is greedy; up to 100", 0, 100)
+    top_p: float | None = note("above 0, at most 1", 0, 1)
+    top_k: int | None = note("0 or -1 is off", -1, _MAX)
+    min_p: float | None = note("0 is off", 0, 1)
+    repetition_penalty: float | None = note("1 is off; above 0, at most 100", 0, 100)
+    presence_penalty: float | None = note("-2 to 2", -2, 2)
+    frequency_penalty: float | None = note("-2 to 2", -2, 2)
+    seed: int | None = note("the same request and seed give the same tokens, whatever else runs", -(2**63), 2**63 - 1)
+    stop: Strings | None = note("at most 16 strings of 256 bytes")
+    stop_token_ids: TokenIds | None = note("at most 1024 ids")
+    logit_bias: Biases | None = note("at most 1024 token ids, -100 to 100 each; -100 is a bias like any other")
+    allowed_token_ids: SomeTokenIds | None = note("no other token is drawn; at most 4096 ids")
+    bad_words: Strings | None = note("texts that are never completed; at most 128 of 256 bytes")
+    min_tokens: int | None = note("no end and no stop before that many tokens", 0, _MAX)
+    max_tokens: int | None = note("at most that many tokens of output", 0, _MAX)
+    ignore_eos: bool | None = note("the end-of-sequence token does not end the output")
+    skip_special_tokens: bool | None = note("false shows special tokens in the text; default true")
+    include_stop_str_in_output: bool | None = note("the stop string that ended the output is shown")
+    prompt_logprobs: int | None = note("0 to 20 best of each prompt token; not with stream", 0, 20)
+    structured_outputs: StructuredOutputs | None = note(
+        "exactly one of json, regex, choice, grammar (EBNF), json_object; needs the extra 'structured'"
+    )
+    truncate_prompt_tokens: int | None = note("keep the last k tokens of the prompt; -1: as many as fit", -1, _MAX)
+    add_special_tokens: bool | None = note("whether the tokenizer adds its own (BOS); default true, in chats false")
+    stream: bool = note("server-sent events", default=False)
+    stream_options: StreamOptions | None = note("include_usage, continuous_usage_stats; only with stream")
+    user: Label | None = note("a label: changes nothing, is not stored")
+    request_id: str | None = note("echoed as x-request-id; never a key")
+    priority: int = note("smaller runs earlier, where the server schedules by priority", -_MAX, _MAX, default=0)
+    cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
+    return_token_ids: bool = note("token_ids of choices and prompt_token_ids", default=False)
 
 
 class CompletionFields(GenerationFields):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
-    logprobs: int | None = None
+    prompt: Prompts = Field(description="a text, token ids, or up to 128 of either")
+    logprobs: int | None = note("0 to 20 best of each token", 0, 20)
+    echo: bool = note("the prompt comes before the output, with logprobs its own; max_tokens may be 0", default=False)
 
 
 class ChatFields(GenerationFields):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    max_completion_tokens: int | None = None
-    response_format: ResponseFormat | None = None
-    chat_template_kwargs: ChatTemplateKwargs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-
-
-# Fields of the API that this server does not have, with the values that ask for nothing and so are let through.
-_UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "logit_bias": ({},),
-}
-UNSUPPORTED_COMPLETION: dict[str, tuple[Any, ...]] = {
-    **_UNSUPPORTED_ANYWHERE,
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-}
-UNSUPPORTED_CHAT: dict[str, tuple[Any, ...]] = {
-    **_UNSUPPORTED_ANYWHERE,
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "metadata": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "prompt_cache_key": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
+    messages: Messages = Field(description="roles system, developer, user, assistant, tool; text content only")
+    logprobs: bool = note("log-probabilities of the output tokens", default=False)
+    top_logprobs: int | None = note("0 to 20; only with logprobs", 0, 20)
+    max_completion_tokens: int | None = note("at most that many tokens of output", 1, _MAX)
+    response_format: ResponseFormat | None = note(
+        "text, json_object, json_schema (enforced, strict or not); json needs the extra 'structured'"
+    )
+    reasoning_effort: ReasoningEffort | None = note("where the model's chat template reads it, else 400")
+    tools: Tools | None = note("functions, at most 128, where the model's chat template reads tools")
+    tool_choice: Choice | None = note("none (tools are kept from the model), auto, required, or one function")
+    parallel_tool_calls: bool | None = note("false: at most one call; default true")
+    metadata: Labels | None = note("labels: change nothing, are not stored")
+    safety_identifier: Label | None = note("a label: changes nothing, is not stored")
+    prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
+    chat_template_kwargs: ChatTemplateKwargs | None = note(
+        "enable_thinking and thinking, where the model's chat template reads them"
+    )
+    add_generation_prompt: bool | None = note("false leaves the head of the assistant's turn out")
+    continue_final_message: bool = note("the output goes on with the last message", default=False)

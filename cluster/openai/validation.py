@@ -6,65 +6,31 @@ Nothing here waits, and nothing here knows HTTP: gRPC and batch use the same fun
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import from_json
 
 from cluster.errors import ApiError
-from cluster.openai.schema import (
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMPLETION,
-    ChatFields,
-    CompletionFields,
-    GenerationFields,
-    Prompt,
-)
+from cluster.openai.call import Call, PromptOptions
+from cluster.openai.checking import checked_fields, refuse_other_models
+from cluster.openai.conversation import conversation_of
+from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION
+from cluster.openai.schema import ChatFields, CompletionFields, GenerationFields
 from cluster.openai.served_model import ServedModel
+from cluster.openai.structured import from_response_format, from_structured_outputs
+from cluster.openai.tool_fields import NamedTool, Tool, ToolChoice
 from engine.errors import InvalidRequestError
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutput
 
 _SAMPLING = [
     field.name for field in dataclasses.fields(SamplingParams) if field.name in GenerationFields.model_fields
 ]
 _MAX_PRIORITY = 2**31 - 1
 _MAX_SALT_BYTES = 256
-T = TypeVar("T", bound=GenerationFields)
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The messages of a chat and how its template is to be filled in."""
-
-    messages: tuple[dict[str, str], ...]
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    options: Mapping[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One accepted call of a client: what to generate from, and how to answer.
-
-    request_id: made by the server. seed: the client's, or a random one. prompts: of a completion; conversation: of
-    a chat. Choices of the answer are numbered prompt by prompt: `prompt index x params.n + choice`.
-    """
-
-    request_id: str
-    params: SamplingParams
-    seed: int
-    prompts: tuple[Prompt, ...] = ()
-    conversation: Conversation | None = None
-    stream: bool = False
-    include_usage: bool = False
-    return_token_ids: bool = False
-    priority: int = 0
-    cache_salt: bytes = b""
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -80,75 +46,44 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     """Check a completion; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = _checked(CompletionFields, fields, UNSUPPORTED_COMPLETION, model)
-    params = _sampling_params(checked, logprobs=checked.logprobs)
-    return Call(prompts=tuple(checked.prompt), **_common("cmpl-", checked, params))
+    checked = checked_fields(CompletionFields, fields, REFUSED_COMPLETION)
+    refuse_other_models(checked.model, model)
+    more: dict[str, Any] = {"logprobs": checked.logprobs}
+    echo_only = checked.echo and checked.max_tokens == 0
+    if echo_only:
+        more["max_tokens"] = 1  # the engine draws at least one, which nobody is shown
+    if checked.echo and checked.logprobs is not None:
+        more["prompt_logprobs"] = max(checked.logprobs, checked.prompt_logprobs or 0)
+    structured, param = _structured(checked)
+    params = _sampling_params(checked, structured=structured, **more)
+    return Call(
+        prompts=tuple(checked.prompt),
+        echo=checked.echo,
+        echo_only=echo_only,
+        structured_param=param,
+        prompt_options=_prompt_options(checked, add_special_tokens=True),
+        **_common("cmpl-", checked, params),
+    )
 
 
 def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
     """Check a chat completion; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = _checked(ChatFields, fields, UNSUPPORTED_CHAT, model)
-    if not checked.messages:
-        raise InvalidRequestError("messages must hold at least one message", "messages")
-    params = _sampling_params(checked, logprobs=_chat_logprobs(checked), max_tokens=_chat_max_tokens(checked))
-    return Call(conversation=_conversation(checked, model), **_common("chatcmpl-", checked, params))
-
-
-def _checked(
-    schema: type[T], fields: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]], model: ServedModel
-) -> T:
-    """Check names, then types, then the model. A field that is null counts as not sent."""
-    given = {}
-    for name, value in fields.items():
-        if name not in schema.model_fields:
-            _refuse_unless_neutral(name, value, unsupported, schema)
-        elif value is not None:
-            given[name] = value
-    try:
-        checked = schema.model_validate(given)
-    except ValidationError as error:
-        raise _type_error(error, schema) from None
-    if checked.model != model.model_id:
-        raise ApiError(
-            "model_not_found",
-            f"the model {checked.model[:100]!r} does not exist here; this server has {model.model_id!r}",
-            param="model",
-        )
-    return checked
-
-
-def _refuse_unless_neutral(
-    name: str, value: Any, unsupported: Mapping[str, tuple[Any, ...]], schema: type[GenerationFields]
-) -> None:
-    if name in unsupported:
-        if value is None or any(type(value) is type(neutral) and value == neutral for neutral in unsupported[name]):
-            return
-        raise InvalidRequestError(
-            f"{name} is not supported by this server; leave it out", name, "unsupported_parameter"
-        )
-    near = difflib.get_close_matches(name[:100], schema.model_fields, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise InvalidRequestError(f"unknown field {name[:100]}{hint}", name[:100], "unknown_parameter")
-
-
-def _type_error(error: ValidationError, schema: type[GenerationFields]) -> InvalidRequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _path(first["loc"])
-    if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is missing", param, "missing_parameter")
-    if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
-    message = first["msg"].removeprefix("Input should be ")
-    must = "" if message.startswith("must ") else "must be "  # our own validators write whole phrases
-    return InvalidRequestError(f"{param} {must}{message}", param, "invalid_type")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content")` as clients write it: `messages[0].content`."""
-    path = ""
-    for step in location:
-        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
-    return path[:200]
+    checked = checked_fields(ChatFields, fields, REFUSED_CHAT)
+    refuse_other_models(checked.model, model)
+    structured, param = _structured(checked, checked)
+    params = _sampling_params(
+        checked, logprobs=_chat_logprobs(checked), max_tokens=_chat_max_tokens(checked), structured=structured
+    )
+    tools, choice = _tools(checked)
+    return Call(
+        conversation=conversation_of(checked, model),
+        structured_param=param,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=checked.parallel_tool_calls is not False,
+        prompt_options=_prompt_options(checked, add_special_tokens=False),
+        **_common("chatcmpl-", checked, params),
+    )
 
 
 def _sampling_params(checked: GenerationFields, **more: Any) -> SamplingParams:
@@ -157,23 +92,63 @@ def _sampling_params(checked: GenerationFields, **more: Any) -> SamplingParams:
 
 
 def _common(prefix: str, checked: GenerationFields, params: SamplingParams) -> dict[str, Any]:
-    if checked.stream_options is not None and not checked.stream:
-        raise InvalidRequestError("stream_options is allowed only with stream=true", "stream_options")
+    options = checked.stream_options
+    _check_stream(checked)
     if not -_MAX_PRIORITY <= checked.priority <= _MAX_PRIORITY:
         raise InvalidRequestError(f"priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
     salt = (checked.cache_salt or "").encode()
     if len(salt) > _MAX_SALT_BYTES:
         raise InvalidRequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes", "cache_salt")
+    client_id = checked.request_id or ""
+    if client_id and not _CLIENT_ID.fullmatch(client_id):
+        raise InvalidRequestError("request_id must be 1 to 128 visible ASCII characters", "request_id")
     return {
         "request_id": prefix + secrets.token_hex(16),
         "params": params,
         "seed": secrets.randbits(63) if params.seed is None else params.seed,
         "stream": checked.stream,
-        "include_usage": checked.stream_options is not None and checked.stream_options.include_usage,
+        "include_usage": options is not None and options.include_usage,
+        "continuous_usage": options is not None and options.continuous_usage_stats,
         "return_token_ids": checked.return_token_ids,
         "priority": checked.priority,
         "cache_salt": salt,
+        "client_id": client_id,
     }
+
+
+def _check_stream(checked: GenerationFields) -> None:
+    options = checked.stream_options
+    if options is not None and not checked.stream:
+        raise InvalidRequestError("stream_options is allowed only with stream=true", "stream_options")
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        param = "stream_options.continuous_usage_stats"
+        raise InvalidRequestError(f"{param} is allowed only with include_usage=true", param)
+    if checked.stream and checked.prompt_logprobs is not None:
+        raise InvalidRequestError("prompt_logprobs is not told in streams; send stream=false", "prompt_logprobs")
+
+
+def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> PromptOptions:
+    keep = checked.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep <= _MAX_PRIORITY:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not {keep}",
+            "truncate_prompt_tokens",
+        )
+    add = checked.add_special_tokens
+    return PromptOptions(keep, add_special_tokens if add is None else add)
+
+
+def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tuple[StructuredOutput | None, str]:
+    """What the output must match, and the field that says so."""
+    wanted = chat.response_format if chat is not None else None
+    format_ = None if wanted is None else from_response_format(wanted)
+    if checked.structured_outputs is None:
+        return format_, "response_format" if format_ is not None else ""
+    if format_ is not None:
+        raise InvalidRequestError(
+            "structured_outputs and response_format say the same thing: send one of them", "structured_outputs"
+        )
+    return from_structured_outputs(checked.structured_outputs), "structured_outputs"
 
 
 def _chat_logprobs(checked: ChatFields) -> int | None:
@@ -193,34 +168,25 @@ def _chat_max_tokens(checked: ChatFields) -> int | None:
         raise InvalidRequestError(
             "max_tokens and max_completion_tokens are one setting: send only max_completion_tokens", "max_tokens"
         )
-    if new is not None and new < 1:
+    if new is not None and not 1 <= new <= _MAX_PRIORITY:
         raise InvalidRequestError(f"max_completion_tokens must be at least 1, not {new}", "max_completion_tokens")
     return old if new is None else new
 
 
-def _conversation(checked: ChatFields, model: ServedModel) -> Conversation:
-    if checked.continue_final_message and checked.add_generation_prompt:
-        raise InvalidRequestError(
-            "add_generation_prompt must be false with continue_final_message=true", "add_generation_prompt"
-        )
-    kwargs = checked.chat_template_kwargs
-    options = kwargs.model_dump(exclude_none=True) if kwargs else {}
-    template = model.tokenizer.chat_template or ""
-    for name in options:
-        _refuse_unused(name, f"chat_template_kwargs.{name}", template)
-    messages = []
-    for i, message in enumerate(checked.messages):
-        one = {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        if message.name is not None:
-            _refuse_unused("name", f"messages[{i}].name", template)
-            one["name"] = message.name
-        messages.append(one)
-    add = not checked.continue_final_message and checked.add_generation_prompt is not False
-    return Conversation(tuple(messages), add, checked.continue_final_message, options)
-
-
-def _refuse_unused(variable: str, param: str, template: str) -> None:
-    if not re.search(rf"\b{variable}\b", template):
-        raise InvalidRequestError(
-            f"{param} is not used by this model's chat template; leave it out", param, "unsupported_parameter"
-        )
+def _tools(checked: ChatFields) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools and the choice among them; OpenAI's default is auto where there are tools."""
+    tools, choice = tuple(checked.tools or ()), checked.tool_choice
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tool_choice is allowed only with tools", "tool_choice")
+        return (), "none"
+    names = [tool.function.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            param = f"tools[{i}].function.name"
+            raise InvalidRequestError(f"{param} must be unique: {name} is there twice", param)
+    if choice is None:
+        return tools, "auto"
+    if isinstance(choice, NamedTool) and choice.name not in names:
+        raise InvalidRequestError(f"tool_choice names {choice.name[:100]!r}, which is not among tools", "tool_choice")
+    return tools, choice

@@ -9,13 +9,14 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from cluster.errors import ApiError
-from cluster.openai import schema
+from cluster.openai import refusals, schema
 from cluster.openai.prompts import build_requests
 from cluster.openai.validation import parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi"}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,42 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": {"more": True}}, 400, "stream_options.more"),
     ({"priority": 2**40}, 400, "priority"),
     ({"cache_salt": "x" * 257}, 400, "cache_salt"),
-    ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": float("nan")}}, 400, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": True}}, 400, "logit_bias"),
+    ({"logit_bias": {"1000000": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
+    ({"logit_bias": [1]}, 400, "logit_bias"),
+    ({"allowed_token_ids": []}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**6]}, 400, "allowed_token_ids"),
+    ({"allowed_token_ids": [1] * 4097}, 400, "allowed_token_ids"),
+    ({"bad_words": ["x"] * 129}, 400, "bad_words"),
+    ({"bad_words": [""]}, 400, "bad_words"),
+    ({"prompt_logprobs": 21}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, 400, "prompt_logprobs"),
+    ({"prompt_logprobs": 0, "stream": True}, 400, "prompt_logprobs"),
+    ({"truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, 400, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 10**30}, 400, "truncate_prompt_tokens"),
+    ({"request_id": "a b"}, 400, "request_id"),
+    ({"request_id": "a" * 129}, 400, "request_id"),
+    ({"user": "u" * 1025}, 400, "user"),
+    ({"guided_json": {}}, 400, "guided_json"),
+    ({"structured_outputs": {}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, 400, "structured_outputs"),
+    ({"structured_outputs": {"choice": []}}, 400, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a", ""]}}, 400, "structured_outputs.choice"),
+    ({"structured_outputs": {"choice": ["a"] * 1025}}, 400, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": ""}}, 400, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, 400, "structured_outputs.regex"),
+    ({"structured_outputs": {"json": 5}}, 400, "structured_outputs.json"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, 400, "structured_outputs.structural_tag"),
+    ({"structured_outputs": {"json_object": True}, "min_tokens": 3}, 400, "min_tokens"),
+    ({"structured_outputs": {"json_object": True}, "ignore_eos": True}, 400, "ignore_eos"),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, 400,
+     "stream_options.continuous_usage_stats"),
     ({"top_kk": 3}, 400, "top_kk"),
     ({"x" * 5000: 3}, 400, "x" * 100),
 ]  # fmt: skip
@@ -93,7 +129,7 @@ BAD_COMPLETIONS = [
     ({"prompt": "x", "min_tokens": 256, "max_tokens": 256}, 400, "prompt"),
     ({"logprobs": 21}, 400, "logprobs"),
     ({"logprobs": True}, 400, "logprobs"),
-    ({"echo": True}, 400, "echo"),
+    ({"echo": 1}, 400, "echo"),
     ({"best_of": 2}, 400, "best_of"),
     ({"suffix": "end"}, 400, "suffix"),
 ]
@@ -104,9 +140,15 @@ BAD_CHATS = [
     ({"messages": "hi"}, 400, "messages"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, 400, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "x"}]}, 400, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, 400, "messages[0].role"),
     ({"messages": [*CHAT, {"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[1].content"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, 400, "messages[0].tool_calls[0].id"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, 400, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, 400, "messages[0].reasoning_content"),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}, 400, "messages[0].reasoning_content"),
     ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, 400, "messages[0].name"),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, 400, "messages"),
     ({"logprobs": 3}, 400, "logprobs"),
@@ -114,9 +156,68 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens"),
     ({"max_completion_tokens": 0}, 400, "max_completion_tokens"),
-    ({"tools": [{"type": "function"}]}, 400, "tools"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0].function"),
+    ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 400, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 400, "tools[0].function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+        400,
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 129}, 400, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}] * 2}, 400, "tools[1].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
     ({"tool_choice": "required"}, 400, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, 400, "response_format.type"),
+    ({"tool_choice": "any"}, 400, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, 400, "tool_choice"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "tool_choice": {"type": "function", "function": {"name": "g"}},
+        },
+        400,
+        "tool_choice",
+    ),
+    ({"functions": [{"name": "f"}]}, 400, "functions"),
+    ({"function_call": {"name": "f"}}, 400, "function_call"),
+    ({"response_format": {"type": "yaml"}}, 400, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "text", "json_schema": {"name": "n", "schema": {}}}},
+        400,
+        "response_format.json_schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        400,
+        "response_format.json_schema.schema",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n m", "schema": {}}}},
+        400,
+        "response_format.json_schema.name",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}},
+        400,
+        "structured_outputs",
+    ),
+    ({"reasoning_effort": "low"}, 400, "reasoning_effort"),
+    ({"reasoning_effort": "lots"}, 400, "reasoning_effort"),
+    ({"store": True}, 400, "store"),
+    ({"service_tier": "flex"}, 400, "service_tier"),
+    ({"verbosity": "low"}, 400, "verbosity"),
+    ({"modalities": ["text", "audio"]}, 400, "modalities"),
+    ({"prediction": {"type": "content", "content": "x"}}, 400, "prediction"),
+    ({"web_search_options": {}}, 400, "web_search_options"),
+    ({"audio": {}}, 400, "audio"),
+    ({"moderation": {}}, 400, "moderation"),
+    ({"prompt_cache_retention": "24h"}, 400, "prompt_cache_retention"),
+    ({"metadata": {"a": 1}}, 400, "metadata"),
+    ({"metadata": {str(i): "x" for i in range(17)}}, 400, "metadata"),
+    ({"echo": True}, 400, "echo"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
     ({"chat_template": "{{ 1 }}"}, 400, "chat_template"),
     ({"chat_template_kwargs": {"thinking": True}}, 400, "chat_template_kwargs.thinking"),
     ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs.messages"),
@@ -187,12 +288,18 @@ async def test_a_misspelled_field_is_told_its_name(model):
 def test_every_field_of_openais_api_is_honoured_or_refused():
     chat = chat_create_params.CompletionCreateParamsStreaming.__annotations__
     chat = {**chat_create_params.CompletionCreateParamsBase.__annotations__, **chat}
-    assert set(chat) == set(chat) & ({*schema.ChatFields.model_fields, *schema.UNSUPPORTED_CHAT})
+    assert set(chat) <= {*schema.ChatFields.model_fields, *refusals.REFUSED_CHAT}
     plain = completion_create_params.CompletionCreateParamsStreaming.__annotations__
     plain = {**completion_create_params.CompletionCreateParamsBase.__annotations__, **plain}
-    assert set(plain) == set(plain) & ({*schema.CompletionFields.model_fields, *schema.UNSUPPORTED_COMPLETION})
-    assert not set(schema.ChatFields.model_fields) & set(schema.UNSUPPORTED_CHAT)
-    assert not set(schema.CompletionFields.model_fields) & set(schema.UNSUPPORTED_COMPLETION)
+    assert set(plain) <= {*schema.CompletionFields.model_fields, *refusals.REFUSED_COMPLETION}
+    assert not set(schema.ChatFields.model_fields) & set(refusals.REFUSED_CHAT)
+    assert not set(schema.CompletionFields.model_fields) & set(refusals.REFUSED_COMPLETION)
+
+
+async def test_fields_of_old_servers_are_told_their_replacement(model):
+    for name, new in (("guided_json", "json"), ("guided_regex", "regex"), ("ebnf", "grammar")):
+        answer = await post(model, "completions", {"model": MODEL, "prompt": "a", name: "x"})
+        assert f"structured_outputs={{'{new}': ...}}" in answer.json()["error"]["message"]
 
 
 async def test_a_prompt_that_is_too_long_says_what_fits(model):

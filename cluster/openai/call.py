@@ -1,0 +1,55 @@
+"""One accepted call of a client: what every ingress hands on once it has been checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.openai.conversation import Conversation
+from cluster.openai.field_types import Prompt
+from cluster.openai.tool_fields import Tool, ToolChoice
+from engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How prompts become tokens.
+
+    truncate: keep that many tokens from the end, -1 = as many as fit; None = refuse what is too long.
+    add_special_tokens: whether the tokenizer adds its own.
+    """
+
+    truncate: int | None = None
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One accepted call of a client: what to generate from, and how to answer.
+
+    request_id: made by the server. client_id: the `request_id` of the client, "" without; only echoed.
+    seed: the client's, or a random one. prompts: of a completion; conversation: of a chat. Choices of the answer are
+    numbered prompt by prompt: `prompt index x params.n + choice`.
+    continuous_usage: every chunk tells usage. echo: the prompt comes before the output; echo_only: nothing but the
+    prompt was asked for, so the one token that the engine draws is neither shown nor counted.
+    tool_choice: "none" without tools. structured_param: the client's field that `params.structured` came from.
+    """
+
+    request_id: str
+    params: SamplingParams
+    seed: int
+    prompts: tuple[Prompt, ...] = ()
+    conversation: Conversation | None = None
+    stream: bool = False
+    include_usage: bool = False
+    return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: bytes = b""
+    client_id: str = ""
+    continuous_usage: bool = False
+    echo: bool = False
+    echo_only: bool = False
+    prompt_options: PromptOptions = PromptOptions()
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = "none"
+    parallel_tool_calls: bool = True
+    structured_param: str = ""

@@ -1,0 +1,82 @@
+"""Names and types of a request's fields, checked against its schema; the first wrong one is named."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from cluster.errors import ApiError
+from cluster.openai.field_types import Fields
+from cluster.openai.refusals import Refusal
+from cluster.openai.served_model import ServedModel
+from engine.errors import InvalidRequestError
+
+_NO_REFUSALS: Mapping[str, Refusal] = {}
+T = TypeVar("T", bound=Fields)
+
+
+def checked_fields(schema: type[T], fields: Mapping[str, Any], refused: Mapping[str, Refusal] = _NO_REFUSALS) -> T:
+    """Return the fields as `schema`; a field that is null counts as not sent.
+
+    Raises `InvalidRequestError` naming the first wrong field, unknown and refused ones before wrong types.
+    """
+    given = {}
+    for name, value in fields.items():
+        if name not in schema.model_fields:
+            _refuse(name, value, refused, schema)
+        elif value is not None:
+            given[name] = value
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _type_error(error) from None
+
+
+def refuse_other_models(name: str, model: ServedModel) -> None:
+    """Raise `ApiError` (404) unless `name` is the served model's."""
+    if name != model.model_id:
+        raise ApiError(
+            "model_not_found",
+            f"the model {name[:100]!r} does not exist here; this server has {model.model_id!r}",
+            param="model",
+        )
+
+
+def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[Fields]) -> None:
+    refusal = refused.get(name)
+    if refusal is not None:
+        if refusal.lets_through(value):
+            return
+        raise InvalidRequestError(
+            f"{name} is not supported by this server; {refusal.instead}", name, "unsupported_parameter"
+        )
+    near = difflib.get_close_matches(name[:100], schema.model_fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise InvalidRequestError(f"unknown field {name[:100]}{hint}", name[:100], "unknown_parameter")
+
+
+def _type_error(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _path(first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
+    message = first["msg"] if first["msg"].startswith("must ") else _as_demand(first["msg"])
+    return InvalidRequestError(f"{param} {message}", param, "invalid_type")
+
+
+def _as_demand(message: str) -> str:
+    """Pydantic's own words, reading on after the field's name."""
+    return "must be " + message.removeprefix("Input should be ")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content")` as clients write it: `messages[0].content`."""
+    path = ""
+    for step in location:
+        path += f"[{step}]" if isinstance(step, int) else f".{step}" if path else step
+    return path[:200]

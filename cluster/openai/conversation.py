@@ -1,0 +1,95 @@
+"""A checked chat as the model's template takes it; what the template does not read is refused, not dropped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.openai.messages import Message
+from cluster.openai.schema import ChatFields
+from cluster.openai.served_model import ServedModel
+from engine.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat and how its template is to be filled in."""
+
+    messages: tuple[dict[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    options: Mapping[str, Any] | None = None
+
+
+def conversation_of(checked: ChatFields, model: ServedModel) -> Conversation:
+    """Return the conversation; raises `InvalidRequestError` naming what the model's template does not read."""
+    if not checked.messages:
+        raise InvalidRequestError("messages must hold at least one message", "messages")
+    if checked.continue_final_message and checked.add_generation_prompt:
+        raise InvalidRequestError(
+            "add_generation_prompt must be false with continue_final_message=true", "add_generation_prompt"
+        )
+    template = model.tokenizer.chat_template or ""
+    messages = [_message(message, f"messages[{i}]", template) for i, message in enumerate(checked.messages)]
+    add = not checked.continue_final_message and checked.add_generation_prompt is not False
+    return Conversation(tuple(messages), add, checked.continue_final_message, _options(checked, template))
+
+
+def _options(checked: ChatFields, template: str) -> dict[str, Any]:
+    """Variables of the template beside the messages."""
+    kwargs = checked.chat_template_kwargs
+    options = kwargs.model_dump(exclude_none=True) if kwargs else {}
+    for name in options:
+        _refuse_unread(name, f"chat_template_kwargs.{name}", template)
+    if checked.reasoning_effort is not None:
+        _refuse_unread("reasoning_effort", "reasoning_effort", template)
+        options["reasoning_effort"] = checked.reasoning_effort
+    if checked.tools and checked.tool_choice != "none":
+        _refuse_unread("tools", "tools", template)
+        options["tools"] = [tool.for_template() for tool in checked.tools]
+    return options
+
+
+def _message(message: Message, param: str, template: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    one: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name is not None:
+        _refuse_unread("name", f"{param}.name", template)
+        one["name"] = message.name
+    if message.reasoning_content is not None:
+        _only_from("assistant", "reasoning_content", message, param)
+        _refuse_unread("reasoning_content", f"{param}.reasoning_content", template)
+        one["reasoning_content"] = message.reasoning_content
+    if message.tool_calls is not None:
+        _only_from("assistant", "tool_calls", message, param)
+        _refuse_unread("tool_calls", f"{param}.tool_calls", template)
+        one["tool_calls"] = [call.for_template() for call in message.tool_calls]
+    if message.role == "tool" or message.tool_call_id is not None:
+        one["tool_call_id"] = _tool_call_id(message, param, template)
+    return one
+
+
+def _tool_call_id(message: Message, param: str, template: str) -> str:
+    _only_from("tool", "tool_call_id", message, param)
+    _refuse_unread("tool|tool_call_id|ipython", f"{param}.role", template)
+    if message.tool_call_id is None:
+        name = f"{param}.tool_call_id"
+        raise InvalidRequestError(
+            f"{name} is missing: it names the call that this answers", name, "missing_parameter"
+        )
+    return message.tool_call_id
+
+
+def _only_from(role: str, field: str, message: Message, param: str) -> None:
+    if message.role != role:
+        name = f"{param}.{field}"
+        raise InvalidRequestError(f"{name} is allowed only in messages with role {role!r}", name)
+
+
+def _refuse_unread(variable: str, param: str, template: str) -> None:
+    if not re.search(rf"\b(?:{variable})\b", template):
+        raise InvalidRequestError(
+            f"{param} is not used by this model's chat template; leave it out", param, "unsupported_parameter"
+        )

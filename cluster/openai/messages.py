@@ -1,0 +1,116 @@
+"""The messages of a conversation, as clients send them and as chat templates read them.
+
+Source: OpenAI API reference, "messages"; transformers' chat templates for what `tool_calls` look like there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, FailFast, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from cluster.openai.field_types import Fields
+
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+_PARTS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    },
+}
+
+
+def _text(value: Any) -> str:
+    """Content is a string or a list of text parts; the parts become one string, a line each."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("content_type", "must be a string or a list of parts of type 'text'")
+    return "\n".join([_part_text(part) for part in value])
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        text: str = part["text"]
+        return text
+    raise PydanticCustomError("content_part", "may hold parts of type 'text' only: this model reads no other input")
+
+
+def _few_messages(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise PydanticCustomError("message_count", f"must hold at most {MAX_MESSAGES} messages, not {len(value)}")
+    return value
+
+
+def _few_calls(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_CALLS:
+        raise PydanticCustomError("call_count", f"must hold at most {MAX_CALLS} calls, not {len(value)}")
+    return value
+
+
+def _arguments(value: Any) -> str:
+    if not isinstance(value, str):
+        raise PydanticCustomError("arguments_type", "must be a string that holds a JSON object")
+    try:
+        if isinstance(from_json(value or "{}"), dict):
+            return value or "{}"
+    except ValueError:
+        pass  # told below: it is no JSON object either way
+    raise PydanticCustomError("arguments_json", "must be a string that holds a JSON object")
+
+
+class CalledFunction(Fields):
+    """A function that the model called."""
+
+    name: str
+    arguments: Annotated[str, BeforeValidator(_arguments), WithJsonSchema({"type": "string"})]
+
+
+class ToolCall(Fields):
+    """A call that the assistant made earlier in the conversation."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates read it: its arguments are an object."""
+        function = {"name": self.function.name, "arguments": from_json(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(Fields):
+    """One message of a conversation; `developer` is today's name of `system`.
+
+    Clients send answers back as they came, so fields that are null or empty count as not sent. An assistant that
+    only called tools said nothing.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        str, BeforeValidator(_text), WithJsonSchema({"anyOf": [{"type": "string"}, _PARTS, {"type": "null"}]})
+    ]
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], BeforeValidator(_few_calls)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        given = {name: value for name, value in message.items() if value not in (None, [], {})}
+        if "reasoning" in given and "reasoning_content" not in given:  # vLLM's newer name of the same
+            given["reasoning_content"] = given.pop("reasoning")
+        if "content" not in given and "tool_calls" in given and given.get("role") == "assistant":
+            given["content"] = ""
+        return given
+
+
+Messages = Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]

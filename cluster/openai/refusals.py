@@ -1,0 +1,77 @@
+"""Fields of the API, and of servers like this one, that are refused, with what to send instead.
+
+A field with a value that asks for nothing is let through: clients send their defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """neutral: values that ask for nothing. instead: what a client can do, after "NAME is not supported ...; "."""
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+    def lets_through(self, value: Any) -> bool:
+        """Whether `value` asks for nothing; null never does."""
+        return value is None or any(type(value) is type(one) and value == one for one in self.neutral)
+
+
+def _use(field: str, neutral: tuple[Any, ...] = ()) -> Refusal:
+    return Refusal(neutral, f"use {field}")
+
+
+# OpenAI's own.
+OPENAI_COMPLETION: Mapping[str, Refusal] = {
+    "best_of": Refusal((1,), "ask for n choices and choose among them"),
+    "suffix": Refusal(("",), "write the infill prompt that the model was trained on"),
+}
+OPENAI_CHAT: Mapping[str, Refusal] = {
+    "audio": Refusal(),
+    "function_call": _use("tool_choice", ("none", "auto")),
+    "functions": _use("tools", ([],)),
+    "modalities": Refusal((["text"],), "text is the only one"),
+    "moderation": Refusal(),
+    "prediction": Refusal(),
+    "prompt_cache_options": Refusal(({}, {"mode": "implicit"}), "prefixes are cached of their own accord"),
+    "prompt_cache_retention": Refusal(("in_memory",), "prefixes are kept in memory"),
+    "service_tier": Refusal(("auto", "default"), "use priority"),
+    "store": Refusal((False,), "nothing is stored here"),
+    "verbosity": Refusal(("medium",), "ask for it in a message"),
+    "web_search_options": Refusal(),
+}
+# What vLLM and SGLang know, or knew: a client that moves here is told the new name.
+EXTENSIONS: Mapping[str, Refusal] = {
+    "guided_json": _use("structured_outputs={'json': ...} or response_format"),
+    "guided_regex": _use("structured_outputs={'regex': ...}"),
+    "guided_choice": _use("structured_outputs={'choice': [...]}"),
+    "guided_grammar": _use("structured_outputs={'grammar': ...}"),
+    "guided_json_object": _use("structured_outputs={'json_object': true} or response_format", (False,)),
+    "guided_decoding_backend": Refusal((), "there is one backend; send structured_outputs alone"),
+    "guided_whitespace_pattern": Refusal((), "write the white space into structured_outputs={'grammar': ...}"),
+    "structural_tag": _use("tools or structured_outputs={'grammar': ...}"),
+    "json_schema": _use("response_format or structured_outputs={'json': ...}"),
+    "regex": _use("structured_outputs={'regex': ...}"),
+    "ebnf": _use("structured_outputs={'grammar': ...}"),
+    "use_beam_search": Refusal((False,), "ask for n choices and choose among them"),
+    "length_penalty": Refusal((1, 1.0)),
+    "spaces_between_special_tokens": Refusal((True,)),
+    "return_tokens_as_token_ids": _use("return_token_ids", (False,)),
+    "logits_processors": _use("logit_bias, allowed_token_ids or structured_outputs", ([],)),
+    "mm_processor_kwargs": Refusal(({},), "this model reads text only"),
+    "kv_transfer_params": Refusal(({},), "the router places requests"),
+    "vllm_xargs": Refusal(({},)),
+    "lora_path": Refusal(),
+}
+CHAT_EXTENSIONS: Mapping[str, Refusal] = {
+    "chat_template": Refusal((), "the model's own template is used"),
+    "documents": Refusal(([],), "put them into a message"),
+    "echo": Refusal((False,), "use completions, which has it"),
+}
+REFUSED_COMPLETION: Mapping[str, Refusal] = {**OPENAI_COMPLETION, **EXTENSIONS}
+REFUSED_CHAT: Mapping[str, Refusal] = {**OPENAI_CHAT, **EXTENSIONS, **CHAT_EXTENSIONS}
