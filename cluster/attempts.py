@@ -46,7 +46,8 @@ class Attempts:
         stream = self._next_stream
         self._next_stream += MAX_N
         try:
-            member.link.send(submit_message(log.request, stream, log.resume() if live.was_submitted else None))
+            resume = log.resume() if live.was_submitted else None
+            member.link.send(submit_message(log.request, stream, resume, log.num_scored))
         except MessageTooLargeError as error:
             self.fail(live, ApiError("body_too_large", str(error), param="prompt"))
         except OverflowError as error:

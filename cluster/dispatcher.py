@@ -21,10 +21,12 @@ from cluster.messages import (
     FinishChoice,
     FinishRow,
     Heartbeat,
+    PromptRow,
     Rejected,
     Report,
 )
 from cluster.token_log import ChoiceLog, TokenLog
+from cluster.translation import pooled_state, prompt_logprobs
 from engine.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -218,12 +220,27 @@ class Dispatcher:
             self._look_at(choice)
         for choice in misplaced:
             self._break_off(choice, "a token is not at its place")
+        for prompt in report.prompts:
+            self._on_prompt(member, prompt)
+        for pooled in report.pooled:
+            if (pooling := member.streams.get(pooled.stream)) is not None:
+                pooling.log.embedding = pooled_state(pooled)
         for row in report.finishes:
             self._on_finish(member, row)
         blocks = report.blocks
         if blocks is not None and not member.gone:
             replica_id = member.replica_id
             self._fleet.index.update(replica_id, blocks.sequence, blocks.stored, blocks.removed, blocks.cleared)
+
+    def _on_prompt(self, member: Member, row: PromptRow) -> None:
+        choice = member.streams.get(row.stream)
+        if choice is None:
+            return
+        live = self._live[choice.log.request.request_id]
+        if live.attempt is not None and not live.attempt.progressed and member.progressed(live, live.attempt):
+            self._attempts.probe_ended()
+        if not choice.log.tell_prompt(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
+            self._break_off(choice, "log-probabilities of its prompt are not at their place")
 
     def _look_at(self, choice: ChoiceLog) -> None:
         live = self._live[choice.log.request.request_id]

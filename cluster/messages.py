@@ -8,7 +8,7 @@ Heartbeat, Draining.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +16,7 @@ from msgspec import Meta
 from engine.errors import SquadronError
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -46,6 +46,7 @@ class Submit(_Message, tag=2, frozen=True):
     `stream` is above every key the link has carried before: a submit that arrives twice is known by that.
     params: `SamplingParams` as msgpack, read apart from the message so that a bad value harms only its request.
     resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
+    scored: prompt tokens whose log-probabilities are known from there.
     """
 
     stream: Count
@@ -56,6 +57,8 @@ class Submit(_Message, tag=2, frozen=True):
     priority: int = 0
     cache_salt: bytes = b""
     resume: dict[Choice, tuple[int, ...]] | None = None
+    pooling: Literal["last", "mean"] | None = None
+    scored: Count = 0
 
 
 class Abort(_Message, tag=3, frozen=True):
@@ -135,6 +138,30 @@ class LogprobRow(_Message, frozen=True):
     top_logprobs: list[float]
 
 
+class PromptRow(_Message, frozen=True):
+    """Log-probabilities of prompt tokens of an attempt, from the one at position `first` on.
+
+    Columns, one entry per token: its own (logprobs), and the alternatives, best first.
+    """
+
+    stream: Count
+    first: Count
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def __post_init__(self) -> None:
+        if not len(self.logprobs) == len(self.top_ids) == len(self.top_logprobs):
+            raise ValueError("the columns of a prompt's log-probabilities differ in length")
+
+
+class PooledRow(_Message, frozen=True):
+    """The pooled state of an attempt: fp32, little-endian."""
+
+    stream: Count
+    state: bytes
+
+
 class BlockUpdate(_Message, frozen=True):
     """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
 
@@ -165,6 +192,8 @@ class Report(_Message, tag=12, frozen=True):
     logprobs: list[LogprobRow] = []
     cached: list[tuple[int, int]] = []
     blocks: BlockUpdate | None = None
+    prompts: list[PromptRow] = []
+    pooled: list[PooledRow] = []
 
     def __post_init__(self) -> None:
         rows = len(self.streams)

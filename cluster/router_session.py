@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.link import LinkClosedError, RouterLink
-from cluster.messages import BlockUpdate, Down, FinishRow, Load, LogprobRow, Report
+from cluster.messages import BlockUpdate, Down, FinishRow, Load, LogprobRow, PooledRow, PromptRow, Report
 from engine.report import TokenLogprob
 from engine.request import Sequence
 
@@ -48,6 +48,8 @@ class RouterSession:
         self.finishes: list[FinishRow] = []
         self.logprobs: list[LogprobRow] = []
         self.cached: list[tuple[int, int]] = []
+        self.prompts: list[PromptRow] = []
+        self.pooled: list[PooledRow] = []
         self._incarnation = incarnation
         self._num_reports = 0
         self._num_block_updates = 0
@@ -55,7 +57,7 @@ class RouterSession:
     @property
     def has_rows(self) -> bool:
         """Whether the present step brought anything for this router."""
-        return bool(self.streams or self.finishes)
+        return bool(self.streams or self.finishes or self.prompts)
 
     def add_logprobs(self, entry: TokenLogprob) -> None:
         """Give the row that was added last its log-probabilities."""
@@ -83,10 +85,13 @@ class RouterSession:
             self.logprobs,
             self.cached,
             update,
+            self.prompts,
+            self.pooled,
         )
         self._num_reports += 1
         self.streams, self.indices, self.tokens = [], [], []
         self.finishes, self.logprobs, self.cached = [], [], []
+        self.prompts, self.pooled = [], []
         self.send(report, now)
 
     def send(self, message: Down, now: float) -> None:

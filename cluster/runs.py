@@ -6,7 +6,7 @@ import asyncio
 
 from cluster.messages import FinishRow
 from cluster.router_session import Lane, RouterSession, Run
-from cluster.translation import clipped
+from cluster.translation import clipped, pooled_row, prompt_row
 from engine.report import Finish, StepReport
 from engine.request import Request, Sequence
 
@@ -61,6 +61,12 @@ class Runs:
             lane.count += 1
             if row in logprobs:
                 session.add_logprobs(logprobs[row])
+        for told in report.prompt_logprobs:
+            if (lane := lanes.get(told.sequence) or self._lane(told.sequence)) is not None:
+                lane.session.prompts.append(prompt_row(lane.key, told))
+        for sequence, state in report.pooled:
+            if (lane := lanes.get(sequence) or self._lane(sequence)) is not None:
+                lane.session.pooled.append(pooled_row(lane.key, state))
         for finish in report.finished:
             self._finish(finish)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
@@ -68,10 +70,22 @@ class TokenLog:
     """The choices of one request, and the one consumer that waits for them. Used on one event loop.
 
     num_open: choices that have not ended. num_cached_tokens: prompt tokens from the first replica's prefix cache.
-    news: whether something came since the last `take`.
+    news: whether something came since the last `take`. num_scored: prompt tokens whose log-probabilities came.
+    embedding: the pooled state, once it came.
     """
 
-    __slots__ = ("_waiter", "choices", "error", "news", "num_cached_tokens", "num_open", "request")
+    __slots__ = (
+        "_prompt_logprobs",
+        "_waiter",
+        "choices",
+        "embedding",
+        "error",
+        "news",
+        "num_cached_tokens",
+        "num_open",
+        "num_scored",
+        "request",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -79,6 +93,9 @@ class TokenLog:
         self.choices = {choice: ChoiceLog(self, choice, tokens) for choice, tokens in logs.items()}
         self.num_open = len(self.choices)
         self.num_cached_tokens = 0
+        self.num_scored = request.num_scored_tokens
+        self.embedding: tuple[float, ...] | None = None
+        self._prompt_logprobs: list[TokenLogprob] = []
         self.error: ApiError | None = None
         self.news = False
         self._waiter: asyncio.Future[None] | None = None
@@ -104,7 +121,23 @@ class TokenLog:
     def take(self) -> list[TokenChunk]:
         """Return one chunk for every choice that has news."""
         self.news = False
-        return [choice.take() for choice in self.choices.values() if choice.has_news]
+        chunks = [choice.take() for choice in self.choices.values() if choice.has_news]
+        if self._prompt_logprobs:
+            told, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+            bare = TokenChunk(next(iter(self.choices)), (), num_cached_tokens=self.num_cached_tokens)
+            chunks[:1] = [replace(chunks[0] if chunks else bare, prompt_logprobs=told)]
+        if self.embedding is not None:
+            chunks[:1] = [replace(chunk, embedding=self.embedding) for chunk in chunks[:1]]
+        return chunks
+
+    def tell_prompt(self, first: int, logprobs: Sequence[TokenLogprob]) -> bool:
+        """Take in log-probabilities of the prompt from position `first` on; False if others should have come."""
+        if first != max(self.num_scored, 1) or not logprobs:
+            return False
+        self._prompt_logprobs += logprobs
+        self.num_scored = first + len(logprobs)
+        self.wake()
+        return True
 
     def fail(self, error: ApiError) -> None:
         """End the request with its one typed error; the first one stays, and a whole answer is not taken back."""

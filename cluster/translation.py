@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
-from cluster.messages import MAX_TEXT, Load, Submit
+from cluster.messages import MAX_TEXT, Load, PooledRow, PromptRow, Submit
 from engine.errors import InvalidRequestError
-from engine.report import EngineStats
+from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -16,8 +17,10 @@ _PARAMS_ENCODER = msgspec.msgpack.Encoder()
 _PARAMS_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 
-def submit_message(request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None) -> Submit:
-    """Return the message that starts an attempt of `request`; `resume` takes the place of the request's own."""
+def submit_message(
+    request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None, scored: int | None = None
+) -> Submit:
+    """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own."""
     return Submit(
         stream,
         request.request_id,
@@ -27,6 +30,8 @@ def submit_message(request: Request, stream: int, resume: dict[int, tuple[int, .
         request.priority,
         request.cache_salt,
         request.resume if resume is None else resume,
+        request.pooling,
+        request.num_scored_tokens if scored is None else scored,
     )
 
 
@@ -44,7 +49,40 @@ def submitted_request(submit: Submit, engine_id: str) -> Request:
         priority=submit.priority,
         cache_salt=submit.cache_salt,
         resume=submit.resume,
+        pooling=submit.pooling,
+        num_scored_tokens=submit.scored,
     )
+
+
+def prompt_row(stream: int, told: PromptLogprobs) -> PromptRow:
+    """Return log-probabilities of a prompt as they travel."""
+    entries = told.logprobs
+    return PromptRow(
+        stream,
+        told.first,
+        [entry.logprob for entry in entries],
+        [[token_id for token_id, _ in entry.top] for entry in entries],
+        [[value for _, value in entry.top] for entry in entries],
+    )
+
+
+def prompt_logprobs(row: PromptRow, prompt: tuple[int, ...]) -> list[TokenLogprob]:
+    """Return what a replica told of the tokens of `prompt`; fewer than told if the prompt ends before."""
+    tokens = prompt[row.first : row.first + len(row.logprobs)]
+    return [
+        TokenLogprob(token, value, tuple(zip(ids, values, strict=True)))
+        for token, value, ids, values in zip(tokens, row.logprobs, row.top_ids, row.top_logprobs, strict=False)
+    ]
+
+
+def pooled_row(stream: int, state: Floats) -> PooledRow:
+    """Return a pooled state, [hidden] fp32, as it travels."""
+    return PooledRow(stream, state.astype("<f4").tobytes())
+
+
+def pooled_state(row: PooledRow) -> tuple[float, ...]:
+    """Return the pooled state that a replica told."""
+    return tuple(np.frombuffer(row.state, "<f4").tolist())
 
 
 def load_of(stats: EngineStats, progress_age: float) -> Load:

@@ -64,6 +64,8 @@ class Roster:
             waiting = family[:1]
         else:
             family = [self._sequence(request, *choice, arrival) for choice in sorted(request.resume.items())]
+            for sequence in family[1:]:
+                sequence.num_scored_tokens = sequence.num_prompt_tokens  # the first one tells of the prompt
             waiting = family
         for sequence in family:
             sequence.grammar = grammars.get(sequence.index)
