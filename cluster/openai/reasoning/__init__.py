@@ -1,0 +1,1 @@
+"""Reasoning parsers: what a model thought, apart from what it says."""

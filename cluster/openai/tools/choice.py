@@ -1,0 +1,143 @@
+"""`tool_choice`: which parser reads an answer, and the grammar that forces a call.
+
+Source: OpenAI API reference, "tool_choice" and "parallel_tool_calls". A forced list looks as it does in vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from msgspec import json
+
+from cluster.openai.tools.formats import ArgumentsParser, ListParser
+from cluster.openai.tools.parser import ToolParser
+from cluster.openai.tools.schema_refs import placed_under
+from engine.errors import InvalidRequestError
+from engine.sampling_params import StructuredOutput
+from engine.tokenizer import Tokenizer
+
+ToolMode = Literal["auto", "required", "named"]
+Schema = Mapping[str, Any]
+_NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of one call that may or must be used; a call without tools, or with `none`, has no `ToolUse`.
+
+    tools: name -> JSON schema of its arguments, None = it takes none. Of a named choice only that one.
+    parser: of answers in mode auto, from the server's `tool_call_parser`. parallel: whether one answer may hold more
+    than one call.
+    """
+
+    mode: ToolMode
+    tools: Mapping[str, Schema | None]
+    parser: type[ToolParser] | None = None
+    parallel: bool = True
+
+    def structured(self) -> StructuredOutput | None:
+        """Return what the output must match: None in mode auto, where the model is free to call or not.
+
+        Raises `InvalidRequestError` naming `tools` when the schemas are too large.
+        """
+        if self.mode == "auto":
+            return None
+        schema = _named_schema(self.tools) if self.mode == "named" else _required_schema(self.tools, self.parallel)
+        try:
+            return StructuredOutput("json_schema", json.encode(schema).decode())
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"tools: their parameters as one schema: {error}", "tools") from error
+
+    def new_parser(self) -> ToolParser:
+        """Return a parser for one choice of the answer."""
+        return self._parser_class()(self.tools.keys(), parallel=self.parallel)
+
+    def keeps_special_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether the text must be made with special tokens, since the parser looks for some of them."""
+        return hides_markers(self._parser_class(), tokenizer)
+
+    def _parser_class(self) -> type[ToolParser]:
+        if self.mode == "required":
+            return ListParser
+        if self.mode == "named":
+            return ArgumentsParser
+        if self.parser is None:
+            raise InvalidRequestError(
+                "tool_choice 'auto' needs a parser for this model's calls, and the server was started without "
+                "--tool-call-parser; use 'required', a named function or 'none'",
+                "tool_choice",
+                "unsupported_parameter",
+            )
+        return self.parser
+
+
+def tool_use(
+    tools: Mapping[str, Schema | None],
+    choice: str | None,
+    *,
+    named: str | None = None,
+    parallel: bool = True,
+    parser: type[ToolParser] | None = None,
+) -> ToolUse | None:
+    """Return how tools are used in a call, None when they are not.
+
+    tools: name -> schema of the arguments. choice: `none`, `auto`, `required`; None = auto where there are tools.
+    named: the one function that must be called, instead of `choice`. parser: the one of the server's
+    `tool_call_parser`.
+    Raises `InvalidRequestError` naming `tools` or `tool_choice`.
+    """
+    if named is not None:
+        if named not in tools:
+            raise InvalidRequestError(f"tool_choice names {named[:100]!r}, which is not in tools", "tool_choice")
+        return ToolUse("named", {named: tools[named]}, parallel=parallel)
+    if choice == "required":
+        if not tools:
+            raise InvalidRequestError("tool_choice 'required' needs tools to choose from", "tool_choice")
+        return ToolUse("required", tools, parallel=parallel)
+    if not tools or choice == "none":
+        return None
+    use = ToolUse("auto", tools, parser, parallel)
+    use.new_parser()
+    return use
+
+
+def hides_markers(parser: type[ToolParser], tokenizer: Tokenizer) -> bool:
+    """Whether `skip_special_tokens` would take a marker of `parser` out of the text."""
+    return any(marker not in _without_special(marker, tokenizer) for marker in parser.markers)
+
+
+def _without_special(text: str, tokenizer: Tokenizer) -> str:
+    # The letters keep tokenizers that add or strip spaces at the ends from changing the marker.
+    return tokenizer.decode(tokenizer.encode(f"a{text}a", add_special_tokens=False))
+
+
+def _named_schema(tools: Mapping[str, Schema | None]) -> Schema:
+    (schema,) = tools.values()
+    return _object_schema(schema)
+
+
+def _required_schema(tools: Mapping[str, Schema | None], parallel: bool) -> dict[str, Any]:
+    """A list of `{"name", "parameters"}`, the parameters those of the function that is named."""
+    calls = []
+    parts: dict[str, Schema] = {}
+    for number, (name, schema) in enumerate(tools.items()):
+        parts[f"tool{number}"] = placed_under(f"#/$defs/tool{number}", _object_schema(schema))
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{number}"}},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    limit = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **limit, "items": {"anyOf": calls}, "$defs": parts}
+
+
+def _object_schema(schema: Schema | None) -> Schema:
+    """Arguments are always an object; a schema that says nothing of its type is read as one of an object."""
+    if not schema:
+        return _NO_PARAMETERS
+    return schema if "type" in schema or "$ref" in schema or "anyOf" in schema else {"type": "object", **schema}

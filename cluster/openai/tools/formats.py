@@ -1,0 +1,185 @@
+"""The formats in which families of models write calls.
+
+Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 to v13; vLLM's pages on tool calling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from typing import ClassVar
+
+from cluster.openai.tools.call_object import CallObject, read_arguments
+from cluster.openai.tools.json_text import read_comma, read_space
+from cluster.openai.tools.parser import MarkedParser, ToolParser, read_content, short_call_id
+from cluster.openai.tools.reader import MakeId, MalformedCallError, Reader, Sink, Step
+from cluster.openai.tools.registry import Registry
+
+_IN_NAME = re.compile(r"[a-zA-Z0-9_.-]")
+
+
+class HermesParser(MarkedParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5, Qwen 3, and many fine-tunes."""
+
+    markers = ("<tool_call>",)
+    closing = "</tool_call>"
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        yield from read_space(reader)
+        yield from CallObject(reader, self.names).read()
+        if not self.one_more():
+            return
+        yield from reader.space()
+        if (yield from reader.peek()):
+            yield from reader.literal(self.closing)
+        reader.drop()
+
+
+class MistralParser(MarkedParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and of later models `[TOOL_CALLS]name[ARGS]{...}`.
+
+    The list is that of tokenizers v3 to v7; v11 writes `[CALL_ID]` and an id between name and `[ARGS]`. All these
+    words are special tokens: text without them (`skip_special_tokens`) holds no call that could be found.
+    """
+
+    markers = ("[TOOL_CALLS]",)
+    make_id: ClassVar[MakeId] = staticmethod(short_call_id)
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        yield from reader.space()
+        if (yield from reader.peek()) == "[":
+            yield from read_list(reader, self)
+        else:
+            yield from self._read_named(reader)
+
+    def _read_named(self, reader: Reader) -> Step:
+        name = yield from _word(reader)
+        if name not in self.names:
+            raise MalformedCallError
+        yield from reader.space()
+        if (yield from reader.peek()) == "[":
+            reader.advance()
+            if (yield from reader.peek()) == "C":
+                yield from reader.literal("CALL_ID]")
+                yield from _word(reader)
+                yield from reader.literal("[")
+            yield from reader.literal("ARGS]")
+            yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            raise MalformedCallError
+        reader.open_call(name)
+        yield from read_arguments(reader)
+
+
+class Llama3JsonParser(ToolParser):
+    """`{"name": ..., "parameters": {...}}` as the whole answer, after `<|python_tag|>` or not; more after `;`.
+
+    An object that names no function of the request is content, so that answers in JSON stay what they are. The
+    marker is a special token, but calls are found without it.
+    """
+
+    marker = "<|python_tag|>"
+
+    def read(self, reader: Reader) -> Step:
+        """See `ToolParser.read`."""
+        reader.turn(Sink.HELD)
+        try:
+            yield from reader.space()
+            if (yield from reader.peek()) == "<":
+                yield from reader.literal(self.marker)
+                yield from reader.space()
+            while True:
+                yield from CallObject(reader, self.names).read()
+                if not self.one_more():
+                    return
+                if not (yield from self._another(reader)):
+                    return
+        except MalformedCallError:
+            reader.release()
+        yield from read_content(reader)
+
+    def _another(self, reader: Reader) -> Generator[None, None, bool]:
+        yield from reader.space()
+        if (yield from reader.peek()) == ";":
+            reader.advance()
+            yield from reader.space()
+        if (yield from reader.peek()):
+            return True
+        reader.drop()
+        return False
+
+
+class ListParser(ToolParser):
+    """A list of calls and nothing else: what the grammar of `tool_choice` "required" allows."""
+
+    def read(self, reader: Reader) -> Step:
+        """See `ToolParser.read`."""
+        reader.turn(Sink.HELD)
+        try:
+            yield from reader.space()
+            yield from read_list(reader, self)
+            if not self.one_more():
+                return
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                reader.drop()
+        except MalformedCallError:
+            pass  # its text is shown
+        reader.release()
+        yield from read_content(reader)
+
+
+class ArgumentsParser(ToolParser):
+    """The arguments of one call and nothing else: what the grammar of a named `tool_choice` allows.
+
+    names: the one function that is called.
+    """
+
+    def read(self, reader: Reader) -> Step:
+        """See `ToolParser.read`."""
+        reader.turn(Sink.HELD)
+        try:
+            yield from reader.space()
+            if (yield from reader.peek()) != "{":
+                raise MalformedCallError
+            (name,) = self.names
+            reader.open_call(name)
+            yield from read_arguments(reader)
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                reader.drop()
+        except MalformedCallError:
+            pass  # its text is shown
+        reader.release()
+        yield from read_content(reader)
+
+
+def read_list(reader: Reader, parser: ToolParser) -> Step:
+    """Read a JSON list of calls, of one where more are not allowed."""
+    yield from reader.literal("[")
+    yield from read_space(reader)
+    while True:
+        yield from CallObject(reader, parser.names).read()
+        if not parser.one_more():
+            return
+        if not (yield from read_comma(reader)):
+            break
+    if (yield from reader.peek()):
+        yield from reader.literal("]")
+    reader.drop()
+
+
+def _word(reader: Reader) -> Generator[None, None, str]:
+    start = len(reader.held())
+    while _IN_NAME.fullmatch((yield from reader.peek())):
+        reader.advance()
+    return reader.held()[start:]
+
+
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
+    "tool_call_parser",
+    "squadron.tool_parsers",
+    {"hermes": HermesParser, "llama3_json": Llama3JsonParser, "mistral": MistralParser},
+)

@@ -1,0 +1,154 @@
+"""The interface of all tool parsers, and what they have in common: a text with calls behind markers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator
+from typing import ClassVar
+
+from cluster.openai.tools.deltas import Parsed
+from cluster.openai.tools.reader import MakeId, MalformedCallError, Reader, Sink, Step
+
+
+def call_id() -> str:
+    """Return a new id as OpenAI makes them."""
+    return "call_" + secrets.token_hex(12)
+
+
+def short_call_id() -> str:
+    """Return a new id as Mistral's chat templates want them: nine letters and digits."""
+    return "".join([secrets.choice(string.ascii_letters + string.digits) for _ in range(9)])
+
+
+class ToolParser(ABC):
+    """Finds the calls in the text of one choice, whole or in deltas: however it is cut, the result is the same.
+
+    names: the functions that may be called. parallel: False = the choice is complete after one call, and what the
+    model writes after it is dropped. What looks like a call and is none comes out as content; whitespace between
+    calls and at their ends does not. A call whose arguments turn out malformed was already told in part: it stays,
+    with arguments that are no JSON, and the rest of the text is content.
+
+    markers: what the format is recognised by. Where one is a special token of the model, it must not be skipped when
+    text is made of tokens (see `shows_special_tokens`).
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    make_id: ClassVar[MakeId] = staticmethod(call_id)
+
+    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+        self.names = frozenset(names)
+        self._parallel = parallel
+        self._reader = Reader(type(self).make_id)
+        self._run = self._read_all()
+        self._done = False
+
+    @property
+    def num_calls(self) -> int:
+        """Calls found so far."""
+        return self._reader.num_calls
+
+    @property
+    def done(self) -> bool:
+        """Whether the one call that is allowed is complete: the choice needs no more tokens."""
+        return self._done
+
+    def feed(self, text: str) -> Parsed:
+        """Return what `text` brings; the last characters may be held back until more is known."""
+        self._reader.add(text)
+        self._resume()
+        return self._reader.take()
+
+    def finish(self) -> Parsed:
+        """Return what is left at the end of the text."""
+        self._reader.ended = True
+        self._resume()
+        return self._reader.take()
+
+    @abstractmethod
+    def read(self, reader: Reader) -> Step:
+        """Read the text to its end, or to the end of the one call that is allowed."""
+
+    def one_more(self) -> bool:
+        """Whether another call is allowed."""
+        return self._parallel or not self.num_calls
+
+    def _read_all(self) -> Step:
+        reader = self._reader
+        yield from self.read(reader)
+        self._done = not reader.ended
+        while True:
+            reader.turn(Sink.HELD)
+            reader.skip_until(_everything)
+            reader.drop()
+            yield
+
+    def _resume(self) -> None:
+        for _ in self._run:
+            return
+
+
+class MarkedParser(ToolParser):
+    """A text in which every call, or every list of calls, stands behind a marker."""
+
+    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+        super().__init__(names, parallel=parallel)
+        firsts = "".join(sorted({re.escape(marker[0]) for marker in self.markers}))
+        self._plain = re.compile(rf"[^\s{firsts}]+")
+
+    def read(self, reader: Reader) -> Step:
+        """See `ToolParser.read`."""
+        while self.one_more() and (yield from self._next_marker(reader)):
+            try:
+                yield from self.read_calls(reader)
+            except MalformedCallError:
+                reader.release()
+                if not self.one_more():
+                    yield from read_content(reader)
+
+    @abstractmethod
+    def read_calls(self, reader: Reader) -> Step:
+        """Read what follows a marker; raises `MalformedCallError` before the first character that does not fit."""
+
+    def _next_marker(self, reader: Reader) -> Generator[None, None, bool]:
+        """Show the text up to the next marker; hold the marker and the space before it. False = no more."""
+        while True:
+            reader.turn(Sink.HELD)
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                if self.num_calls:
+                    reader.drop()
+                reader.release()
+                return False
+            try:
+                yield from self._marker(reader)
+            except MalformedCallError:
+                reader.release()
+                reader.skip_until(self._end_of_plain)
+            else:
+                return True
+
+    def _marker(self, reader: Reader) -> Step:
+        first = yield from reader.peek()
+        for marker in self.markers:
+            if marker[0] == first:
+                yield from reader.literal(marker)
+                return
+        raise MalformedCallError
+
+    def _end_of_plain(self, text: str, start: int) -> int:
+        found = self._plain.match(text, start)
+        return found.end() if found else start
+
+
+def read_content(reader: Reader) -> Step:
+    """Show the rest of the text."""
+    reader.turn(Sink.CONTENT)
+    while (yield from reader.peek()):
+        reader.skip_until(_everything)
+
+
+def _everything(text: str, _: int) -> int:
+    return len(text)
