@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from cluster.openai.reasoning.parsers import ReasoningParser
+from cluster.openai.tools.parser import ToolParser
+from engine.request import Pooling
 from engine.tokenizer import Tokenizer
 
 
@@ -16,6 +21,10 @@ class ServedModel:
     vocab_size: token ids from clients must be below it (the width of the logits).
     kv_capacity: tokens that the KV cache of one replica holds; None = not known, not checked here.
     created: seconds since the epoch.
+    tool_parser: of the calls that it writes when it is free to; None = `tool_choice` "auto" is refused.
+    reasoning_parser: of what it thinks before it answers; None = thinking is part of the content.
+    pooling: how the states of a text become its embedding, where a request does not say.
+    matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
 
     model_id: str
@@ -24,8 +33,24 @@ class ServedModel:
     vocab_size: int
     kv_capacity: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    tool_parser: type[ToolParser] | None = None
+    reasoning_parser: type[ReasoningParser] | None = None
+    pooling: Pooling = "last"
+    matryoshka: tuple[int, ...] | None = None
 
     @property
     def longest_sequence(self) -> int:
         """Most tokens that prompt and output of one sequence may have together."""
         return min(self.max_model_len, self.kv_capacity or self.max_model_len)
+
+
+def matryoshka_of(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return `ServedModel.matryoshka` as a checkpoint's config.json says it.
+
+    Source: vLLM's names, `is_matryoshka` and `matryoshka_dimensions`; A. Kusupati et al., "Matryoshka Representation
+    Learning", 2022.
+    """
+    sizes = config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(type(size) is int and size > 0 for size in sizes):
+        return tuple(sorted(sizes))
+    return () if config.get("is_matryoshka") is True else None
