@@ -29,6 +29,7 @@ class Call:
     request_id: made by the server. client_id: the `request_id` of the client, "" without; only echoed.
     seed: the client's, or a random one. prompts: of a completion; conversation: of a chat. Choices of the answer are
     numbered prompt by prompt: `prompt index x params.n + choice`.
+    prompt_logprobs: alternatives of each prompt token that the client is told, None = nothing of them.
     continuous_usage: every chunk tells usage. echo: the prompt comes before the output; echo_only: nothing but the
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     tool_choice: "none" without tools. structured_param: the client's field that `params.structured` came from.
@@ -45,6 +46,7 @@ class Call:
     priority: int = 0
     cache_salt: bytes = b""
     client_id: str = ""
+    prompt_logprobs: int | None = None
     continuous_usage: bool = False
     echo: bool = False
     echo_only: bool = False

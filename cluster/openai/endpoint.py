@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
@@ -13,12 +13,15 @@ from cluster.errors import ApiError, from_invalid_request
 from cluster.generation import TokenSource
 from cluster.metrics import Metrics
 from cluster.openai.call import Call
+from cluster.openai.collected import Collected
+from cluster.openai.deltas import Delta
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
-from cluster.openai.generation import Delta, Generation, PlacedLogprob
+from cluster.openai.generation import Generation
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
 from cluster.openai.prompts import Parse, RequestBuilder
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 
 log = logging.getLogger("squadron.openai")
@@ -59,7 +62,7 @@ class GenerationEndpoint:
         exchange = scope["state"]["exchange"]
         try:
             body = await read_body(scope, receive, self._services.max_body_bytes)
-            await until_disconnect(receive, self._answer(body, answer, exchange))
+            await until_disconnect(receive, self._answer(body, answer, exchange, scope["state"]["visit"]))
         except ClientGone:
             log.info("request %s (client id %r): the client hung up", exchange["id"], exchange["client_id"])
         except InvalidRequestError as error:
@@ -76,15 +79,17 @@ class GenerationEndpoint:
         log.info("request %s (client id %r): %s %s", exchange["id"], exchange["client_id"], error.status, error.code)
         await answer.error(error)
 
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str]) -> None:
+    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
         services = self._services
         call, requests = await services.builder.build(self._parse, body)
         exchange["id"] = call.request_id
+        exchange["client_id"] = exchange["client_id"] or call.client_id
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
-        track = services.metrics.track(prompt_tokens, call.params.n * len(requests))
-        generation = Generation(call, requests, services.model.tokenizer, services.source, track)
-        frames = self._frames(call, services.model.model_id, services.model.tokenizer)
-        async with aclosing(generation.deltas()) as deltas:
+        await visit.charge_prompt(prompt_tokens)
+        track = services.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
+        generation = Generation(call, requests, services.model.tokenizer, visit.source, track)
+        frames = self._frames(call, services.model.model_id, services.model.tokenizer, generation.prompts)
+        async with _clients_names(call), aclosing(generation.deltas()) as deltas:
             if call.stream:
                 await self._stream(call, generation, deltas, frames, answer)
             else:
@@ -100,6 +105,8 @@ class GenerationEndpoint:
     ) -> None:
         """Send frames as deltas come. Nothing is sent before the first: an early error still gets its status."""
         async for delta in deltas:
+            if call.continuous_usage:
+                frames.tell_usage(generation.usage)
             await answer.events(frames.delta(delta))
         usage = frames.usage(generation.usage) if call.include_usage else b""
         await answer.end(usage + DONE)
@@ -107,28 +114,19 @@ class GenerationEndpoint:
     async def _whole(
         self, generation: Generation, deltas: AsyncGenerator[Delta, None], frames: Frames, answer: Answer
     ) -> None:
-        collected = [_Collected() for _ in range(generation.num_choices)]
+        collected = [Collected() for _ in range(generation.num_choices)]
         async for delta in deltas:
             collected[delta.choice].add(delta)
         choices = [frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)]
         await answer.json(200, frames.body(choices, generation.usage))
 
 
-class _Collected:
-    """All deltas of one choice."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[PlacedLogprob] = []
-        self._reason: str | None = None
-
-    def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs)
-        self._reason = delta.finish_reason
-
-    def whole(self, index: int) -> tuple[str, Delta]:
-        """Return the text and one delta with everything else."""
-        return "".join(self._texts), Delta(index, "", self._token_ids, self._logprobs, self._reason)
+@asynccontextmanager
+async def _clients_names(call: Call) -> AsyncGenerator[None, None]:
+    """Errors name the field that the client sent: the engine knows only `structured`, whatever it came from."""
+    try:
+        yield
+    except (ApiError, InvalidRequestError) as error:
+        if error.param == "structured":
+            error.param = call.structured_param or "tools"
+        raise

@@ -1,20 +1,25 @@
 """Answers on the wire: SSE frames and whole bodies of completions and chat completions.
 
 A frame of a stream differs from the one before only in its text, so everything else is encoded once per choice.
-Source: OpenAI API reference, "the chat completion chunk object" and its neighbours.
+Source: OpenAI API reference, "the chat completion chunk object" and its neighbours; the fields for token ids and for
+log-probabilities of prompts are those of vLLM's server.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import json
 
 from cluster.openai.call import Call
-from cluster.openai.generation import Delta, Usage
-from cluster.openai.logprobs import chat_logprobs, completion_logprobs
+from cluster.openai.deltas import Delta, Usage
+from cluster.openai.echo import PromptResult
+from cluster.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from cluster.openai.tool_fields import NamedTool
+from cluster.openai.tools.deltas import CallDelta, Parsed, joined
 from engine.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
@@ -22,18 +27,24 @@ _encode = json.Encoder().encode
 
 
 class Frames(ABC):
-    """Encodes one call's answer. Deltas of a choice must come in order."""
+    """Encodes one call's answer. Deltas of a choice must come in order.
+
+    prompts: what is known of the call's prompts, one per prompt.
+    """
 
     object_name: str
     chunk_name: str
 
-    def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer, prompts: Sequence[PromptResult]) -> None:
         self._call = call
         self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._begun: set[int] = set()
         self._head = {"id": call.request_id, "created": int(time.time()), "model": model_id}
         opening = {"id": call.request_id, "object": self.chunk_name, "created": self._head["created"]}
         self._opening = b"data: " + _encode({**opening, "model": model_id})[:-1] + b',"choices":['
-        self._closing = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
+        self._tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
+        self._closing = b"]" + self._tail
 
     @abstractmethod
     def delta(self, delta: Delta) -> bytes:
@@ -41,16 +52,25 @@ class Frames(ABC):
 
     @abstractmethod
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
-        """Return one choice of an answer that is not streamed; `whole` has all its tokens and logprobs."""
+        """Return one choice of an answer that is not streamed; `whole` has all its tokens, calls and logprobs."""
+
+    def tell_usage(self, usage: Usage) -> None:
+        """Put the usage so far into the frames that follow."""
+        self._tail = b',"usage":' + _encode(usage_body(usage)) + b"}\n\n"
+        self._closing = b"]" + self._tail
 
     def usage(self, usage: Usage) -> bytes:
         """Return the frame with the usage of the call, which has no choices."""
-        return self._opening + b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
+        return self._opening + b'],"usage":' + _encode(usage_body(usage)) + b"}\n\n"
 
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
         named = {"id": self._head["id"], "object": self.object_name, **self._head}
-        return _encode({**named, "choices": choices, "usage": _usage(usage)})
+        return _encode({**named, "choices": choices, "usage": usage_body(usage), **self._whole_call()})
+
+    def _whole_call(self) -> dict[str, Any]:
+        """Fields beside the choices."""
+        return {}
 
     def _extras(self, delta: Delta) -> bytes:
         """Fields of a choice that only some requests ask for, as JSON without braces."""
@@ -62,6 +82,16 @@ class Frames(ABC):
         extras: dict[str, Any] = {"logprobs": self._logprobs(whole) if whole.logprobs else None}
         if self._call.return_token_ids:
             extras["token_ids"] = list(whole.token_ids)
+        return extras
+
+    def _prompt_extras(self, number: int) -> dict[str, Any]:
+        """Fields that tell of the prompt, where the request asks for them."""
+        extras: dict[str, Any] = {}
+        if self._call.prompt_logprobs is not None:
+            scored = self._prompts[number].logprobs
+            extras["prompt_logprobs"] = prompt_logprobs(scored, self._tokenizer, self._call.prompt_logprobs)
+        if self._call.return_token_ids:
+            extras["prompt_token_ids"] = list(self._prompts[number].token_ids)
         return extras
 
     def _has_more_than_text(self, delta: Delta) -> bool:
@@ -82,6 +112,9 @@ class CompletionFrames(Frames):
         frames = b""
         if delta.text or self._has_more_than_text(delta):
             extras = self._extras(delta)
+            if self._call.return_token_ids and delta.choice not in self._begun:
+                self._begun.add(delta.choice)
+                extras += b"," + _encode(self._prompt_extras(delta.choice // self._call.params.n))[1:-1]
             frames = opening + _encode(delta.text) + extras + b',"finish_reason":null}' + self._closing
         if delta.finish_reason is not None:
             reason = delta.finish_reason.encode()
@@ -90,7 +123,8 @@ class CompletionFrames(Frames):
 
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """See `Frames.choice`."""
-        return {"index": index, "text": text, **self._whole_extras(whole), "finish_reason": whole.finish_reason}
+        extras = {**self._whole_extras(whole), **self._prompt_extras(index // self._call.params.n)}
+        return {"index": index, "text": text, **extras, "finish_reason": whole.finish_reason}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return completion_logprobs(delta.logprobs, self._tokenizer, self._call.params.logprobs or 0)
@@ -102,32 +136,72 @@ class ChatFrames(Frames):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer) -> None:
-        super().__init__(call, model_id, tokenizer)
-        self._introduced: set[int] = set()
+    def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer, prompts: Sequence[PromptResult]) -> None:
+        super().__init__(call, model_id, tokenizer, prompts)
+        self._called: set[int] = set()
 
     def delta(self, delta: Delta) -> bytes:
         """See `Frames.delta`."""
         opening = b'%s{"index":%d,"delta":' % (self._opening, delta.choice)
         frames = b""
-        if delta.choice not in self._introduced:
-            self._introduced.add(delta.choice)
-            frames = (
-                opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + self._closing
-            )
-        if delta.text or self._has_more_than_text(delta):
+        if delta.choice not in self._begun:
+            frames = self._introduction(opening)
+            self._begun.add(delta.choice)
+        if delta.calls or delta.reasoning:
+            frames += self._parts(delta, opening)
+        elif delta.text or self._has_more_than_text(delta):
             text = _encode(delta.text)
             extras = self._extras(delta)
             frames += opening + b'{"content":' + text + b"}" + extras + b',"finish_reason":null}' + self._closing
         if delta.finish_reason is not None:
-            reason = delta.finish_reason.encode()
+            reason = self._reason(delta, delta.choice in self._called).encode()
             frames += opening + b'{},"logprobs":null,"finish_reason":"' + reason + b'"}' + self._closing
         return frames
 
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """See `Frames.choice`."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": whole.finish_reason}
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [
+                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in joined([Parsed(calls=tuple(whole.calls))])[1]
+            ]
+        reason = self._reason(whole, bool(whole.calls))
+        return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": reason}
+
+    def _introduction(self, opening: bytes) -> bytes:
+        """The first frame of a choice; the first of the call tells of the prompt as well."""
+        closing = self._closing
+        if self._call.return_token_ids and not self._begun:
+            closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._tail
+        return opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + closing
+
+    def _parts(self, delta: Delta, opening: bytes) -> bytes:
+        """A frame each for thoughts, text and calls; what is told of the tokens comes with the first."""
+        parts: list[dict[str, Any]] = []
+        if delta.reasoning:
+            parts.append({"reasoning_content": delta.reasoning})
+        if delta.text:
+            parts.append({"content": delta.text})
+        if delta.calls:
+            self._called.add(delta.choice)
+            parts.append({"tool_calls": [_call_body(one) for one in delta.calls]})
+        extras, frames = self._extras(delta), b""
+        for part in parts:
+            frames += opening + _encode(part) + extras + b',"finish_reason":null}' + self._closing
+            extras = b',"logprobs":null'
+        return frames
+
+    def _reason(self, delta: Delta, called: bool) -> str:
+        """A call ends with `tool_calls`, but a function that had to be called with `stop`, as OpenAI has it."""
+        ends_call = called and delta.finish_reason == "stop" and not isinstance(self._call.tool_choice, NamedTool)
+        return "tool_calls" if ends_call else delta.finish_reason or "stop"
+
+    def _whole_call(self) -> dict[str, Any]:
+        return self._prompt_extras(0)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return chat_logprobs(delta.logprobs, self._tokenizer, self._call.params.logprobs or 0)
@@ -138,10 +212,19 @@ def error_frame(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> dict[str, Any]:
+    """Return the `usage` object of an answer."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+def _call_body(call: CallDelta) -> dict[str, Any]:
+    """One call of a chunk: id, type and name come with its first piece."""
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

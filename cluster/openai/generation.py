@@ -11,47 +11,21 @@ from typing import cast
 from cluster.generation import TokenChunk, TokenSource
 from cluster.metrics import RequestTrack
 from cluster.openai.call import Call
+from cluster.openai.deltas import Delta, PlacedLogprob, Usage
+from cluster.openai.echo import Opening, PromptResult, openings
 from engine.detokenizer import TextStream
-from engine.report import TokenLogprob
 from engine.request import Request
 from engine.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedLogprob:
-    """Log-probabilities of one token, and the character of the choice's text at which the token begins."""
-
-    logprob: TokenLogprob
-    text_offset: int
-
-
-@dataclass(slots=True)
-class Delta:
-    """What is new in one choice. `finish_reason` comes with its last delta; the text may be empty in any."""
-
-    choice: int
-    text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[PlacedLogprob] = ()
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a whole call, as it is billed: every token generated counts, shown or not."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
 
 
 class Choice:
     """Turns the token chunks of one choice into deltas."""
 
-    def __init__(self, index: int, stream: TextStream) -> None:
+    def __init__(self, index: int, stream: TextStream, opening: Opening | None = None) -> None:
         self.done = False
         self._index = index
         self._stream = stream
+        self._opening = opening
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +48,8 @@ class Choice:
             reason = "stop"
             ids = ids[: stream.num_tokens - before]
         self.done = reason is not None
-        return Delta(self._index, text, ids, placed, reason)
+        delta = Delta(self._index, text, ids, placed, reason)
+        return delta if self._opening is None else self._opening.take(delta)
 
     def _push_placed(self, chunk: TokenChunk, stop_token: bool) -> tuple[str, list[PlacedLogprob]]:
         """Push token by token, noting where in the text each begins."""
@@ -91,7 +66,8 @@ class Choice:
 class Generation:
     """Runs the requests of one call at once. `deltas` may be walked once; closing it aborts what still runs.
 
-    Choice `c` of request `r` is choice `r x n + c` of the call.
+    Choice `c` of request `r` is choice `r x n + c` of the call. prompts: what is known of each request's prompt;
+    complete before the first delta of its choices.
     """
 
     def __init__(
@@ -101,8 +77,11 @@ class Generation:
         self._source = source
         self._track = track
         self._n = call.params.n
+        self._counted = not call.echo_only
+        self.prompts = [PromptResult(request.prompt_token_ids) for request in requests]
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
-        self._choices = [Choice(i, stream) for i, stream in enumerate(streams)]
+        begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
+        self._choices = [Choice(i, stream, opening) for i, (stream, opening) in enumerate(begun)]
         self._open = len(self._choices)
         self._cached = [0] * len(requests)
 
@@ -116,7 +95,7 @@ class Generation:
         """Usage so far; complete after the last delta."""
         return Usage(
             prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
-            completion_tokens=sum([choice.num_tokens for choice in self._choices]),
+            completion_tokens=sum([choice.num_tokens for choice in self._choices]) if self._counted else 0,
             cached_tokens=sum(self._cached),
         )
 
@@ -139,9 +118,13 @@ class Generation:
             self._track.close(reason)
 
     def _take(self, number: int, chunk: TokenChunk) -> Delta | None:
-        """Return what a chunk brings, None when its choice was already ended by a stop string."""
+        """Return what a chunk brings to a choice, None for nothing or when a stop string ended it already."""
         index = number * self._n + chunk.choice
         choice = self._choices[index]
+        if chunk.prompt_logprobs:
+            self.prompts[number].logprobs += chunk.prompt_logprobs
+            if not chunk.token_ids and chunk.finish_reason is None:
+                return None
         if choice.done:
             return None
         self._cached[number] = chunk.num_cached_tokens

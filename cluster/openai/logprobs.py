@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.openai.generation import PlacedLogprob
+from cluster.openai.deltas import PlacedLogprob
+from engine.report import TokenLogprob
 from engine.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
@@ -22,21 +23,47 @@ def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: in
 
 
 def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
-    """Completions format: parallel lists. The chosen token is always among its own alternatives."""
-    logprobs = [one.logprob for one in placed]
+    """Completions format: parallel lists. The chosen token is always among its own alternatives.
+
+    The first token of an echoed prompt has null.
+    """
+    logprobs = [(one.logprob, one.told) for one in placed]
     return {
-        "tokens": [_name(one.token_id, tokenizer) for one in logprobs],
-        "token_logprobs": [_finite(one.logprob) for one in logprobs],
+        "tokens": [_name(one.token_id, tokenizer) for one, _ in logprobs],
+        "token_logprobs": [_finite(one.logprob) if told else None for one, told in logprobs],
         "top_logprobs": [
             {
                 _name(token, tokenizer): _finite(value)
                 for token, value in (*one.top[:top], (one.token_id, one.logprob))
             }
-            for one in logprobs
+            if told
+            else None
+            for one, told in logprobs
         ]
         if top
         else None,
         "text_offset": [one.text_offset for one in placed],
+    }
+
+
+def prompt_logprobs(scored: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int) -> list[dict[str, Any] | None]:
+    """vLLM's format: null for the first token of the prompt, then an object from ids to log-probabilities each.
+
+    The prompt's own token comes first. rank: 1 is the most likely; null when the token is not among the `top`.
+    """
+    return [None, *[_ranked(one, tokenizer, top) for one in scored]]
+
+
+def _ranked(one: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
+    best = {token: (value, rank) for rank, (token, value) in enumerate(one.top[:top], 1)}
+    own = {one.token_id: best.get(one.token_id, (one.logprob, None))}
+    return {
+        str(token): {
+            "logprob": _finite(value),
+            "rank": rank,
+            "decoded_token": tokenizer.token_bytes(token).decode(errors="replace"),
+        }
+        for token, (value, rank) in {**own, **best}.items()
     }
 
 

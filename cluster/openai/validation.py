@@ -109,6 +109,7 @@ def _common(prefix: str, checked: GenerationFields, params: SamplingParams) -> d
         "stream": checked.stream,
         "include_usage": options is not None and options.include_usage,
         "continuous_usage": options is not None and options.continuous_usage_stats,
+        "prompt_logprobs": checked.prompt_logprobs,
         "return_token_ids": checked.return_token_ids,
         "priority": checked.priority,
         "cache_salt": salt,

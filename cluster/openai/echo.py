@@ -1,0 +1,74 @@
+"""What an answer tells of its prompts: their text before the output, and their log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from cluster.openai.call import Call
+from cluster.openai.deltas import Delta, PlacedLogprob
+from engine.report import TokenLogprob
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class PromptResult:
+    """One prompt. logprobs: of its tokens from the second on, as far as they have come."""
+
+    token_ids: tuple[int, ...]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+
+class Opening:
+    """Puts the prompt before the output of one choice: its text, and where log-probabilities are told, its own.
+
+    only: nothing but the prompt was asked for; what was drawn is dropped.
+    """
+
+    def __init__(
+        self, text: str, prompt: PromptResult, params: SamplingParams, tokenizer: Tokenizer, only: bool
+    ) -> None:
+        self._text = text
+        self._prompt = prompt
+        self._params = params
+        self._tokenizer = tokenizer
+        self._only = only
+        self._opened = False
+
+    def take(self, delta: Delta) -> Delta:
+        """Return `delta` with what belongs before it. The first delta comes after the prompt's log-probabilities."""
+        if self._only:
+            delta = Delta(delta.choice, "", (), (), delta.finish_reason and "length")
+        shift = len(self._text)
+        logprobs = [PlacedLogprob(one.logprob, one.text_offset + shift) for one in delta.logprobs]
+        if self._opened:
+            return Delta(delta.choice, delta.text, delta.token_ids, logprobs, delta.finish_reason)
+        self._opened = True
+        if self._params.logprobs is not None:
+            logprobs = [*self._placed(), *logprobs]
+        return Delta(delta.choice, self._text + delta.text, delta.token_ids, logprobs, delta.finish_reason)
+
+    def _placed(self) -> Iterator[PlacedLogprob]:
+        """The prompt's tokens and where each begins; the first has no log-probability."""
+        ids = self._prompt.token_ids
+        (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=self._params.skip_special_tokens))
+        for token_id, logprob in zip(ids, [None, *self._prompt.logprobs], strict=True):
+            offset = min(stream.num_chars, len(self._text))
+            known = TokenLogprob(token_id, 0.0) if logprob is None else logprob
+            yield PlacedLogprob(known, offset, told=logprob is not None)
+            stream.push((token_id,))
+
+
+def openings(call: Call, prompts: Sequence[PromptResult], tokenizer: Tokenizer) -> list[Opening | None]:
+    """Return what comes before each choice of the call, None where the prompt is not echoed."""
+    found: list[Opening | None] = []
+    for number, prompt in enumerate(prompts):
+        if not call.echo:
+            found += [None] * call.params.n
+            continue
+        sent = call.prompts[number]
+        whole = isinstance(sent, str) and call.prompt_options.truncate is None
+        text = str(sent) if whole else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        found += [Opening(text, prompt, call.params, tokenizer, call.echo_only) for _ in range(call.params.n)]
+    return found
