@@ -25,7 +25,13 @@ class ClusterConfig(EngineConfig):
     served_model_name: the id that clients use; None = the last part of `model`.
     replicas / routers: copies of the tensor-parallel group and of the front end.
     host / port: where the HTTP proxy listens. Loopback unless told otherwise.
-    api_key: required as a bearer token on every route but /health when set.
+    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
+    api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
+        again when it changes. `api_key` is valid beside it.
+    max_inflight: sequences that one router hands to the replicas at once; None = its share of twice what their
+        steps hold. More wait, each tenant in a line of its own, and tenants take turns.
+    max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router, and seconds that each
+        may (then 429).
     max_body_bytes: largest request body.
     cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
@@ -41,6 +47,10 @@ class ClusterConfig(EngineConfig):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_key: str | None = None
+    api_key_file: str | None = None
+    max_inflight: Count | None = None
+    max_waiting_per_tenant: Count = 4096
+    max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     link_host: str | None = None
@@ -51,6 +61,11 @@ class ClusterConfig(EngineConfig):
     def model_id(self) -> str:
         """The id under which the model is served."""
         return self.served_model_name or self.model.rstrip("/").split("/")[-1]
+
+    @property
+    def inflight(self) -> int:
+        """Sequences that one router hands to the replicas at once: enough that no step waits for the router."""
+        return self.max_inflight or max(1, 2 * self.replicas * self.max_num_seqs // self.routers)
 
     @property
     def engine(self) -> EngineConfig:

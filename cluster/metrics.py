@@ -79,9 +79,13 @@ class Metrics:
         """Count one HTTP answer."""
         self._answers.labels(route=route, status=str(status), **self._label).inc()
 
-    def track(self, prompt_tokens: int, choices: int) -> RequestTrack:
-        """Start to follow one request."""
-        return RequestTrack(self, prompt_tokens, choices)
+    def track(self, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None) -> RequestTrack:
+        """Start to follow one request. on_output: told the tokens of each choice, whichever way it ends."""
+        return RequestTrack(self, prompt_tokens, choices, on_output)
+
+    def register(self, collector: Collector) -> None:
+        """Show another collector's metrics with these."""
+        self._registry.register(collector)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"squadron_{name}", text, ["model_name", *labels], registry=self._registry)
@@ -95,10 +99,13 @@ class Metrics:
 class RequestTrack:
     """The times of one request while it runs. Call `ended` exactly once for each choice, or `close` for the rest."""
 
-    __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_prompt_tokens", "_tokens")
+    __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_on_output", "_prompt_tokens", "_tokens")
 
-    def __init__(self, metrics: Metrics, prompt_tokens: int, choices: int) -> None:
+    def __init__(
+        self, metrics: Metrics, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None
+    ) -> None:
         self._metrics = metrics
+        self._on_output = on_output
         self._prompt_tokens = prompt_tokens  # 0 once they were counted
         self._arrival = metrics.clock()
         self._first = [0.0] * choices
@@ -127,6 +134,8 @@ class RequestTrack:
         self._choices.remove(choice)
         tokens = self._tokens[choice]
         self._metrics.finished[reason].inc()
+        if self._on_output is not None:
+            self._on_output(tokens)
         if reason in ("abort", "error"):
             return
         if tokens > 1:

@@ -19,6 +19,10 @@ from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
 from cluster.start_error import ReplicaStartError
+from cluster.tenants.fair_gate import UNBOUNDED, FairGate, FairGateConfig
+from cluster.tenants.keys import KeySource
+from cluster.tenants.start import keys_for
+from cluster.tenants.tenancy import Tenancy
 from cluster.translation import stats_of
 from engine.errors import SquadronError
 from engine.loader import open_model
@@ -34,6 +38,7 @@ class Router:
         try:
             self._config = resolve_config(settings)
             self._model = _served_model(self._config)
+            self._keys = keys_for(self._config.api_key, self._config.api_key_file)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
@@ -50,7 +55,7 @@ class Router:
             self._model,
             Metrics(self._model.model_id, self._figures),
             self._ready,
-            api_key=config.api_key,
+            tenancy=_tenancy(config, self._dispatcher, self._keys),
             max_body_bytes=config.max_body_bytes,
         )
 
@@ -61,6 +66,16 @@ class Router:
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]
         return ClusterFigures(replicas, self._dispatcher.counters.migrations)
+
+
+def _tenancy(config: ClusterConfig, dispatcher: Dispatcher, keys: KeySource | None) -> Tenancy:
+    """Where no replica is ready nobody is held back: the dispatcher says at once what is wrong."""
+
+    def bound() -> int:
+        return config.inflight if dispatcher.ready else UNBOUNDED
+
+    times = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait)
+    return Tenancy(FairGate(dispatcher, bound, times), keys)
 
 
 def _served_model(config: ClusterConfig) -> ServedModel:

@@ -36,6 +36,8 @@ OPEN_DEFAULTS = {
     "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
     "served_model_name": "the last part of MODEL",
     "api_key": "$SQUADRON_API_KEY, else no key",
+    "api_key_file": "none",
+    "max_inflight": "the router's share of 2 x replicas x max-num-seqs",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -76,7 +78,11 @@ HELP = {
         "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",
         "port": "Port to listen on; 0 = any free one.",
         "api_key": "Key that clients must send as a bearer token.",
+        "api_key_file": "YAML or JSON file of keys with tenant, expiry, quotas; `squadron keys new` makes entries.",
         "max_body_bytes": "Largest request body.",
+        "max_inflight": "Sequences that a router hands to the replicas at once; tenants take turns for the rest.",
+        "max_waiting_per_tenant": "Requests of one tenant that may wait in a router; more get a 429.",
+        "max_queue_wait": "Seconds that a request may wait in a router before it gets a 429.",
     },
 }
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from msgspec import json
@@ -18,9 +19,12 @@ from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.openai.endpoint import GenerationEndpoint, Services
-from cluster.openai.gate import ApiKeys, Gate
+from cluster.openai.gate import Gate
 from cluster.openai.prompts import RequestBuilder
 from cluster.openai.served_model import ServedModel
+from cluster.tenants.figures import TenantCollector
+from cluster.tenants.keys import FixedKeys
+from cluster.tenants.tenancy import Tenancy
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 ReadyBody = Mapping[str, Any]
@@ -33,20 +37,28 @@ def build_app(
     ready: Callable[[], ReadyBody],
     *,
     api_key: str | None = None,
+    tenancy: Tenancy | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
     source: where tokens come from. ready: the body of `/ready`; its `ready` says whether requests can be served
-    (200, else 503 with `Retry-After`), the rest is for people. api_key: required on every route but `/health` when
-    set. max_body_bytes: larger requests get a 413 before they are held.
+    (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys, quotas and the fair gate around
+    `source`; None = no bounds, and `api_key` is required on every route but `/health` when set. max_body_bytes:
+    larger requests get a 413 before they are held.
     """
     builder = RequestBuilder(model)
+    door = tenancy or Tenancy.open_to_all(source, FixedKeys.one(api_key) if api_key is not None else None)
+    metrics.register(TenantCollector(model.model_id, door))
     services = Services(model, source, builder, metrics, max_body_bytes)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        watcher = asyncio.create_task(door.watch())
         yield
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
         builder.close()
 
     routes = [
@@ -57,7 +69,7 @@ def build_app(
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return Gate(app, metrics, ApiKeys([api_key]) if api_key is not None else None)
+    return Gate(app, metrics, door)
 
 
 def _model_routes(model: ServedModel) -> list[Route]:

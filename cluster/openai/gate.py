@@ -1,12 +1,11 @@
-"""What every request passes before any route sees it: an id, the API key, and one count per answer."""
+"""What every request passes before any route sees it: an id, the key, the tenant's limits, one count per answer."""
 
 from __future__ import annotations
 
-import hmac
+import logging
 import re
 import secrets
-from collections.abc import Sequence
-from hashlib import sha256
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,37 +13,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.errors import ApiError
 from cluster.metrics import Metrics
 from cluster.openai.http import Answer
+from cluster.openai.rate_headers import rate_headers
+from cluster.tenants.tenancy import Tenancy
+from cluster.tenants.tenant import OPEN, Tenant
 
 OPEN_PATHS = frozenset({"/health"})
 KNOWN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"})
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class ApiKeys:
-    """Accepts any of some keys. Only their hashes are kept; comparing takes the same time for every wrong key."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._hashes = [sha256(key.encode()).digest() for key in keys]
-
-    def accept(self, authorization: str) -> bool:
-        """Whether the value of an `Authorization` header holds a known key as its bearer token."""
-        scheme, _, key = authorization.partition(" ")
-        given = sha256(key.strip().encode("utf-8", "replace")).digest()
-        known = [hmac.compare_digest(given, one) for one in self._hashes]
-        return scheme.lower() == "bearer" and any(known)
+log = logging.getLogger("squadron.openai")
 
 
 class Gate:
-    """ASGI middleware around all routes.
+    """ASGI middleware around all routes; all but `OPEN_PATHS` need a key where there are any.
 
-    `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows) and
-    `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either).
+    `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
+    `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either) and
+    `tenant` (a name); `scope["state"]["tenant"]` is the `Tenant`.
+    Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tenancy: Tenancy) -> None:
         self._app = app
         self._metrics = metrics
-        self._keys = keys
+        self._tenancy = tenancy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on, or refuse it (ASGI)."""
@@ -56,26 +47,49 @@ class Gate:
             return
         headers = Headers(scope=scope)
         exchange = {"id": f"req-{secrets.token_hex(16)}", "client_id": _fit(headers.get("x-request-id", ""))}
-        scope.setdefault("state", {})["exchange"] = exchange
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["exchange"] = exchange
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 name = exchange["client_id"] or exchange["id"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                added = [(b"x-request-id", name.encode()), *await self._rates(scope)]
+                message["headers"] = [*message.get("headers", ()), *added]
                 self._metrics.answered(_route_label(scope), message["status"])
             await send(message)
 
-        if self._refused(scope, headers):
-            wrong = ApiError("unauthorized", "give the server's API key as 'Authorization: Bearer KEY'")
-            wrong.request_id = exchange["id"]
-            await Answer(send_named).error(wrong)
+        try:
+            tenant = state["tenant"] = self._tenant(scope, headers)
+            exchange["tenant"] = tenant.name
+            visit = await self._tenancy.visit(tenant) if scope["method"] == "POST" else None
+        except ApiError as error:
+            await _refuse(error, exchange, send_named)
             return
-        await self._app(scope, receive, send_named)
+        if visit is None:
+            await self._app(scope, receive, send_named)
+            return
+        async with visit:
+            state["visit"] = visit
+            await self._app(scope, receive, send_named)
 
-    def _refused(self, scope: Scope, headers: Headers) -> bool:
-        if self._keys is None or _path(scope) in OPEN_PATHS:
-            return False
-        return not self._keys.accept(headers.get("authorization", ""))
+    def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
+        if _path(scope) in OPEN_PATHS:
+            return OPEN
+        return self._tenancy.tenant_of(headers.get("authorization", ""))
+
+    async def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """The headers of the tenant's limits, on answers to what counts towards them."""
+        tenant: Tenant | None = scope["state"].get("tenant")
+        if tenant is None or scope["method"] != "POST":
+            return []
+        return rate_headers(await self._tenancy.quotas.states(tenant))
+
+
+async def _refuse(error: ApiError, exchange: dict[str, str], send: Send) -> None:
+    error.request_id = exchange["id"]
+    tenant = exchange.get("tenant", "unknown")
+    log.info("request %s of tenant %s: refused at the door: %s", exchange["id"], tenant, error.code)
+    await Answer(send).error(error)
 
 
 def _path(scope: Scope) -> str:

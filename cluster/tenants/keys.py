@@ -1,0 +1,111 @@
+"""API keys: only their hashes are held, and finding one takes the same time whatever was given."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import blake2b, sha256
+from typing import Protocol
+
+from cluster.errors import ApiError
+from cluster.tenants.tenant import DEFAULT_TENANT, Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class KeyEntry:
+    """One key. digest: SHA-256 of the key [32 bytes]. expires: seconds since the epoch, None = never.
+
+    A fast hash is enough for keys of 128 random bits and more, which nobody can try through; it is not for passwords.
+    """
+
+    digest: bytes
+    tenant: Tenant
+    expires: float | None = None
+
+
+def hash_key(key: str) -> bytes:
+    """Return the digest under which a key is known: SHA-256 of its UTF-8 text."""
+    return sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def new_key() -> str:
+    """Return a new random key: 256 bits from the operating system, as `sk-sqd-` and 43 letters, digits, - and _."""
+    return "sk-sqd-" + secrets.token_urlsafe(32)
+
+
+class KeyRing:
+    """Finds the tenant of a key. Never changes: another set of keys is another ring.
+
+    Places in the table depend on a secret of this process and full digests are compared in constant time, so that
+    the time an answer takes tells nothing about any key.
+    """
+
+    def __init__(self, entries: Iterable[KeyEntry], clock: Callable[[], float] = time.time) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._clock = clock
+        self._entries = {self._place(entry.digest): entry for entry in entries}
+        self._nobody = KeyEntry(secrets.token_bytes(32), Tenant("nobody"))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """The tenants that have a key, each once, by name."""
+        return sorted({entry.tenant.name: entry.tenant for entry in self._entries.values()}.values(), key=_by_name)
+
+    def tenant_of(self, key: str) -> Tenant:
+        """Return the tenant that holds `key`; raises `ApiError` (`unauthorized`) for an unknown or expired one."""
+        digest = hash_key(key)
+        entry = self._entries.get(self._place(digest), self._nobody)
+        if not hmac.compare_digest(entry.digest, digest):
+            raise ApiError("unauthorized", "give the server's API key as 'Authorization: Bearer KEY'")
+        if entry.expires is not None and entry.expires <= self._clock():
+            when = datetime.fromtimestamp(entry.expires, UTC).isoformat(timespec="seconds")
+            raise ApiError("unauthorized", f"this API key expired at {when}")
+        return entry.tenant
+
+    def _place(self, digest: bytes) -> bytes:
+        return blake2b(digest, digest_size=16, key=self._secret).digest()
+
+
+class KeySource(Protocol):
+    """Where the keys of the moment come from."""
+
+    @property
+    def ring(self) -> KeyRing:
+        """The keys that are valid now."""
+        ...
+
+    async def watch(self) -> None:
+        """Keep `ring` up to date until cancelled."""
+        ...
+
+
+class FixedKeys:
+    """Keys that do not change: that of `--api-key`."""
+
+    def __init__(self, ring: KeyRing) -> None:
+        self.ring = ring
+
+    @classmethod
+    def one(cls, key: str) -> FixedKeys:
+        """Return one key, of the default tenant, without quota or expiry."""
+        return cls(KeyRing([KeyEntry(hash_key(key), Tenant(DEFAULT_TENANT))]))
+
+    async def watch(self) -> None:
+        """There is nothing to watch."""
+
+
+def bearer_key(authorization: str) -> str:
+    """Return the key in the value of an `Authorization` header or metadata field, "" when there is none."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _by_name(tenant: Tenant) -> str:
+    return tenant.name

@@ -1,0 +1,163 @@
+"""Requests and tokens per minute and requests at a time, of each tenant, on this router.
+
+A sliding minute of the `limits` library: what was used in the whole clock minute before counts in proportion to how
+much of it still lies in the last sixty seconds. Its asyncio storage is used because the other one starts a thread
+with nearly every request. Nothing is awaited there but uncontended locks, so that no call ever waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from limits import RateLimitItem, RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import SlidingWindowCounterRateLimiter
+
+from cluster.errors import ApiError
+from cluster.tenants.tenant import Tenant
+
+MINUTE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class RateState:
+    """One limit of a tenant now. reset: seconds until all of `limit` remains again, if nothing more is used."""
+
+    limit: int
+    remaining: int
+    reset: float
+
+
+@dataclass(frozen=True, slots=True)
+class RateStates:
+    """The limits that a tenant has, None where it has none."""
+
+    requests: RateState | None = None
+    tokens: RateState | None = None
+
+
+class Quotas:
+    """What every tenant has used. One for each router; state is one pair of numbers for each tenant and limit."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._storage = MemoryStorage()
+        self._limiter = SlidingWindowCounterRateLimiter(self._storage)
+        self._running: dict[str, int] = {}
+
+    def running(self, tenant: Tenant) -> int:
+        """Requests of the tenant that run or wait."""
+        return self._running.get(tenant.name, 0)
+
+    async def enter(self, tenant: Tenant) -> None:
+        """Count one request, whose end is told by `leave`.
+
+        Raises `ApiError` (`rate_limit_exceeded`); nothing is counted then.
+        """
+        most = tenant.quota.max_concurrent
+        running = self.running(tenant)
+        if most is not None and running >= most:
+            raise _exceeded(f"at most {most} requests at a time are allowed; wait until one has ended", 1.0)
+        item = _requests(tenant)
+        if item is not None and not await self._limiter.hit(item, tenant.name):
+            wait = await self._seconds_until(item, tenant, 1)
+            raise _exceeded(f"the limit of {item.amount} requests per minute is reached", wait)
+        self._running[tenant.name] = running + 1
+
+    def leave(self, tenant: Tenant) -> None:
+        """End what `enter` counted."""
+        left = self.running(tenant) - 1
+        if left > 0:
+            self._running[tenant.name] = left
+        else:
+            self._running.pop(tenant.name, None)
+
+    async def use_prompt(self, tenant: Tenant, tokens: int) -> None:
+        """Charge the prompts of one request.
+
+        Raises `ApiError`: `prompt_exceeds_quota` (400) for one that would never fit, else `rate_limit_exceeded`;
+        nothing is charged then.
+        """
+        item = _tokens(tenant)
+        if item is None or await self._limiter.hit(item, tenant.name, cost=tokens):
+            return
+        if tokens > item.amount:
+            raise ApiError(
+                "prompt_exceeds_quota",
+                f"the request has {tokens} prompt tokens, but {item.amount} tokens per minute are allowed: it would "
+                "never be let in; shorten it or ask for a higher quota",
+                status=400,
+            )
+        wait = await self._seconds_until(item, tenant, tokens)
+        raise _exceeded(f"the limit of {item.amount} tokens per minute leaves no room for {tokens} now", wait)
+
+    async def use_output(self, tenant: Tenant, tokens: int) -> None:
+        """Charge generated tokens after the fact, whether they fit or not: later requests wait for it."""
+        item = _tokens(tenant)
+        if item is None or not tokens:
+            return
+        key = item.key_for(tenant.name)
+        _, this_minute = self._storage.sliding_window_keys(key, MINUTE, self._clock())
+        await self._storage.incr(this_minute, 2 * MINUTE, amount=tokens)
+
+    async def states(self, tenant: Tenant) -> RateStates:
+        """Return what remains, for the `x-ratelimit-` headers."""
+        requests, tokens = _requests(tenant), _tokens(tenant)
+        return RateStates(
+            None if requests is None else await self._state(requests, tenant),
+            None if tokens is None else await self._state(tokens, tenant),
+        )
+
+    async def _state(self, item: RateLimitItem, tenant: Tenant) -> RateState:
+        window = await self._window(item, tenant)
+        return RateState(item.amount, max(0, item.amount - math.floor(window.count)), window.seconds_until_below(1))
+
+    async def _seconds_until(self, item: RateLimitItem, tenant: Tenant, cost: int) -> float:
+        window = await self._window(item, tenant)
+        return window.seconds_until_below(item.amount - cost + 1)
+
+    async def _window(self, item: RateLimitItem, tenant: Tenant) -> _Window:
+        key = item.key_for(tenant.name)
+        before, _, now, seconds = await self._storage.get_sliding_window(key, MINUTE)
+        return _Window(before, now, seconds - MINUTE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """What was used in the clock minute before and in this one, and the seconds until the next one begins."""
+
+    before: int
+    now: int
+    seconds_left: float
+
+    @property
+    def count(self) -> float:
+        """What counts as used in the last sixty seconds."""
+        return self.before * self.seconds_left / MINUTE + self.now
+
+    def seconds_until_below(self, room: int) -> float:
+        """Return after how many seconds `count` will be `room` (at least 1) at most, if nothing more is used."""
+        if self.count < room:
+            return 0.0
+        if self.now < room:
+            return self.seconds_left - (room - self.now) * MINUTE / self.before
+        return self.seconds_left + MINUTE - room * MINUTE / self.now
+
+
+def _requests(tenant: Tenant) -> RateLimitItem | None:
+    amount = tenant.quota.requests_per_minute
+    return None if amount is None else RateLimitItemPerMinute(amount, namespace="requests")
+
+
+def _tokens(tenant: Tenant) -> RateLimitItem | None:
+    amount = tenant.quota.tokens_per_minute
+    return None if amount is None else RateLimitItemPerMinute(amount, namespace="tokens")
+
+
+def _exceeded(message: str, seconds: float) -> ApiError:
+    """The library lets in what is below a bound, not on it: hence the second more where `seconds` is a whole one."""
+    retry_after = math.floor(seconds) + 1
+    return ApiError("rate_limit_exceeded", f"{message}; try again in {retry_after} s", retry_after=retry_after)

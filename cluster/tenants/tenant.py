@@ -1,0 +1,48 @@
+"""A tenant: a name that shares quotas, a place in the queue and a prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use, on each router; None = no limit.
+
+    requests_per_minute / tokens_per_minute: over a sliding minute; tokens of prompts and of what was generated.
+    max_concurrent: requests that run or wait at one time.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Everybody who holds one of its keys. `name` is fit for logs, labels and metrics.
+
+    shares_cache: the prefix cache is separated by the clients' own salts alone: for a server with no keys.
+    """
+
+    name: str
+    quota: Quota = field(default_factory=Quota)
+    shares_cache: bool = False
+
+
+OPEN = Tenant(DEFAULT_TENANT, shares_cache=True)
+
+
+def tenant_salt(tenant: Tenant, client_salt: bytes) -> bytes:
+    """Return the salt of the prefix cache for what a client of `tenant` sends as its own, b"" = none.
+
+    Tenants never share blocks: the tenant's name, which no client chooses, keys the hash of the salt that they do.
+    All routers come to the same salt, so that each finds the blocks that a request through another left.
+    """
+    if tenant.shares_cache:
+        return client_salt
+    key = blake2b(tenant.name.encode(), person=b"sqd-tenant").digest()
+    return blake2b(client_salt, digest_size=32, key=key, person=b"sqd-cache-salt").digest()
