@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from cluster.openai.conversation import Conversation
 from cluster.openai.field_types import Prompt
-from cluster.openai.tool_fields import Tool, ToolChoice
+from cluster.openai.reasoning.parsers import ReasoningParser
+from cluster.openai.tools.choice import ToolUse
 from engine.sampling_params import SamplingParams
 
 
@@ -32,7 +33,8 @@ class Call:
     prompt_logprobs: alternatives of each prompt token that the client is told, None = nothing of them.
     continuous_usage: every chunk tells usage. echo: the prompt comes before the output; echo_only: nothing but the
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
-    tool_choice: "none" without tools. structured_param: the client's field that `params.structured` came from.
+    structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
+    at all; thinking: parser of what comes before the answer, None = nothing does.
     """
 
     request_id: str
@@ -51,7 +53,6 @@ class Call:
     echo: bool = False
     echo_only: bool = False
     prompt_options: PromptOptions = PromptOptions()
-    tools: tuple[Tool, ...] = ()
-    tool_choice: ToolChoice = "none"
-    parallel_tool_calls: bool = True
     structured_param: str = ""
+    tool_use: ToolUse | None = None
+    thinking: type[ReasoningParser] | None = None

@@ -18,7 +18,6 @@ from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, Usage
 from cluster.openai.echo import PromptResult
 from cluster.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from cluster.openai.tool_fields import NamedTool
 from cluster.openai.tools.deltas import CallDelta, Parsed, joined
 from engine.tokenizer import Tokenizer
 
@@ -136,10 +135,6 @@ class ChatFrames(Frames):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer, prompts: Sequence[PromptResult]) -> None:
-        super().__init__(call, model_id, tokenizer, prompts)
-        self._called: set[int] = set()
-
     def delta(self, delta: Delta) -> bytes:
         """See `Frames.delta`."""
         opening = b'%s{"index":%d,"delta":' % (self._opening, delta.choice)
@@ -154,23 +149,22 @@ class ChatFrames(Frames):
             extras = self._extras(delta)
             frames += opening + b'{"content":' + text + b"}" + extras + b',"finish_reason":null}' + self._closing
         if delta.finish_reason is not None:
-            reason = self._reason(delta, delta.choice in self._called).encode()
+            reason = delta.finish_reason.encode()
             frames += opening + b'{},"logprobs":null,"finish_reason":"' + reason + b'"}' + self._closing
         return frames
 
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """See `Frames.choice`."""
-        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        spoken = text or not (whole.calls or whole.reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": text if spoken else None, "refusal": None}
         if whole.reasoning:
             message["reasoning_content"] = whole.reasoning
         if whole.calls:
-            message["content"] = text or None
             message["tool_calls"] = [
                 {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
                 for one in joined([Parsed(calls=tuple(whole.calls))])[1]
             ]
-        reason = self._reason(whole, bool(whole.calls))
-        return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": reason}
+        return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": whole.finish_reason}
 
     def _introduction(self, opening: bytes) -> bytes:
         """The first frame of a choice; the first of the call tells of the prompt as well."""
@@ -187,18 +181,12 @@ class ChatFrames(Frames):
         if delta.text:
             parts.append({"content": delta.text})
         if delta.calls:
-            self._called.add(delta.choice)
             parts.append({"tool_calls": [_call_body(one) for one in delta.calls]})
         extras, frames = self._extras(delta), b""
         for part in parts:
             frames += opening + _encode(part) + extras + b',"finish_reason":null}' + self._closing
             extras = b',"logprobs":null'
         return frames
-
-    def _reason(self, delta: Delta, called: bool) -> str:
-        """A call ends with `tool_calls`, but a function that had to be called with `stop`, as OpenAI has it."""
-        ends_call = called and delta.finish_reason == "stop" and not isinstance(self._call.tool_choice, NamedTool)
-        return "tool_calls" if ends_call else delta.finish_reason or "stop"
 
     def _whole_call(self) -> dict[str, Any]:
         return self._prompt_extras(0)

@@ -13,19 +13,25 @@ from cluster.metrics import RequestTrack
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, PlacedLogprob, Usage
 from cluster.openai.echo import Opening, PromptResult, openings
+from cluster.openai.tools.answer import AnswerParser
 from engine.detokenizer import TextStream
 from engine.request import Request
 from engine.tokenizer import Tokenizer
+
+_PROMPT_END = 16  # tokens of a prompt that tell whether its answer starts with thinking
 
 
 class Choice:
     """Turns the token chunks of one choice into deltas."""
 
-    def __init__(self, index: int, stream: TextStream, opening: Opening | None = None) -> None:
+    def __init__(
+        self, index: int, stream: TextStream, opening: Opening | None = None, parser: AnswerParser | None = None
+    ) -> None:
         self.done = False
         self._index = index
         self._stream = stream
         self._opening = opening
+        self._parser = parser
 
     @property
     def num_tokens(self) -> int:
@@ -49,7 +55,24 @@ class Choice:
             ids = ids[: stream.num_tokens - before]
         self.done = reason is not None
         delta = Delta(self._index, text, ids, placed, reason)
+        if self._parser is not None:
+            return self._parsed(delta, self._parser)
         return delta if self._opening is None else self._opening.take(delta)
+
+    def _parsed(self, delta: Delta, parser: AnswerParser) -> Delta:
+        """Sort the text into thinking, content and calls; the choice is done when its one call is complete."""
+        found = parser.feed(delta.text)
+        delta.reasoning, delta.text, delta.calls = found.reasoning, found.content, found.calls
+        if delta.finish_reason is not None:
+            rest = parser.finish()
+            delta.reasoning += rest.reasoning
+            delta.text += rest.content
+            delta.calls = (*found.calls, *rest.calls)
+        elif parser.done:
+            self.done = True
+            delta.finish_reason = "stop"
+        delta.finish_reason = delta.finish_reason and parser.finish_reason(delta.finish_reason)
+        return delta
 
     def _push_placed(self, chunk: TokenChunk, stop_token: bool) -> tuple[str, list[PlacedLogprob]]:
         """Push token by token, noting where in the text each begins."""
@@ -81,7 +104,10 @@ class Generation:
         self.prompts = [PromptResult(request.prompt_token_ids) for request in requests]
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
-        self._choices = [Choice(i, stream, opening) for i, (stream, opening) in enumerate(begun)]
+        self._choices = [
+            Choice(i, stream, opening, _answer_parser(call, requests[i // self._n], tokenizer))
+            for i, (stream, opening) in enumerate(begun)
+        ]
         self._open = len(self._choices)
         self._cached = [0] * len(requests)
 
@@ -133,7 +159,7 @@ class Generation:
             self._track.tokens(index, len(delta.token_ids))
         if delta.finish_reason is not None:
             self._open -= 1
-            self._track.ended(index, delta.finish_reason)
+            self._track.ended(index, "length" if delta.finish_reason == "length" else "stop")
             if chunk.finish_reason is None:
                 self._source.finish_choice(self._requests[number].request_id, chunk.choice)
         return delta
@@ -147,6 +173,17 @@ class Generation:
         async with aclosing(_merge([self._source.generate(request) for request in self._requests])) as merged:
             async for item in merged:
                 yield item
+
+
+def _answer_parser(call: Call, request: Request, tokenizer: Tokenizer) -> AnswerParser | None:
+    """Return the parser of one choice, None where all text is content."""
+    if call.tool_use is None and call.thinking is None:
+        return None
+    thinking = None
+    if call.thinking is not None:
+        end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
+        thinking = call.thinking(call.thinking.starts_within(end))
+    return AnswerParser(thinking, call.tool_use.new_parser() if call.tool_use is not None else None)
 
 
 @dataclass(frozen=True, slots=True)

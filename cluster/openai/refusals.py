@@ -72,6 +72,9 @@ CHAT_EXTENSIONS: Mapping[str, Refusal] = {
     "chat_template": Refusal((), "the model's own template is used"),
     "documents": Refusal(([],), "put them into a message"),
     "echo": Refusal((False,), "use completions, which has it"),
+    "include_reasoning": Refusal((True,), "take no notice of reasoning_content"),
+    "separate_reasoning": Refusal((True,), "the server's --reasoning-parser says whether it is"),
+    "thinking_token_budget": Refusal((), "use max_completion_tokens"),
 }
 REFUSED_COMPLETION: Mapping[str, Refusal] = {**OPENAI_COMPLETION, **EXTENSIONS}
 REFUSED_CHAT: Mapping[str, Refusal] = {**OPENAI_CHAT, **EXTENSIONS, **CHAT_EXTENSIONS}

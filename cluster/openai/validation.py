@@ -17,11 +17,13 @@ from cluster.errors import ApiError
 from cluster.openai.call import Call, PromptOptions
 from cluster.openai.checking import checked_fields, refuse_other_models
 from cluster.openai.conversation import conversation_of
+from cluster.openai.reasoning.parsers import ReasoningParser
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION
 from cluster.openai.schema import ChatFields, CompletionFields, GenerationFields
 from cluster.openai.served_model import ServedModel
 from cluster.openai.structured import from_response_format, from_structured_outputs
-from cluster.openai.tool_fields import NamedTool, Tool, ToolChoice
+from cluster.openai.tool_fields import NamedTool
+from cluster.openai.tools.choice import ToolUse, tool_use
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams, StructuredOutput
 
@@ -70,17 +72,20 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
     """Check a chat completion; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
     checked = checked_fields(ChatFields, fields, REFUSED_CHAT)
     refuse_other_models(checked.model, model)
+    use = _tool_use(checked, model)
     structured, param = _structured(checked, checked)
+    if use is not None:
+        structured, param = _with_tools(use, structured, param)
     params = _sampling_params(
         checked, logprobs=_chat_logprobs(checked), max_tokens=_chat_max_tokens(checked), structured=structured
     )
-    tools, choice = _tools(checked)
+    thinking = model.reasoning_parser if structured is None else None
+    params = _showing_markers(params, use, thinking, model)
     return Call(
         conversation=conversation_of(checked, model),
         structured_param=param,
-        tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=checked.parallel_tool_calls is not False,
+        tool_use=use,
+        thinking=thinking,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
         **_common("chatcmpl-", checked, params),
     )
@@ -174,20 +179,36 @@ def _chat_max_tokens(checked: ChatFields) -> int | None:
     return old if new is None else new
 
 
-def _tools(checked: ChatFields) -> tuple[tuple[Tool, ...], ToolChoice]:
-    """The tools and the choice among them; OpenAI's default is auto where there are tools."""
-    tools, choice = tuple(checked.tools or ()), checked.tool_choice
-    if not tools:
-        if choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tool_choice is allowed only with tools", "tool_choice")
-        return (), "none"
-    names = [tool.function.name for tool in tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
+def _tool_use(checked: ChatFields, model: ServedModel) -> ToolUse | None:
+    """How tools are used; OpenAI's default is auto where there are tools."""
+    tools: dict[str, dict[str, Any] | None] = {}
+    for i, tool in enumerate(checked.tools or ()):
+        name = tool.function.name
+        if name in tools:
             param = f"tools[{i}].function.name"
             raise InvalidRequestError(f"{param} must be unique: {name} is there twice", param)
-    if choice is None:
-        return tools, "auto"
-    if isinstance(choice, NamedTool) and choice.name not in names:
-        raise InvalidRequestError(f"tool_choice names {choice.name[:100]!r}, which is not among tools", "tool_choice")
-    return tools, choice
+        tools[name] = tool.function.parameters
+    choice = checked.tool_choice
+    named = choice.name if isinstance(choice, NamedTool) else None
+    mode = choice if isinstance(choice, str) else None
+    parallel = checked.parallel_tool_calls is not False
+    return tool_use(tools, mode, named=named, parallel=parallel, parser=model.tool_parser)
+
+
+def _with_tools(use: ToolUse, structured: StructuredOutput | None, param: str) -> tuple[StructuredOutput | None, str]:
+    """What the output must match beside tools: a grammar binds the whole output, so there can be only one."""
+    if structured is not None:
+        raise InvalidRequestError(
+            f"{param} cannot be used beside tools that may be called; send tool_choice 'none' or leave it out", param
+        )
+    return use.structured(), "tools"
+
+
+def _showing_markers(
+    params: SamplingParams, use: ToolUse | None, thinking: type[ReasoningParser] | None, model: ServedModel
+) -> SamplingParams:
+    """Parsers find calls and thinking by what models write around them, which may be special tokens."""
+    hidden = (use is not None and use.keeps_special_tokens(model.tokenizer)) or (
+        thinking is not None and thinking.keeps_special_tokens(model.tokenizer)
+    )
+    return dataclasses.replace(params, skip_special_tokens=False) if hidden else params
