@@ -1,0 +1,106 @@
+"""Thinking told from answer, whole and in streams, for models that open it themselves and for those that do not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken
+
+from cluster.openai.reasoning.parsers import REASONING_PARSERS, DeepSeekR1Parser, Qwen3Parser
+from engine.errors import ConfigError
+from engine.tokenizer import Tokenizer
+from tests import tiny_tokenizer
+
+
+def parsed(parser, pieces):
+    deltas = [*[parser.feed(piece) for piece in pieces], parser.finish()]
+    return "".join(one.reasoning for one in deltas), "".join(one.content for one in deltas)
+
+
+BOTH = [DeepSeekR1Parser, Qwen3Parser]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("text", ["<think>\nhm, 1 < 2\n</think>\n\nTwo.\n", "\n<think>hm, 1 < 2</think>Two.\n"])
+def test_thinking_is_apart_from_the_answer_without_tags_and_the_space_around_them(kind, text):
+    assert parsed(kind(), [text]) == ("hm, 1 < 2", "Two.\n")
+
+
+def test_only_models_that_always_think_need_no_opening_tag():
+    text = "hm\n</think>\n\nTwo."
+    assert parsed(DeepSeekR1Parser(), [text]) == ("hm", "Two.")
+    assert parsed(Qwen3Parser(), [text]) == ("", text)
+
+
+def test_an_answer_without_thinking_is_content_to_the_last_character():
+    text = " \n Two <think> </think> three\n"
+    assert parsed(Qwen3Parser(), [text]) == ("", text)
+
+
+def test_thinking_that_does_not_end_is_no_content():
+    assert parsed(Qwen3Parser(), ["<think>hm, </thin"]) == ("hm, </thin", "")
+    assert parsed(DeepSeekR1Parser(), ["hm, "]) == ("hm,", "")
+
+
+def test_tags_after_the_thinking_are_content():
+    assert parsed(Qwen3Parser(), ["<think>a</think>b<think>c</think>"]) == ("a", "b<think>c</think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "within"),
+    [
+        ("<|assistant|><think>\n", True),
+        ("<|assistant|><think>\n\n</think>\n\n", False),
+        ("<|assistant|>", None),
+        ("<think>a</think> b <|assistant|>\n", None),
+    ],
+)
+def test_the_prompt_tells_whether_the_template_opened_or_closed_the_thinking(prompt, within):
+    assert Qwen3Parser.starts_within(prompt) is within
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_the_template_did_goes_before_what_is_usual_for_the_model(kind):
+    assert parsed(kind(True), ["hm</think>Two."]) == ("hm", "Two.")
+    assert parsed(kind(False), ["<think>x</think>Two."]) == ("", "<think>x</think>Two.")
+
+
+def test_a_stream_shows_thinking_as_it_comes_and_holds_only_what_may_be_a_tag():
+    parser = Qwen3Parser()
+    assert parser.feed("<th").reasoning == ""
+    assert parser.feed("ink>one").reasoning == "one"
+    assert parser.within
+    assert parser.feed(" two <").reasoning == " two"
+    assert parser.feed("/think>").reasoning == ""
+    assert not parser.within
+    assert parser.feed("\nA").content == "A"
+
+
+PIECES = st.lists(
+    st.sampled_from(["<think>", "</think>", "<thi", "nk>", "</", "think>", "<", ">", " ", "\n", "hm", "ü🙂", "/"]),
+    max_size=14,
+)
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize("kind", BOTH)
+@given(pieces=PIECES)
+def test_however_a_text_is_cut_its_parts_are_the_same(kind, thinking, pieces):
+    text = "".join(pieces)
+    expected = parsed(kind(thinking), [text])
+    assert parsed(kind(thinking), pieces) == expected
+    assert parsed(kind(thinking), text) == expected
+    assert parsed(kind(thinking), [text[i : i + 3] for i in range(0, len(text), 3)]) == expected
+
+
+def test_parsers_are_known_by_name():
+    assert REASONING_PARSERS.names() == ("deepseek_r1", "qwen3")
+    with pytest.raises(ConfigError, match="known: deepseek_r1, qwen3"):
+        REASONING_PARSERS.get("r1")
+
+
+def test_special_tokens_are_kept_where_the_tags_are_some(tmp_path):
+    backend = tiny_tokenizer.byte_level()
+    backend.add_special_tokens([AddedToken("<think>", special=True)])
+    assert Qwen3Parser.keeps_special_tokens(Tokenizer(str(tiny_tokenizer.save(backend, tmp_path / "a"))))
+    plain = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path / "b")
+    assert not Qwen3Parser.keeps_special_tokens(Tokenizer(str(plain)))
