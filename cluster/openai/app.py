@@ -18,7 +18,8 @@ from starlette.types import ASGIApp
 from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import CONTENT_TYPE, Metrics
-from cluster.openai.endpoint import GenerationEndpoint, Services
+from cluster.openai.base_endpoint import Services
+from cluster.openai.endpoint import GenerationEndpoint
 from cluster.openai.gate import Gate
 from cluster.openai.prompts import RequestBuilder
 from cluster.openai.served_model import ServedModel
