@@ -26,6 +26,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.tenants.figures import TenantCollector
 from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
+from cluster.ui.page import ui_route
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 ReadyBody = Mapping[str, Any]
@@ -67,6 +68,7 @@ def build_app(
         Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
         *_model_routes(model),
         *_status_routes(metrics, ready),
+        ui_route(),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
