@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
 from typing import Any
 
 from msgspec import json
@@ -19,10 +20,13 @@ from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.openai.base_endpoint import Services
+from cluster.openai.embeddings import EmbeddingsEndpoint
 from cluster.openai.endpoint import GenerationEndpoint
 from cluster.openai.gate import Gate
+from cluster.openai.openapi import openapi
 from cluster.openai.prompts import RequestBuilder
 from cluster.openai.served_model import ServedModel
+from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
 from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
@@ -66,7 +70,11 @@ def build_app(
     routes = [
         Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
         Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(services), methods=["POST"]),
+        Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
+        Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
         *_model_routes(model),
+        *_document_routes(),
         *_status_routes(metrics, ready),
         ui_route(),
     ]
@@ -95,6 +103,18 @@ def _model_routes(model: ServedModel) -> list[Route]:
         return _error(request, ApiError("model_not_found", message, param="model"))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
+
+
+def _document_routes() -> list[Route]:
+    document = json.encode(openapi())
+
+    async def show_document(_: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    async def show_version(_: Request) -> Response:
+        return _json({"version": version("squadron")})
+
+    return [Route("/openapi.json", show_document), Route("/version", show_version)]
 
 
 def _status_routes(metrics: Metrics, ready: Callable[[], ReadyBody]) -> list[Route]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.openai.messages import Message
-from cluster.openai.schema import ChatFields
+from cluster.openai.schema import ChatFields, TokenizeFields
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
+
+ChatPrompt = ChatFields | TokenizeFields  # the fields that make a prompt out of messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Conversation:
     options: Mapping[str, Any] | None = None
 
 
-def conversation_of(checked: ChatFields, model: ServedModel) -> Conversation:
+def conversation_of(checked: ChatPrompt, model: ServedModel) -> Conversation:
     """Return the conversation; raises `InvalidRequestError` naming what the model's template does not read."""
     if not checked.messages:
         raise InvalidRequestError("messages must hold at least one message", "messages")
@@ -37,7 +39,7 @@ def conversation_of(checked: ChatFields, model: ServedModel) -> Conversation:
     return Conversation(tuple(messages), add, checked.continue_final_message, _options(checked, template))
 
 
-def _options(checked: ChatFields, template: str) -> dict[str, Any]:
+def _options(checked: ChatPrompt, template: str) -> dict[str, Any]:
     """Variables of the template beside the messages."""
     kwargs = checked.chat_template_kwargs
     options = kwargs.model_dump(exclude_none=True) if kwargs else {}

@@ -18,7 +18,21 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import OPEN, Tenant
 
 OPEN_PATHS = frozenset({"/health", "/ui"})  # the page holds no data: it asks for all with the key
-KNOWN_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/ready", "/metrics"})
+KNOWN_PATHS = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/tokenize",
+        "/detokenize",
+        "/version",
+        "/openapi.json",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/ui",
+    }
+)
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger("squadron.openai")
 

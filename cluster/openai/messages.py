@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, FailFast, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from cluster.openai.field_types import Fields
@@ -113,4 +113,4 @@ class Message(Fields):
         return given
 
 
-Messages = Annotated[list[Message], FailFast(), BeforeValidator(_few_messages)]
+Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(_few_messages)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.openai.call import Call, PromptOptions
 from cluster.openai.conversation import Conversation
@@ -17,6 +17,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 Parse = Callable[[Mapping[str, Any], ServedModel], Call]
+T = TypeVar("T")
 LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
 
 
@@ -37,7 +38,7 @@ def build_requests(call: Call, model: ServedModel) -> list[Request]:
 def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:
     """Return the token ids of each prompt of a call, however long; raises `InvalidRequestError`."""
     if call.conversation is not None:
-        return [_chat_ids(call.conversation, call.prompt_options, model)]
+        return [chat_ids(call.conversation, call.prompt_options, model)]
     return [_prompt_ids(prompt, call.prompt_options, model) for prompt in call.prompts]
 
 
@@ -50,20 +51,27 @@ class RequestBuilder:
 
     async def build(self, parse: Parse, body: bytes) -> tuple[Call, list[Request]]:
         """Return the accepted call and its requests; raises `ApiError` or `InvalidRequestError`."""
-        if len(body) < LONG_BODY:
-            return self._build(parse, body)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._build, parse, body)
 
-    def _build(self, parse: Parse, body: bytes) -> tuple[Call, list[Request]]:
-        call = parse(parse_json(body), self._model)
-        return call, build_requests(call, self._model)
+        def work(fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
+            call = parse(fields, model)
+            return call, build_requests(call, model)
+
+        return await self.run(work, body)
+
+    async def run(self, work: Callable[[Mapping[str, Any], ServedModel], T], body: bytes) -> T:
+        """Return what `work` makes of the fields of a JSON body; raises what it raises, and `ApiError`."""
+        if len(body) < LONG_BODY:
+            return work(parse_json(body), self._model)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: work(parse_json(body), self._model))
 
     def close(self) -> None:
         """End the threads once what they do is done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:
+def chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:
+    """Return the tokens of a chat as the model's template writes it; raises `InvalidRequestError`."""
     text = model.tokenizer.render_chat(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,

@@ -102,3 +102,26 @@ class ChatFields(GenerationFields):
     )
     add_generation_prompt: bool | None = note("false leaves the head of the assistant's turn out")
     continue_final_message: bool = note("the output goes on with the last message", default=False)
+
+
+class TokenizeFields(Fields):
+    """`POST /tokenize`: a text or a chat to tokens."""
+
+    model: str | None = note("may be left out; else the served model's id")
+    prompt: str | None = note("a text; or messages")
+    messages: Messages | None = Field(default=None, description="a chat, as the template writes it; or prompt")
+    tools: Tools | None = note("as in a chat")
+    tool_choice: None = None
+    reasoning_effort: ReasoningEffort | None = note("as in a chat")
+    chat_template_kwargs: ChatTemplateKwargs | None = note("as in a chat")
+    add_generation_prompt: bool | None = note("as in a chat")
+    continue_final_message: bool = note("as in a chat", default=False)
+    add_special_tokens: bool | None = note("whether the tokenizer adds its own (BOS); default true, in chats false")
+    return_token_strs: bool = note("token_strs: the text of each token", default=False)
+
+
+class DetokenizeFields(Fields):
+    """`POST /detokenize`: tokens to text, special tokens included."""
+
+    model: str | None = note("may be left out; else the served model's id")
+    tokens: TokenIds = Field(description="token ids")

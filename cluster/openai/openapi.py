@@ -1,0 +1,139 @@
+"""The API document at `/openapi.json`, made from the request models and the routes below.
+
+Source: OpenAPI Specification 3.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from cluster.openai.field_types import Fields
+from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+
+_REFS = "#/components/schemas/{model}"
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One route. request: the model of its body, None = it has none. answer: JSON schema of the 200 answer."""
+
+    path: str
+    summary: str
+    answer: dict[str, Any]
+    request: type[Fields] | None = None
+    streams: bool = False
+    open: bool = False
+
+    @property
+    def method(self) -> str:
+        """Routes with a body are POST, all others GET."""
+        return "get" if self.request is None else "post"
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+_USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
+_CARD = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, max_model_len=_INTEGER)
+_REASON = {"enum": ["stop", "length", "tool_calls"]}
+_ERROR = _object(
+    error=_object(
+        message=_STRING,
+        type=_STRING,
+        param={"type": ["string", "null"]},
+        code=_STRING,
+        retryable={"type": "boolean"},
+        request_id={"type": ["string", "null"]},
+    )
+)
+
+
+def _answer(name: str, choice: dict[str, Any]) -> dict[str, Any]:
+    head = {"id": _STRING, "object": {"const": name}, "created": _INTEGER, "model": _STRING}
+    return _object(**head, choices=_list(choice), usage=_USAGE)
+
+
+OPERATIONS: Sequence[Operation] = (
+    Operation(
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        _answer("chat.completion", _object(index=_INTEGER, message={"type": "object"}, finish_reason=_REASON)),
+        ChatFields,
+        streams=True,
+    ),
+    Operation(
+        "/v1/completions",
+        "Go on with a text.",
+        _answer("text_completion", _object(index=_INTEGER, text=_STRING, finish_reason=_REASON)),
+        CompletionFields,
+        streams=True,
+    ),
+    Operation(
+        "/tokenize",
+        "Turn a text or a conversation into tokens.",
+        _object(count=_INTEGER, max_model_len=_INTEGER, tokens=_list(_INTEGER)),
+        TokenizeFields,
+    ),
+    Operation("/detokenize", "Turn tokens into text.", _object(prompt=_STRING), DetokenizeFields),
+    Operation("/v1/models", "List the one model.", _object(object={"const": "list"}, data=_list(_CARD))),
+    Operation("/version", "Tell the version.", _object(version=_STRING)),
+    Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
+    Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"})),
+)
+
+
+def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
+    """Return the OpenAPI document of the given routes."""
+    requests = [one.request for one in operations if one.request is not None]
+    _, schemas = models_json_schema([(one, "validation") for one in requests], ref_template=_REFS)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Squadron",
+            "version": version("squadron"),
+            "description": "OpenAI's API for one model, with the extensions of vLLM's server. Unknown fields, and "
+            "fields that are not supported, are refused with 400 and their name.",
+        },
+        "paths": {one.path: {one.method: _operation(one)} for one in operations},
+        "components": {
+            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": one.answer}}
+    if one.streams:
+        content["text/event-stream"] = {"schema": _STRING}
+    error = {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}
+    told: dict[str, Any] = {
+        "operationId": one.path.strip("/").replace("/", "_"),
+        "summary": one.summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            "4XX": {
+                "description": "The request cannot be served as it is; `param` names the field.",
+                "content": error,
+            },
+            "5XX": {"description": "The server failed, or has no replica; `retryable` tells.", "content": error},
+        },
+    }
+    if one.request is not None:
+        body = {"application/json": {"schema": {"$ref": _REFS.format(model=one.request.__name__)}}}
+        told["requestBody"] = {"required": True, "content": body}
+    if one.open:
+        told["security"] = []
+    return told

@@ -1,0 +1,81 @@
+"""The API document: it fits the server, and nothing made from it, or against it, gets a 5xx."""
+
+from __future__ import annotations
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
+
+from cluster.openai.openapi import OPERATIONS, openapi
+from tests.openai_app import MODEL, app_for, client_for, saying, served_model
+
+EXAMPLES = 40  # of each route and kind; some 5 ms each
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    model = served_model(tmp_path_factory.mktemp("model"))
+    return app_for(saying(model, "hello 🚀"), model)
+
+
+def always_up(app):
+    """The app without its lifespan, which would end with the first call."""
+
+    async def call(scope, receive, send):
+        if scope["type"] != "lifespan":
+            await app(scope, receive, send)
+            return
+        for phase in ("startup", "shutdown"):
+            await receive()
+            await send({"type": f"lifespan.{phase}.complete"})
+
+    return call
+
+
+async def test_the_document_is_served_and_names_every_request_field(app):
+    async with client_for(app) as client:
+        document = (await client.get("/openapi.json")).json()
+    assert document == openapi()
+    for one in OPERATIONS:
+        if one.request is not None:
+            named = document["components"]["schemas"][one.request.__name__]["properties"]
+            fields = one.request.model_fields.items()
+            assert set(named) == {field.alias or name for name, field in fields}
+
+
+POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+CALLS = [(one, mode) for one in OPERATIONS for mode in (POSITIVE, NEGATIVE) if one.request or mode is POSITIVE]
+# Most of what is made at random has something wrong; a few random fields around these have less.
+PLAIN = {
+    "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"model": MODEL, "prompt": "hi"},
+    "/tokenize": {"model": MODEL, "prompt": "hi", "messages": None},
+}
+
+
+@pytest.mark.parametrize(("one", "mode"), CALLS, ids=lambda value: getattr(value, "path", None) or value.value)
+def test_no_request_made_from_the_document_gets_a_5xx(app, one, mode):
+    schema = schemathesis.openapi.from_dict(openapi())
+    schema.app = always_up(app)
+    checks = [not_a_server_error, response_schema_conformance, content_type_conformance]
+    answers = set()
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+    )
+    @given(case=schema[one.path][one.method].as_strategy(generation_mode=mode), kept=st.integers(0, 4))
+    def calls(case, kept):
+        if kept and one.path in PLAIN and isinstance(case.body, dict):
+            case.body = dict(list(case.body.items())[-kept:]) | PLAIN[one.path]
+        answers.add(case.call_and_validate(checks=checks).status_code)
+
+    calls()
+    assert (400 if mode is NEGATIVE else 200) in answers
