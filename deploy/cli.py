@@ -16,6 +16,7 @@ from rich.text import Text
 
 from deploy.environment import Environment, prepare_local_ray
 from deploy.flags import ServeCommand, in_flags, merge_settings, with_settings
+from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
 
@@ -61,6 +62,7 @@ def serve(
     if environment.api_key is not None:
         chosen.setdefault("api_key", environment.api_key)
     settings = merge_settings(config, chosen)
+    with_keys = with_key_file(settings, local=environment.ray_address is None)
     if dry_run:
         from deploy.plan import describe_plan, make_plan
 
@@ -70,7 +72,10 @@ def serve(
         prepare_local_ray()
     from deploy.serve import Options, serve_model
 
-    serve_model(settings, Options(environment.ray_address, wait_for_nodes, verbose))
+    serve_model(with_keys, Options(environment.ray_address, wait_for_nodes, verbose))
+
+
+app.add_typer(keys)
 
 
 @app.command()

@@ -1,0 +1,69 @@
+"""`squadron keys`: entries for the file of `--api-key-file`, and what `squadron serve` needs of that file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from cluster.config import ClusterConfig
+from cluster.tenants.key_file import KeyFile
+from cluster.tenants.key_text import parse_keys
+from cluster.tenants.keys import hash_key, new_key
+from engine.errors import ConfigError
+
+keys = typer.Typer(name="keys", help="API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def about() -> None:
+    """API keys for the file of `squadron serve --api-key-file`."""
+
+
+@keys.command()
+def new(
+    tenant: Annotated[str, typer.Option(help="Who gets the key; keys of one tenant share quotas and cache.")],
+    expires: Annotated[str | None, typer.Option(help="Last moment, such as 2027-01-31T12:00:00Z.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests in a minute.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+) -> None:
+    """Make a random key. It is shown once, on stderr; its entry for the key file, with its hash alone, on stdout.
+
+    So `squadron keys new --tenant team-a >> keys.yaml` adds the key to the file.
+    """
+    key = new_key()
+    entry = {
+        "tenant": tenant,
+        "key_sha256": hash_key(key).hex(),
+        "expires": expires,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+    }
+    text = yaml.safe_dump([{name: value for name, value in entry.items() if value is not None}], sort_keys=False)
+    try:
+        parse_keys(text, "the new key")
+    except ConfigError as error:
+        said = str(error).partition(": ")[2]  # without the line
+        raise ConfigError(said, said.partition(" ")[0]) from None
+    print(f"The key, shown this once: {key}", file=sys.stderr)
+    print(text, end="")
+
+
+def with_key_file(config: ClusterConfig, local: bool) -> ClusterConfig:
+    """Return `config` ready to serve with its key file, if it has one.
+
+    The path is made absolute, and the command gets a key of its own, unless one is set, to ask whether the server is
+    ready. local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
+    """
+    if config.api_key_file is None:
+        return config
+    path = Path(config.api_key_file).absolute()
+    if local:
+        KeyFile(path)
+    return replace(config, api_key_file=str(path), api_key=config.api_key or new_key())
