@@ -21,6 +21,7 @@ from cluster.readiness import ready_body
 from cluster.start_error import ReplicaStartError
 from cluster.translation import stats_of
 from engine.errors import SquadronError
+from engine.kv_cache import fit_given_blocks
 from engine.loader import open_model
 from engine.tokenizer import Tokenizer
 
@@ -65,9 +66,11 @@ class Router:
 
 def _served_model(config: ClusterConfig) -> ServedModel:
     spec = open_model(config.model).spec
+    shrink = config.max_model_len is None
+    engine = config.engine.resolved(max_model_len=config.max_model_len or spec.max_positions)
     return ServedModel(
         model_id=config.model_id,
         tokenizer=Tokenizer(config.tokenizer or config.model),
-        max_model_len=config.max_model_len or spec.max_positions,
+        max_model_len=fit_given_blocks(engine, shrink).context_len,
         vocab_size=spec.vocab_size,
     )
