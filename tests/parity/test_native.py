@@ -322,6 +322,27 @@ def test_heads_are_normed_and_rotated_as_by_torch(kernels, normed, rotated):
     assert torch.equal(merged[:, 6:], expected[:, 6:])
 
 
+def test_heads_of_another_layout_or_dtype_are_refused(kernels):
+    native, dtype = kernels
+    for heads in (
+        torch.randn(5, 64, 3).to(dtype).mT,
+        torch.randn(5, 6, 64).to(dtype)[:, ::2],
+        torch.randn(5, 3, 64).half(),
+    ):
+        with pytest.raises(ValueError, match="side by side"):
+            native.norm_rotate(heads, None, None, 1e-5)
+    if dtype is torch.float32:
+        s = spec(dtype=dtype)
+        with pytest.raises(ValueError, match="side by side"):
+            Cache(NativeAttention.create(s)).run([(0, tokens(s, 5, 0).half())], [5], [0])
+
+
+def test_another_cpu_is_another_library(monkeypatch):
+    here = compiler._fingerprint(sys.executable, {})
+    monkeypatch.setattr(compiler, "_processor", lambda: ["flags: fpu avx2"])
+    assert compiler._fingerprint(sys.executable, {}) != here
+
+
 @pytest.mark.parametrize("size", [32, 2048, 20])
 def test_gates_are_torchs(kernels, size):
     native, dtype = kernels
