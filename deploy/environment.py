@@ -14,11 +14,15 @@ from pathlib import Path
 # tokens stay on: nothing on those ports is answered without one.
 # Ranks, routers and Ray share this machine's cores: a thread that spins in OpenMP's barrier keeps the core from the
 # one that it waits for (measured beside one busy process: 152 ms a token spinning, 8 ms waiting).
+# A replica that no longer answers its health checks is killed at once: it cannot finish anything, its streams have
+# gone elsewhere, and until it is dead its GPUs are not free for the one in its place (Serve would ask it to stop and
+# wait 30 s). On a cluster that is joined, whoever starts Ray sets this.
 LOCAL_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
