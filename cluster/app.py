@@ -22,6 +22,13 @@ from cluster.router import Router
 UNLIMITED_REQUESTS = 100_000
 # Seconds a stopping replica may finish what it runs; the rest goes on elsewhere. Serve gives a hung process as long.
 REPLICA_DRAIN = 30.0
+# Seconds without an answer that count as one failed check; Serve replaces a replica after three in a row. What takes
+# long keeps nobody from answering: loading and warm-up come before the first check, and a step, however long, runs in
+# a thread of its own that lets go of the interpreter while the device computes. So this bounds how long the event
+# loop may stand still: only a process that is stopped, or swapped out, is silent for three times as long.
+REPLICA_ANSWER = 3.0
+# A router does all its work on its event loop; a burst of long prompts must not look like its end.
+ROUTER_ANSWER = 10.0
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -55,7 +62,7 @@ def _replica(config: ClusterConfig) -> serve.Deployment:
         max_ongoing_requests=UNLIMITED_REQUESTS,
         max_constructor_retry_count=3,
         health_check_period_s=1,
-        health_check_timeout_s=10,
+        health_check_timeout_s=REPLICA_ANSWER,
         graceful_shutdown_timeout_s=min(config.drain_timeout, REPLICA_DRAIN),
         request_router_config=RequestRouterConfig(
             request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
@@ -73,6 +80,7 @@ def _router(config: ClusterConfig) -> serve.Deployment:
         max_ongoing_requests=UNLIMITED_REQUESTS,
         max_constructor_retry_count=3,
         health_check_period_s=1,
+        health_check_timeout_s=ROUTER_ANSWER,
         graceful_shutdown_timeout_s=config.drain_timeout,
         logging_config=LoggingConfig(enable_access_log=False),
     )

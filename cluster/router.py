@@ -25,6 +25,7 @@ from cluster.tenants.start import keys_for
 from cluster.tenants.tenancy import Tenancy
 from cluster.translation import stats_of
 from engine.errors import SquadronError
+from engine.kv_cache import fit_given_blocks
 from engine.loader import open_model
 from engine.tokenizer import Tokenizer
 
@@ -80,9 +81,11 @@ def _tenancy(config: ClusterConfig, dispatcher: Dispatcher, keys: KeySource | No
 
 def _served_model(config: ClusterConfig) -> ServedModel:
     spec = open_model(config.model).spec
+    shrink = config.max_model_len is None
+    engine = config.engine.resolved(max_model_len=config.max_model_len or spec.max_positions)
     return ServedModel(
         model_id=config.model_id,
         tokenizer=Tokenizer(config.tokenizer or config.model),
-        max_model_len=config.max_model_len or spec.max_positions,
+        max_model_len=fit_given_blocks(engine, shrink).context_len,
         vocab_size=spec.vocab_size,
     )

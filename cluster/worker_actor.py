@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from engine.errors import EngineDeadError
+from engine.runner import START_TIMEOUT
 
 
 class WorkerActor:
@@ -29,10 +31,13 @@ class WorkerActor:
 class RayGang:
     """The worker actors of one replica. Gangs live and die together.
 
-    bundles: resources of each rank's bundle; actor i sits in bundle i of `group`.
+    bundles: resources of each rank's bundle; actor i sits in bundle i of `group`. timeout: seconds in which all
+    actors must have answered. Raises `EngineDeadError` naming the rank that did not come up; none is left then.
     """
 
-    def __init__(self, group: PlacementGroup, bundles: tuple[dict[str, float], ...]) -> None:
+    def __init__(
+        self, group: PlacementGroup, bundles: tuple[dict[str, float], ...], timeout: float = START_TIMEOUT
+    ) -> None:
         actor = ray.remote(WorkerActor)
         self._workers = [
             actor.options(
@@ -46,7 +51,12 @@ class RayGang:
             for rank, bundle in enumerate(bundles)
             if rank > 0
         ]
-        self._identities: list[tuple[str, int]] = ray.get([w.identity.remote() for w in self._workers])
+        try:
+            self._identities = self._identify(timeout)
+        except BaseException:
+            for worker in self._workers:
+                ray.kill(worker, no_restart=True)
+            raise
         self._runs: list[ray.ObjectRef[None]] = []
 
     @property
@@ -88,6 +98,24 @@ class RayGang:
             if node == here:
                 _kill_process(pid)
             ray.kill(worker, no_restart=True)
+
+    def _identify(self, timeout: float) -> list[tuple[str, int]]:
+        answers = [worker.identity.remote() for worker in self._workers]
+        _, late = ray.wait(answers, num_returns=len(answers), timeout=timeout)
+        for rank, answer in enumerate(answers, start=1):
+            if answer in late:
+                raise EngineDeadError(
+                    f"rank {rank} was not started within {timeout:g} s: no room for its actor in bundle {rank} of "
+                    "the placement group, or its process does not answer"
+                )
+        return [_identity(rank, answer) for rank, answer in enumerate(answers, start=1)]
+
+
+def _identity(rank: int, answer: ray.ObjectRef[tuple[str, int]]) -> tuple[str, int]:
+    try:
+        return ray.get(answer)
+    except RayError as error:
+        raise EngineDeadError(f"rank {rank} died while it was started: {_first_line(error)}") from error
 
 
 def _kill_process(pid: int) -> None:

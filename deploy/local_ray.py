@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 OBJECT_STORE_BYTES = 128 * 2**20
 EXIT_SECONDS = 5.0
 KNOCK_SECONDS = 5.0
+RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -57,11 +58,11 @@ class LocalRay(RayCluster):
         self.about = f"on this machine, {logical} logical CPUs"
 
     def alive(self) -> bool:
-        """Whether the process that all others ask, Ray's control store, still runs."""
-        names = (
+        """Whether Ray's control store and its node's own process still run: no app is deleted without either."""
+        running = {
             process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE
-        )
-        return any(name.startswith("gcs_server") for name in names)
+        }
+        return all(any(name.startswith(needed) for name in running) for needed in RAY_PROCESSES)
 
     def stop(self) -> None:
         """End Ray and make sure that none of its processes outlives the command."""

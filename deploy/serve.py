@@ -61,10 +61,11 @@ def serve_model(config: ClusterConfig, options: Options) -> None:
             server.announce()
             server.watch()
         except Interrupted as stop:
+            if not server.ready:
+                server.say("Stopping before it was ready.")
+                raise SystemExit(128 + stop.number) from None
             grace = CTRL_C_GRACE if stop.number == signal.SIGINT else config.drain_timeout
             server.say(f"Stopping: running streams get {grace:g} s; Ctrl-C again does not wait.")
-            if not server.ready:
-                raise SystemExit(128 + stop.number) from None
         finally:
             interrupts.stopping = True
             server.stop(grace)

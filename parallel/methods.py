@@ -35,6 +35,8 @@ class PlainLinear(LinearMethod):
 class PackedLinear(LinearMethod):
     """The weight reordered once into oneDNN's blocked layout (CPU); it does not keep the weight it was made from.
 
+    For CPUs and dtypes that the engine's compiled products are not written for, and where there is no compiler.
+
     oneDNN sums each row in the same order however many rows there are, except for a single row of a wide input. With
     `pairs_single_row` set, a single row is multiplied as two, so that a row's bits never depend on its company.
 

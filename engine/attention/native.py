@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.attention.base import AttentionBackend, AttentionSpec, Ints, StepLayout, StepTensors
-from engine.kernels.native import LANES, native_library, why_not_native
+from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
 WORTH = 1 << 20  # products, half of them of queries and keys, from which on other threads pay
@@ -107,7 +107,11 @@ class NativeAttention(AttentionBackend):
         out = torch.empty(query.shape, dtype=query.dtype)
         self._library.attend(
             ctypes.byref(metadata.step),
-            *(query.data_ptr(), query.stride(0), key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0)),
+            *(
+                number
+                for each in (query, key, value)
+                for number in (heads_address(each, self.spec.dtype), each.stride(0))
+            ),
             *(cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), window),
         )
         return out

@@ -52,6 +52,18 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
     return library
 
 
+def heads_address(heads: Tensor, dtype: torch.dtype) -> int:
+    """Return where `heads`, [num_tokens, num_heads, head_dim], begins; tokens may be strided.
+
+    Raises `ValueError` for another dtype or a token with gaps, which C would read past the end of.
+    """
+    _, num_heads, size = heads.shape
+    _, apart, step = heads.stride()
+    if heads.dtype is not dtype or step != 1 or (apart != size and num_heads > 1):
+        raise ValueError(f"heads are {heads.dtype} with strides {heads.stride()}; {dtype} side by side is read here")
+    return heads.data_ptr()
+
+
 def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return the compiled kernels where they can be had, else torch's operations; which and why is logged."""
     reason = why_not_native(head_dim, dtype, device)
@@ -108,9 +120,11 @@ class NativeKernels(TorchKernels):
 
     @override
     def norm_rotate(self, heads: Tensor, norms: Tensor | None, rotation: Any, eps: float) -> Tensor:
-        pointers = (None if each is None else each.data_ptr() for each in (heads, norms, rotation))
+        pointers = (None if each is None else each.data_ptr() for each in (norms, rotation))
         num_tokens, num_heads, _ = heads.shape
-        self._library.norm_rotate(*pointers, num_tokens, num_heads, heads.stride(0), eps, self._threads)
+        self._library.norm_rotate(
+            heads_address(heads, self._dtype), *pointers, num_tokens, num_heads, heads.stride(0), eps, self._threads
+        )
         return heads
 
     @override

@@ -147,7 +147,7 @@ class Decoder(nn.Module):
                 module.finish_loading()
 
     def use_kernels(self, kernels: Kernels) -> None:
-        """Compute norms, rotations and gates with these from now on."""
+        """Compute norms, rotations and gates with these from now on; products are chosen by `choose_methods`."""
         for module in self.modules():
             if isinstance(module, Norm | Attention | MLP | Decoder):
                 module.kernels = kernels

@@ -1,4 +1,4 @@
-"""A rank that is stopped, not dead, and a router that dies without a word (FAULTS, kills 4 and 17)."""
+"""Processes that are stopped, not dead, and a router that dies without a word (FAULTS, kills 4, 5 and 17)."""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ async def test_a_stopped_rank_ends_its_group_and_every_stream_goes_on(lone_app: 
     assert await stream_all(lone_app, stop_worker) == undisturbed
     assert gone(driver)
     assert gone(worker)
+    lone_app.wait_whole()
+
+
+async def test_a_stopped_driver_is_replaced_in_time_for_its_streams(lone_app: App) -> None:
+    """Nobody in the process is left to notice: its router leaves it, and Serve puts another in its place."""
+    undisturbed = await stream_all(lone_app)
+    ranks = pids(lone_app)
+    stopped = False
+
+    def stop_driver(seen: int) -> None:
+        nonlocal stopped
+        if seen >= 200 and not stopped:
+            stopped = True
+            psutil.Process(ranks[0]).send_signal(signal.SIGSTOP)
+
+    assert await stream_all(lone_app, stop_driver) == undisturbed
+    assert stopped, "the streams ended before the process was stopped"
+    eventually(lambda: all(gone(pid) for pid in ranks), "the stopped process has been killed", timeout=DRAIN - 10)
     lone_app.wait_whole()
 
 

@@ -46,6 +46,7 @@ def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> An
 def start_ray() -> None:
     """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"  # as `squadron serve` does
     ray.init(
         address="local",
         num_cpus=16,

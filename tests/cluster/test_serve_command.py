@@ -147,6 +147,16 @@ def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Co
     assert all(ports == 1 for ports in open_to_all.values()), open_to_all
 
 
+def test_a_killed_replica_and_the_next_one_are_a_line_each(served: Command) -> None:
+    (replica,) = httpx.get(f"{url_of(served)}/ready", timeout=5).json()["replicas"]
+    os.kill(replica["pids"][-1], signal.SIGKILL)
+    served.wait_for("is ready: 1 of 1.")
+    assert re.search(rf"^Replica {replica['id']} \(pids \d+, \d+\) is lost; .*$", served.text, re.MULTILINE), (
+        served.text
+    )
+    assert "(raylet)" not in served.text
+
+
 def test_ctrl_c_leaves_no_process_behind(served: Command) -> None:
     """The last test of this file: it ends what the others use."""
     started = served.descendants()
@@ -158,6 +168,21 @@ def test_ctrl_c_leaves_no_process_behind(served: Command) -> None:
     eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health", timeout=5)
+
+
+def test_a_supervisors_sigterm_to_all_processes_ends_all_of_them_soon(home: Path) -> None:
+    """Ray's own processes get it too, so that nobody is left who could delete the app in good order."""
+    command = Command(
+        *("serve", "demo", "--port", "0", "--device", "cpu", "--kv-cache-memory-bytes", str(64 * 2**20)), home=home
+    )
+    try:
+        command.wait_for("Ctrl-C stops it")
+        started = command.descendants()
+        os.killpg(command.process.pid, signal.SIGTERM)
+        command.wait()
+        eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    finally:
+        command.kill()
 
 
 def test_a_start_that_does_not_fit_is_one_sentence_and_leaves_nothing(home: Path) -> None:

@@ -1,10 +1,12 @@
 """The compiled kernels against torch and against the definition, and their promise: a row's bits know no company."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,6 +322,27 @@ def test_heads_are_normed_and_rotated_as_by_torch(kernels, normed, rotated):
     assert torch.equal(merged[:, 6:], expected[:, 6:])
 
 
+def test_heads_of_another_layout_or_dtype_are_refused(kernels):
+    native, dtype = kernels
+    for heads in (
+        torch.randn(5, 64, 3).to(dtype).mT,
+        torch.randn(5, 6, 64).to(dtype)[:, ::2],
+        torch.randn(5, 3, 64).half(),
+    ):
+        with pytest.raises(ValueError, match="side by side"):
+            native.norm_rotate(heads, None, None, 1e-5)
+    if dtype is torch.float32:
+        s = spec(dtype=dtype)
+        with pytest.raises(ValueError, match="side by side"):
+            Cache(NativeAttention.create(s)).run([(0, tokens(s, 5, 0).half())], [5], [0])
+
+
+def test_another_cpu_is_another_library(monkeypatch):
+    here = compiler._fingerprint(sys.executable, {})
+    monkeypatch.setattr(compiler, "_processor", lambda: ["flags: fpu avx2"])
+    assert compiler._fingerprint(sys.executable, {}) != here
+
+
 @pytest.mark.parametrize("size", [32, 2048, 20])
 def test_gates_are_torchs(kernels, size):
     native, dtype = kernels
@@ -363,6 +386,28 @@ def test_a_model_gives_the_same_logits_in_any_company_and_chunks(tmp_path):
         while again.computed < len(prompt):
             chunked.step({0: min(11, len(prompt) - again.computed)}, [again])
         assert torch.equal(again.logits[0], sequence.logits[0])
+
+
+def test_how_products_are_computed_is_logged(tmp_path, caplog):
+    caplog.set_level("INFO")
+    make("llama", tmp_path)
+    ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=40, block_size=16, device="cpu"), SoloGroup())
+    assert re.search(r"products: \d+ by (Native|Packed|Plain)Linear", caplog.text)
+    assert re.search(r"kernels: (compiled for this CPU|torch's operations)", caplog.text)
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system does not list a process's libraries")
+def test_the_kernels_share_torchs_threads_instead_of_bringing_a_second_pool():
+    program = (
+        "import re, torch, pathlib\n"
+        "from engine.kernels.native import native_library\n"
+        "assert native_library(16, torch.float32)\n"
+        "torch.zeros(1 << 20).add_(1)\n"
+        "print(*set(re.findall(r'/\\S*/lib[gi]?omp\\S*', pathlib.Path('/proc/self/maps').read_text())))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert len(done.stdout.split()) == 1, f"OpenMP runtimes that compete for the cores: {done.stdout}"
 
 
 @needs_compiler

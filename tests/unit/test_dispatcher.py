@@ -11,6 +11,7 @@ import pytest
 
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
+from cluster.fleet import MESSAGES_PER_TURN
 from cluster.generation import TokenChunk
 from cluster.links import tcp
 from cluster.links.faulty import FaultPlan
@@ -651,15 +652,16 @@ async def test_picture_of_a_drained_replicas_cache_goes_with_it():
 
 async def test_reports_that_come_in_one_burst_make_no_slow_consumer_of_a_quick_one():
     """The router was stopped for a while: consumers must get their turn between the reports that wait."""
-    async with Lab(DispatcherConfig(max_pending_tokens=8)) as lab:
+    async with Lab(DispatcherConfig(max_pending_tokens=2 * MESSAGES_PER_TURN)) as lab:
         replica = await lab.start("a", steps=1)
-        running = asyncio.create_task(lab.collect(long_request("r")))
+        r = long_request("r", max_tokens=100)
+        running = asyncio.create_task(lab.collect(r))
         await until(lambda: lab.dispatcher.counters.reports == 1)
         replica.links[0].hold()
         replica.executor.allow(100)
         await until(lambda: replica.core.num_requests == 0)
         replica.links[0].release()
-        assert await running == oracle(long_request("r"))
+        assert await running == oracle(r)
 
 
 async def test_replica_that_gives_a_silent_router_up_is_no_death_to_blame_a_request_for():
