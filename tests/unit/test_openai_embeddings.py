@@ -1,5 +1,6 @@
 """Embeddings: pooled, normalised, in both encodings, for many inputs at once, and what is refused."""
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -32,6 +33,7 @@ class Pools:
         try:
             if len(self.requests) - 1 == self.fail_at:
                 raise self.error
+            await asyncio.sleep(0)
             ids = request.prompt_token_ids
             yield TokenChunk(0, (), finish_reason="stop", embedding=(float(len(ids)), ids[0], ids[-1], 1.0))
         finally:
@@ -133,7 +135,6 @@ BAD = [
     ({"input": {"text": "a"}}, "input"),
     ({"input": ["a"] * 2049}, "input"),
     ({"input": ["a", "word " * 400]}, "input[1]"),
-    ({"input": "\ud800"}, "input"),
     ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
     ({"input": "a", "dimensions": 2}, "dimensions"),
     ({"input": "a", "pooling": "cls"}, "pooling"),
@@ -164,7 +165,8 @@ async def test_lengths_that_the_model_does_not_have_are_refused(model, sizes, di
 
 
 async def test_another_model_is_not_found(model):
-    answer = await post(Pools(), model, input="a", model="other")
+    async with client_for(app_for(Pools(), model)) as client:
+        answer = await client.post("/v1/embeddings", json={"model": "other", "input": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
