@@ -35,6 +35,8 @@ class FakeSource:
         """Yield the script's tokens, the choices taking turns."""
         self.requests.append(request)
         try:
+            for chunk in self._prompt_chunks(request):
+                yield chunk
             plans = {choice: self._plan(request, choice) for choice in self._choices(request)}
             sent = 0
             while plans:
@@ -49,6 +51,14 @@ class FakeSource:
                 await asyncio.sleep(0)
         finally:
             self.closed.append(request.request_id)
+
+    def _prompt_chunks(self, request: Request) -> list[TokenChunk]:
+        """The prompt's log-probabilities, where they are wanted, two at a time."""
+        top = request.params.prompt_logprobs
+        if top is None:
+            return []
+        scored = [self._logprob(token, top) for token in request.prompt_token_ids[1:]]
+        return [TokenChunk(0, (), prompt_logprobs=tuple(scored[i : i + 2])) for i in range(0, len(scored), 2)]
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """End one choice."""

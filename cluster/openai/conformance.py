@@ -1,0 +1,101 @@
+"""The table of fields in docs/api.md, made from the request models and the list of refusals.
+
+python -m cluster.openai.conformance > docs/api.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import json
+
+from cluster.openai.field_types import Fields
+from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
+from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from cluster.openai.tokens_endpoint import REFUSED_TOKENIZE
+
+_SHARED = {
+    "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",
+    "stop", "stream", "stream_options", "temperature", "top_p", "user",
+}  # fmt: skip
+_CHAT = {
+    "audio", "function_call", "functions", "max_completion_tokens", "messages", "metadata", "modalities",
+    "moderation", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "reasoning_effort", "response_format", "safety_identifier", "service_tier",
+    "store", "tool_choice", "tools", "top_logprobs", "verbosity", "web_search_options",
+}  # fmt: skip
+# The fields of OpenAI's own request objects, as of version 3.52 of its Python client.
+OPENAI_COMPLETION = frozenset(_SHARED | {"prompt", "best_of", "echo", "suffix"})
+OPENAI_CHAT = frozenset(_SHARED | _CHAT)
+_HEAD = """\
+# The HTTP API
+
+Made by `python -m cluster.openai.conformance > docs/api.md`; a test keeps it up to date. The same, for machines, is
+at `/openapi.json`.
+
+- Every field is honoured, or the request is refused with 400, and `error.param` names the field. A field that is null
+  counts as not sent. *Only* lists the values with which a refused field is let through, since they ask for nothing.
+- Where a setting needs something of the model (tools, thinking, names in messages), the chat template must read it.
+- Streams are OpenAI's: first a delta with the role, one terminal chunk per choice, with `include_usage` a chunk with
+  empty `choices`, then `[DONE]`. An error in mid-stream is a data event with the error object, and no `[DONE]`.
+- Errors are `{"error": {message, type, param, code, retryable, request_id}}`; `x-request-id` is on every answer,
+  `Retry-After` on 429 and 503.
+- `finish_reason` is `stop`, `length` or `tool_calls`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One route's fields. openai: names of OpenAI's own, () = the route is none of OpenAI's."""
+
+    title: str
+    schema: type[Fields]
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    openai: frozenset[str] = frozenset()
+
+
+TABLES: Sequence[Table] = (
+    Table("POST /v1/chat/completions", ChatFields, REFUSED_CHAT, OPENAI_CHAT),
+    Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
+    Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
+    Table("POST /detokenize", DetokenizeFields),
+)
+
+
+def document(tables: Sequence[Table] = TABLES) -> str:
+    """Return the text of docs/api.md."""
+    return _HEAD + "".join([_section(table) for table in tables])
+
+
+def _section(table: Table) -> str:
+    names = sorted({*_honoured(table), *table.refused})
+    ours = [name for name in names if name not in table.openai]
+    theirs = [name for name in names if name in table.openai]
+    parts = [("", ours)] if not theirs else [("OpenAI's fields", theirs), ("Beyond OpenAI", ours)]
+    text = f"\n## {table.title}\n"
+    for title, group in parts:
+        text += f"\n| {title or 'Field'} | | Note |\n|---|---|---|\n"
+        text += "".join([_row(name, table) for name in group])
+    return text
+
+
+def _row(name: str, table: Table) -> str:
+    honoured = _honoured(table)
+    if name in honoured:
+        return f"| `{name}` | honoured | {honoured[name]} |\n"
+    refusal = table.refused[name]
+    values = ", ".join([f"`{json.encode(value).decode()}`" for value in refusal.neutral])
+    only = f" Only {values}." if values else ""
+    return f"| `{name}` | refused | {refusal.instead[0].upper()}{refusal.instead[1:]}.{only} |\n"
+
+
+def _honoured(table: Table) -> dict[str, str]:
+    """Names and notes; a field that can only be null is none."""
+    fields = table.schema.model_fields.items()
+    return {one.alias or name: one.description or "" for name, one in fields if one.annotation is not type(None)}
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

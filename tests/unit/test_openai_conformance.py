@@ -1,0 +1,32 @@
+"""The table of fields: complete against OpenAI's own client, and up to date in the docs."""
+
+from pathlib import Path
+
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from cluster.openai import conformance
+
+DOCS = Path(__file__).parents[2] / "docs" / "api.md"
+
+
+def fields_of(params) -> set[str]:
+    streaming = params.CompletionCreateParamsStreaming.__annotations__
+    return {*params.CompletionCreateParamsBase.__annotations__, *streaming}
+
+
+def test_the_page_is_what_the_code_says():
+    assert DOCS.read_text() == conformance.document(), "run: python -m cluster.openai.conformance > docs/api.md"
+
+
+def test_every_field_of_openais_api_is_in_the_table():
+    assert fields_of(chat_create_params) == conformance.OPENAI_CHAT
+    assert fields_of(completion_create_params) == conformance.OPENAI_COMPLETION
+
+
+def test_every_field_is_honoured_or_refused_and_never_both():
+    for table in conformance.TABLES:
+        honoured, refused = set(table.schema.model_fields), set(table.refused)
+        assert not honoured & refused
+        assert table.openai <= honoured | refused
+        assert all(one.description for name, one in table.schema.model_fields.items() if name != "tool_choice")
