@@ -7,8 +7,10 @@ import re
 import secrets
 from typing import Any
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
 from cluster.metrics import Metrics
@@ -18,21 +20,6 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import OPEN, Tenant
 
 OPEN_PATHS = frozenset({"/health", "/ui"})  # the page holds no data: it asks for all with the key
-KNOWN_PATHS = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/models",
-        "/tokenize",
-        "/detokenize",
-        "/version",
-        "/openapi.json",
-        "/health",
-        "/ready",
-        "/metrics",
-        "/ui",
-    }
-)
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger("squadron.openai")
 
@@ -46,8 +33,9 @@ class Gate:
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tenancy: Tenancy) -> None:
+    def __init__(self, app: Starlette, metrics: Metrics, tenancy: Tenancy) -> None:
         self._app = app
+        self._known = frozenset(r.path for r in app.routes if isinstance(r, Route) and not r.param_convertors)
         self._metrics = metrics
         self._tenancy = tenancy
 
@@ -69,7 +57,7 @@ class Gate:
                 name = exchange["client_id"] or exchange["id"]
                 added = [(b"x-request-id", name.encode()), *await self._rates(scope)]
                 message["headers"] = [*message.get("headers", ()), *added]
-                self._metrics.answered(_route_label(scope), message["status"])
+                self._metrics.answered(self._route_label(scope), message["status"])
             await send(message)
 
         try:
@@ -90,6 +78,11 @@ class Gate:
         if _path(scope) in OPEN_PATHS:
             return OPEN
         return self._tenancy.tenant_of(headers.get("authorization", ""))
+
+    def _route_label(self, scope: Scope) -> str:
+        """The route of a path without parameters: clients must not be able to make up labels."""
+        path = _path(scope)
+        return path if path in self._known else "other"
 
     async def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """The headers of the tenant's limits, on answers to what counts towards them."""
@@ -115,9 +108,3 @@ def _path(scope: Scope) -> str:
 
 def _fit(client_id: str) -> str:
     return client_id if _CLIENT_ID.fullmatch(client_id) else ""
-
-
-def _route_label(scope: Scope) -> str:
-    """The route of a known path: clients must not be able to make up labels."""
-    path = _path(scope)
-    return path if path in KNOWN_PATHS else "other"

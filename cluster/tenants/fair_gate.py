@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import cast
@@ -43,6 +44,7 @@ class FairGate:
 
     def __init__(self, source: TokenSource, bound: Callable[[], int], config: FairGateConfig | None = None) -> None:
         self.source = source
+        self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
         self._bound = bound
         self._config = config or FairGateConfig()
         self._queue: FairQueue[_Turn] = FairQueue()
@@ -84,7 +86,7 @@ class FairGate:
             turn.inside = True
             return
         if self._queue.length(turn.tenant) >= self._config.max_waiting:
-            raise self._overloaded(f"{self._config.max_waiting} requests of this tenant wait already")
+            raise self._overloaded(turn, f"{self._config.max_waiting} requests of this tenant wait already")
         turn.called = asyncio.get_running_loop().create_future()
         self._queue.push(turn.tenant, turn, turn.cost)
         self._let_in()
@@ -92,7 +94,7 @@ class FairGate:
             async with asyncio.timeout(self._config.max_wait):
                 await turn.called
         except TimeoutError:
-            raise self._overloaded(f"the request waited {self._config.max_wait:g} s for its turn") from None
+            raise self._overloaded(turn, f"the request waited {self._config.max_wait:g} s for its turn") from None
         finally:
             if not turn.inside:
                 self._queue.remove(turn.tenant, turn)
@@ -128,8 +130,9 @@ class FairGate:
         self._pace += _PACE_WEIGHT * (min(now - self._last_turn, _LONGEST_RETRY) - self._pace)
         self._last_turn = now
 
-    def _overloaded(self, reason: str) -> ApiError:
+    def _overloaded(self, turn: _Turn, reason: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the pace of late."""
+        self.shed[turn.tenant] += 1
         seconds = min(max(math.ceil(self._pace * len(self._queue)), 1), _LONGEST_RETRY)
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
 

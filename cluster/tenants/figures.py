@@ -34,7 +34,17 @@ class TenantCollector(Collector):
                 requests.add_metric([self._model_name, tenant, outcome], number)
             prompt.add_metric([self._model_name, tenant], counts.prompt_tokens)
             output.add_metric([self._model_name, tenant], counts.output_tokens)
-        yield from (requests, prompt, output, self._waiting(labels), self._inside())
+        yield from (requests, prompt, output, self._waiting(labels), self._shed(labels), self._inside())
+
+    def _shed(self, labels: list[str]) -> Metric:
+        shed = CounterMetricFamily(
+            "squadron_tenant_requests_shed",
+            "Requests let in, then refused: too many waited, or too long.",
+            labels=labels,
+        )
+        for tenant in self._tenancy.counts:
+            shed.add_metric([self._model_name, tenant], self._tenancy.gate.shed[tenant])
+        return shed
 
     def _waiting(self, labels: list[str]) -> Metric:
         waiting = GaugeMetricFamily(

@@ -57,7 +57,7 @@ async def ask(client, key, **changes):
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), bearer("sk-old"), {"x-api-key": "sk-free"}])
-async def test_every_route_there_is_but_health_refuses_who_has_no_key(model, headers):
+async def test_every_route_but_health_and_the_empty_page_refuses_who_has_no_key(model, headers):
     source = saying(model, "ok")
     app = app_for(source, model, tenancy=tenancy_for(source))
     routes = routes_of(app)
@@ -68,7 +68,7 @@ async def test_every_route_there_is_but_health_refuses_who_has_no_key(model, hea
                 answer = await client.request(method, f"http://test{spelt}", headers={"host": "localhost", **headers})
                 assert (answer.status_code == 401) == (spelt not in OPEN_PATHS), (method, spelt)
     assert not source.requests
-    assert [*OPEN_PATHS] == ["/health"]
+    assert sorted(OPEN_PATHS) == ["/health", "/ui"], "the page holds nothing: it asks for everything with the key"
 
 
 async def test_an_expired_key_is_told_so(model):
@@ -167,6 +167,7 @@ async def test_metrics_and_logs_name_the_tenant_and_never_the_key(model, caplog)
         f'squadron_tenant_requests_total{{model_name="{MODEL}",outcome="rate_limit_exceeded",tenant="few"}} 1.0'
         in lines
     )
+    assert f'squadron_tenant_requests_shed_total{{model_name="{MODEL}",tenant="few"}} 0.0' in lines
     assert f'squadron_tenant_requests_queued{{model_name="{MODEL}",tenant="few"}} 0.0' in lines
     tokens = next(line for line in lines if line.startswith("squadron_tenant_generation_tokens_total"))
     assert float(tokens.split()[-1]) == 6.0

@@ -276,6 +276,7 @@ async def test_a_full_line_refuses_its_own_tenant_alone():
         await run(gate, "a", request("4"))
     assert (refused.value.status, refused.value.code, refused.value.retryable) == (429, "overloaded", True)
     assert 1 <= refused.value.retry_after <= 60
+    assert gate.shed == {"a": 1}
     other = start(gate, "b", request("5"))
     await settle()
     assert gate.waiting() == {"a": 2, "b": 1}
