@@ -25,6 +25,7 @@ from cluster.openai.endpoint import GenerationEndpoint
 from cluster.openai.gate import Gate
 from cluster.openai.openapi import openapi
 from cluster.openai.prompts import RequestBuilder
+from cluster.openai.responses.endpoint import ResponsesEndpoint
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
@@ -71,6 +72,7 @@ def build_app(
         Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
         Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
         Route("/v1/embeddings", EmbeddingsEndpoint(services), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(services), methods=["POST"]),
         Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
         Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
         *_model_routes(model),

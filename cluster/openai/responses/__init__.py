@@ -1,0 +1,1 @@
+"""`POST /v1/responses`: the same chats in OpenAI's newer shape, without state on the server."""

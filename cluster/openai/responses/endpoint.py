@@ -1,0 +1,95 @@
+"""`POST /v1/responses`, streaming and not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from msgspec import json
+
+from cluster.errors import ApiError, from_invalid_request
+from cluster.openai.base_endpoint import Endpoint
+from cluster.openai.call import Call
+from cluster.openai.deltas import Delta
+from cluster.openai.generation import Generation
+from cluster.openai.http import Answer
+from cluster.openai.responses.parse import Asked, parse_response, renamed
+from cluster.openai.responses.writer import ResponseWriter
+from cluster.openai.served_model import ServedModel
+from cluster.tenants.tenancy import Visit
+from engine.errors import InvalidRequestError
+from engine.request import Request
+
+
+class ResponsesEndpoint(Endpoint):
+    """`POST /v1/responses`. A response is complete in its answer; the server keeps nothing of it."""
+
+    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
+        services = self._services
+        asked, requests = await self._build(body)
+        call = asked.call
+        exchange["id"] = call.request_id
+        exchange["client_id"] = exchange["client_id"] or call.client_id
+        prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
+        await visit.charge_prompt(prompt_tokens)
+        track = services.metrics.track(prompt_tokens, 1, visit.charge_output)
+        generation = Generation(call, requests, services.model.tokenizer, visit.source, track)
+        writer = ResponseWriter(asked, services.model.model_id, services.model.tokenizer)
+        async with aclosing(generation.deltas()) as deltas:
+            if call.stream:
+                await _stream(generation, deltas, writer, answer, call)
+            else:
+                await _whole(generation, deltas, writer, answer, call)
+
+    async def _build(self, body: bytes) -> tuple[Asked, list[Request]]:
+        parsed: list[Asked] = []
+
+        def parse(fields: Mapping[str, Any], model: ServedModel) -> Call:
+            parsed.append(parse_response(fields, model))
+            return parsed[0].call
+
+        try:
+            _, requests = await self._services.builder.build(parse, body)
+        except InvalidRequestError as error:
+            raise renamed(error) from error
+        return parsed[0], requests
+
+
+async def _whole(
+    generation: Generation, deltas: AsyncGenerator[Delta, None], writer: ResponseWriter, answer: Answer, call: Call
+) -> None:
+    try:
+        async for delta in deltas:
+            writer.add(delta)
+    except (ApiError, InvalidRequestError) as error:
+        raise _named(error, call) from error
+    await answer.json(200, json.encode(writer.end(generation.usage)))
+
+
+async def _stream(
+    generation: Generation, deltas: AsyncGenerator[Delta, None], writer: ResponseWriter, answer: Answer, call: Call
+) -> None:
+    """Send events as deltas come. Nothing is sent before the first: an early error still gets its status."""
+    try:
+        async for delta in deltas:
+            writer.add(delta)
+            await answer.events(writer.take())
+    except (ApiError, InvalidRequestError) as error:
+        named = _named(error, call)
+        if not answer.status:
+            raise named from error
+        named.request_id = call.request_id
+        writer.fail(named)
+        await answer.end(writer.take())
+        return
+    writer.end(generation.usage)
+    await answer.end(writer.take())
+
+
+def _named(error: ApiError | InvalidRequestError, call: Call) -> ApiError:
+    """Return an error of the engine by the client's name of the field: it knows only `structured`."""
+    typed = from_invalid_request(error) if isinstance(error, InvalidRequestError) else error
+    if typed.param == "structured":
+        typed.param = "tools" if call.structured_param == "tools" else "text.format"
+    return typed

@@ -1,0 +1,135 @@
+"""What clients may send to `POST /v1/responses`.
+
+Source: OpenAI API reference, "create a model response".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from cluster.openai.field_types import Fields, Label, Labels, note
+from cluster.openai.messages import MAX_MESSAGES
+from cluster.openai.refusals import EXTENSIONS, OPENAI_CHAT, Refusal
+from cluster.openai.schema import ReasoningEffort
+from cluster.openai.tool_fields import Name
+
+_MAX = 2**31 - 1
+LOGPROBS = "message.output_text.logprobs"
+# Taken as chats take them, and checked there.
+EXTRAS = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    "chat_template_kwargs",
+    "priority",
+    "cache_salt",
+    "request_id",
+)
+
+
+class FunctionTool(Fields):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(Fields):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Fields):
+    """What the text must be; name and schema only with `json_schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Fields):
+    """How the text is to be."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ReasoningOptions(Fields):
+    """How much the model is to think; thoughts are told as they are, so there is no summary to ask for."""
+
+    effort: ReasoningEffort | None = None
+
+
+class StreamOptions(Fields):
+    """Nothing is added to events."""
+
+    include_obfuscation: Literal[False] = False
+
+
+class ResponseFields(Fields):
+    """`POST /v1/responses`."""
+
+    model: str = Field(description="must be the served model's id")
+    input: str | list[Any] = Field(
+        description=f"a text, or up to {MAX_MESSAGES} items: messages with text, function_call, function_call_output"
+    )
+    instructions: str | None = note("a system message before the input")
+    max_output_tokens: int | None = note("at most that many tokens of output, thinking included", 1, _MAX)
+    temperature: float | None = note("0 is greedy; up to 100", 0, 100)
+    top_p: float | None = note("above 0, at most 1", 0, 1)
+    text: TextOptions | None = note("format: text, json_object, json_schema (enforced)")
+    tools: list[FunctionTool] | None = note("functions, at most 128, where the model's chat template reads tools")
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = note(
+        "none (tools are kept from the model), auto, required, or one function"
+    )
+    parallel_tool_calls: bool | None = note("false: at most one call; default true")
+    reasoning: ReasoningOptions | None = note("effort, where the model's chat template reads it")
+    include: list[Literal["message.output_text.logprobs"]] | None = note("log-probabilities of the text")
+    top_logprobs: int | None = note("0 to 20; only with include", 0, 20)
+    stream: bool = note("server-sent events", default=False)
+    stream_options: StreamOptions | None = note("only with stream")
+    truncation: Literal["disabled"] | None = note("only disabled: what is too long is refused")
+    metadata: Labels | None = note("labels: echoed, not stored")
+    user: Label | None = note("a label: echoed, not stored")
+    safety_identifier: Label | None = note("a label: echoed, not stored")
+    prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
+
+
+_STATELESS = "nothing is stored here: send the whole conversation as input"
+REFUSED_RESPONSE: Mapping[str, Refusal] = {
+    **OPENAI_CHAT,
+    **EXTENSIONS,
+    "store": Refusal((False,), "nothing is stored here; send store=false or leave it out"),
+    "previous_response_id": Refusal((), _STATELESS),
+    "conversation": Refusal((), _STATELESS),
+    "background": Refusal((False,), "nothing is stored here; use stream"),
+    "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
+    "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none"),
+    "context_management": Refusal(),
+    "moderation": Refusal(),
+    "messages": Refusal((), "use input"),
+    "max_tokens": Refusal((), "use max_output_tokens"),
+    "max_completion_tokens": Refusal((), "use max_output_tokens"),
+    "response_format": Refusal((), "use text.format"),
+    "reasoning_effort": Refusal((), "use reasoning.effort"),
+    "n": Refusal((1,), "a response has one answer"),
+}

@@ -1,0 +1,147 @@
+"""The output items of a response as they grow, each change an event of the stream.
+
+Source: OpenAI API reference, "streaming events" of responses.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.openai.deltas import PlacedLogprob
+from cluster.openai.tools.deltas import CallDelta
+
+Emit = Callable[..., None]
+Logprobs = Callable[[Sequence[PlacedLogprob]], list[dict[str, Any]]]
+
+
+class OpenItem(ABC):
+    """One item while it grows; `item` is its body so far. Every change is emitted as it is made."""
+
+    prefix: str
+
+    def __init__(self, emit: Emit, index: int) -> None:
+        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+        self.item: dict[str, Any] = {"id": self.id, "status": "in_progress"}
+        self._emit = emit
+        self._index = index
+
+    def close(self, cut: bool) -> None:
+        """Complete the item. cut: the output reached its limit in it."""
+        self._finish()
+        self.item["status"] = "incomplete" if cut else "completed"
+        self._tell("response.output_item.done", item=self.item)
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        self._emit(event, output_index=self._index, **fields)
+
+    def _tell_part(self, event: str, **fields: Any) -> None:
+        self._emit(event, item_id=self.id, output_index=self._index, **fields)
+
+
+class TextItem(OpenItem):
+    """An item with one part of text: what the model says, or what it thinks."""
+
+    part: dict[str, Any]
+    name: str
+
+    def __init__(self, emit: Emit, index: int) -> None:
+        super().__init__(emit, index)
+        self._texts: list[str] = []
+        self.item |= self._head()
+        self._tell("response.output_item.added", item={**self.item, "content": []})
+        self._tell_part("response.content_part.added", content_index=0, part=self._part(""))
+
+    @abstractmethod
+    def _head(self) -> dict[str, Any]:
+        """What the item says beside its content."""
+
+    @abstractmethod
+    def _part(self, text: str) -> dict[str, Any]:
+        """The part with its text."""
+
+    def _extras(self) -> dict[str, Any]:
+        """What the event of the whole text says beside the text."""
+        return {}
+
+    def _finish(self) -> None:
+        text = "".join(self._texts)
+        part = self._part(text)
+        self._tell_part(f"response.{self.name}.done", content_index=0, text=text, **self._extras())
+        self._tell_part("response.content_part.done", content_index=0, part=part)
+        self.item["content"] = [part]
+
+
+class MessageItem(TextItem):
+    """What the model says."""
+
+    prefix = "msg"
+    name = "output_text"
+
+    def __init__(self, emit: Emit, index: int, logprobs: Logprobs) -> None:
+        self._entries: list[dict[str, Any]] = []
+        self._logprobs = logprobs
+        super().__init__(emit, index)
+
+    def add(self, text: str, placed: Sequence[PlacedLogprob]) -> None:
+        """Add text, and the log-probabilities of its tokens where they are told."""
+        entries = self._logprobs(placed) if placed else []
+        self._texts.append(text)
+        self._entries += entries
+        self._tell_part("response.output_text.delta", content_index=0, delta=text, logprobs=entries)
+
+    def _head(self) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant"}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._entries)}
+
+    def _extras(self) -> dict[str, Any]:
+        return {"logprobs": list(self._entries)}
+
+
+class ReasoningItem(TextItem):
+    """What the model thinks."""
+
+    prefix = "rs"
+    name = "reasoning_text"
+
+    def add(self, text: str) -> None:
+        """Add text."""
+        self._texts.append(text)
+        self._tell_part("response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _head(self) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": []}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
+
+
+class CallItem(OpenItem):
+    """A call of a function."""
+
+    prefix = "fc"
+
+    def __init__(self, emit: Emit, index: int, call: CallDelta) -> None:
+        super().__init__(emit, index)
+        self.number = call.index
+        self._arguments: list[str] = []
+        self.item |= {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        self._tell("response.output_item.added", item=dict(self.item))
+
+    def add(self, arguments: str) -> None:
+        """Add a piece of the arguments."""
+        self._arguments.append(arguments)
+        self._tell_part("response.function_call_arguments.delta", delta=arguments)
+
+    def _finish(self) -> None:
+        self.item["arguments"] = "".join(self._arguments)
+        self._tell_part(
+            "response.function_call_arguments.done", name=self.item["name"], arguments=self.item["arguments"]
+        )
