@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -108,10 +109,12 @@ def _model_routes(model: ServedModel) -> list[Route]:
 
 
 def _document_routes() -> list[Route]:
-    document = json.encode(openapi())
+    @cache
+    def document() -> bytes:
+        return json.encode(openapi())
 
     async def show_document(_: Request) -> Response:
-        return Response(document, media_type="application/json")
+        return Response(document(), media_type="application/json")
 
     async def show_version(_: Request) -> Response:
         return _json({"version": version("squadron")})
