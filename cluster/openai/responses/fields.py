@@ -6,9 +6,10 @@ Source: OpenAI API reference, "create a model response".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from cluster.openai.field_types import Fields, Label, Labels, note
 from cluster.openai.messages import MAX_MESSAGES
@@ -39,6 +40,12 @@ EXTRAS = (
 )
 
 
+def _text_or_items(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        raise PydanticCustomError("input_type", "must be a string or a list of items")
+    return value
+
+
 class FunctionTool(Fields):
     """A function that the model may call."""
 
@@ -54,6 +61,28 @@ class NamedFunction(Fields):
 
     type: Literal["function"]
     name: str
+
+
+def _tool_choice(value: Any) -> Any:
+    if value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function":
+        return NamedFunction.model_validate(value)
+    raise PydanticCustomError(
+        "tool_choice", "must be 'none', 'auto', 'required' or {{'type': 'function', 'name': ...}}"
+    )
+
+
+Input = Annotated[
+    Any,
+    BeforeValidator(_text_or_items),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}]}),
+]
+Choice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice),
+    WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, NamedFunction.model_json_schema()]}),
+]
 
 
 class TextFormat(Fields):
@@ -89,7 +118,7 @@ class ResponseFields(Fields):
     """`POST /v1/responses`."""
 
     model: str = Field(description="must be the served model's id")
-    input: str | list[Any] = Field(
+    input: Input = Field(
         description=f"a text, or up to {MAX_MESSAGES} items: messages with text, function_call, function_call_output"
     )
     instructions: str | None = note("a system message before the input")
@@ -98,9 +127,7 @@ class ResponseFields(Fields):
     top_p: float | None = note("above 0, at most 1", 0, 1)
     text: TextOptions | None = note("format: text, json_object, json_schema (enforced)")
     tools: list[FunctionTool] | None = note("functions, at most 128, where the model's chat template reads tools")
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = note(
-        "none (tools are kept from the model), auto, required, or one function"
-    )
+    tool_choice: Choice | None = note("none (tools are kept from the model), auto, required, or one function")
     parallel_tool_calls: bool | None = note("false: at most one call; default true")
     reasoning: ReasoningOptions | None = note("effort, where the model's chat template reads it")
     include: list[Literal["message.output_text.logprobs"]] | None = note("log-probabilities of the text")
@@ -124,7 +151,9 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
     "background": Refusal((False,), "nothing is stored here; use stream"),
     "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
     "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none"),
+    "access_programs": Refusal(),
     "context_management": Refusal(),
+    "image": Refusal((), "this model reads and writes text only"),
     "moderation": Refusal(),
     "messages": Refusal((), "use input"),
     "max_tokens": Refusal((), "use max_output_tokens"),
