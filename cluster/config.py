@@ -7,15 +7,24 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from cluster.model_names import resolve_model
+from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
+
+
+def _pooling(name: str) -> str:
+    if name not in POOLINGS:
+        raise ValueError(f"must be one of {', '.join(POOLINGS)}")
+    return name
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
@@ -33,6 +42,12 @@ class ClusterConfig(EngineConfig):
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router, and seconds that each
         may (then 429).
     max_body_bytes: largest request body.
+    tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
+        `tool_choice` "auto" is refused, while forced calls need none.
+    reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
+        part of the content.
+    embedding_pooling: what an embedding is made of where the client does not say: `last`, the state of the last
+        token, or `mean`, that of all.
     cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
@@ -52,6 +67,9 @@ class ClusterConfig(EngineConfig):
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
@@ -84,9 +102,11 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     if not settings.get("model"):
         raise ConfigError("model is missing: give a folder, a hub id or 'demo'", "model")
     try:
-        return TypeAdapter(ClusterConfig).validate_python(settings)
+        config = TypeAdapter(ClusterConfig).validate_python(settings)
     except ValidationError as error:
         raise _as_config_error(error) from None
+    _check_parsers(config)
+    return config
 
 
 def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
@@ -101,6 +121,13 @@ def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
 def flag(name: str) -> str:
     """Spell a setting as it is written on the command line."""
     return "--" + name.replace("_", "-")
+
+
+def _check_parsers(config: ClusterConfig) -> None:
+    if config.tool_call_parser is not None:
+        TOOL_PARSERS.get(config.tool_call_parser)
+    if config.reasoning_parser is not None:
+        REASONING_PARSERS.get(config.reasoning_parser)
 
 
 def _refuse_unknown(key: str) -> None:

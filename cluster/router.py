@@ -16,7 +16,9 @@ from cluster.dispatcher import Dispatcher
 from cluster.logs import log_to_serve
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
-from cluster.openai.served_model import ServedModel
+from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.openai.served_model import ServedModel, matryoshka_of
+from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.readiness import ready_body
 from cluster.start_error import ReplicaStartError
 from cluster.tenants.fair_gate import UNBOUNDED, FairGate, FairGateConfig
@@ -24,6 +26,7 @@ from cluster.tenants.keys import KeySource
 from cluster.tenants.start import keys_for
 from cluster.tenants.tenancy import Tenancy
 from cluster.translation import stats_of
+from engine.checkpoint import read_json
 from engine.errors import SquadronError
 from engine.kv_cache import fit_given_blocks
 from engine.loader import open_model
@@ -80,7 +83,9 @@ def _tenancy(config: ClusterConfig, dispatcher: Dispatcher, keys: KeySource | No
 
 
 def _served_model(config: ClusterConfig) -> ServedModel:
-    spec = open_model(config.model).spec
+    folder = open_model(config.model)
+    spec = folder.spec
+    tools, reasoning = config.tool_call_parser, config.reasoning_parser
     shrink = config.max_model_len is None
     engine = config.engine.resolved(max_model_len=config.max_model_len or spec.max_positions)
     return ServedModel(
@@ -88,4 +93,8 @@ def _served_model(config: ClusterConfig) -> ServedModel:
         tokenizer=Tokenizer(config.tokenizer or config.model),
         max_model_len=fit_given_blocks(engine, shrink).context_len,
         vocab_size=spec.vocab_size,
+        tool_parser=None if tools is None else TOOL_PARSERS.get(tools),
+        reasoning_parser=None if reasoning is None else REASONING_PARSERS.get(reasoning),
+        pooling="mean" if config.embedding_pooling == "mean" else "last",
+        matryoshka=matryoshka_of(read_json(folder.path / "config.json")),
     )

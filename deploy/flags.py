@@ -15,7 +15,9 @@ import typer
 import yaml
 from typer.core import TyperCommand
 
-from cluster.config import ClusterConfig, flag, parse_config
+from cluster.config import POOLINGS, ClusterConfig, flag, parse_config
+from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
 from engine.errors import ConfigError
 
@@ -26,6 +28,9 @@ CHOICES = {
     "device": DEVICES,
     "scheduling_policy": SCHEDULING_POLICIES,
     "attention_backend": ATTENTION_BACKENDS,
+    "tool_call_parser": TOOL_PARSERS.names(),
+    "reasoning_parser": REASONING_PARSERS.names(),
+    "embedding_pooling": POOLINGS,
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -38,6 +43,8 @@ OPEN_DEFAULTS = {
     "api_key": "$SQUADRON_API_KEY, else no key",
     "api_key_file": "none",
     "max_inflight": "the router's share of 2 x replicas x max-num-seqs",
+    "tool_call_parser": "none",
+    "reasoning_parser": "none",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -47,6 +54,9 @@ HELP = {
         "dtype": "Type of weights and activations.",
         "max_model_len": "Most tokens of prompt and output of one sequence.",
         "seed": "Seed of requests that bring none.",
+        "tool_call_parser": "Format in which the model calls tools; needed for tool_choice auto.",
+        "reasoning_parser": "How the model marks its thinking, which is then told apart from its answer.",
+        "embedding_pooling": "States an embedding is made of: of the last token, or the mean of all.",
     },
     "Engine": {
         "tensor_parallel_size": "Ranks of one replica; each holds a slice of the model.",

@@ -51,7 +51,9 @@ class EmbeddingFields(Fields):
     encoding_format: Literal["float", "base64"] = note("base64: float32, little-endian", default="float")
     dimensions: int | None = note("where the model was trained to be cut (Matryoshka), else 400", 1, _MAX)
     user: Label | None = note("a label: changes nothing, is not stored")
-    pooling: Pooling | None = note("last: the state of the last token; mean: of all; default: the server's --pooling")
+    pooling: Pooling | None = note(
+        "last: the state of the last token; mean: of all; default: the server's --embedding-pooling"
+    )
     add_special_tokens: bool = note("whether the tokenizer adds its own (BOS)", default=True)
     priority: int = note("smaller runs earlier, where the server schedules by priority", -_MAX, _MAX, default=0)
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")

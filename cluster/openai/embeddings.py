@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -55,8 +55,13 @@ class EmbeddingCall:
 
 
 def parse_embeddings(body: bytes, model: ServedModel) -> EmbeddingCall:
+    """Check and tokenize a JSON body; see `embedding_call`."""
+    return embedding_call(parse_json(body), model)
+
+
+def embedding_call(fields: Mapping[str, Any], model: ServedModel) -> EmbeddingCall:
     """Check and tokenize a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = checked_fields(EmbeddingFields, parse_json(body), REFUSED_EMBEDDING)
+    checked = checked_fields(EmbeddingFields, fields, REFUSED_EMBEDDING)
     refuse_other_models(checked.model, model)
     _check_dimensions(checked.dimensions, model)
     if not -_MAX_PRIORITY <= checked.priority <= _MAX_PRIORITY:
@@ -107,12 +112,12 @@ class EmbeddingsEndpoint(Endpoint):
         exchange["id"] = call.request_id
         await visit.charge_prompt(call.num_tokens)
         track = services.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
-        vectors = await _vectors(call, visit.source, track)
+        vectors = await embedded(call, visit.source, track)
         services.metrics.prompt_tokens.inc(call.num_tokens)
         await answer.json(200, json.encode(_answer_body(call, vectors, services.model.model_id)))
 
 
-async def _vectors(call: EmbeddingCall, source: TokenSource, track: RequestTrack) -> list[Vector]:
+async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack) -> list[Vector]:
     """Run the requests, some at a time; the first error ends them all and is raised."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 

@@ -5,17 +5,21 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
 
+from cluster.config import POOLINGS, parse_config
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
 from cluster.metrics import Metrics
 from cluster.openai.embeddings import MAX_AT_ONCE
 from cluster.openai.served_model import matryoshka_of
+from engine.errors import ConfigError
+from engine.request import Pooling
 from tests.openai_app import MODEL, app_for, client_for, served_model, serving
 
 
@@ -194,6 +198,13 @@ async def test_the_real_openai_client_gets_its_vectors(model):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.embeddings.create(model=MODEL, input="")
         assert caught.value.body["param"] == "input"
+
+
+def test_the_settings_poolings_are_the_engines():
+    assert get_args(Pooling) == POOLINGS
+    with pytest.raises(ConfigError, match="last, mean") as caught:
+        parse_config({"model": "demo", "embedding_pooling": "cls"})
+    assert caught.value.flag == "embedding_pooling"
 
 
 @pytest.mark.parametrize(

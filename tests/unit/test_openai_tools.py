@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config import parse_config
 from cluster.openai.reasoning.parsers import DeepSeekR1Parser
 from cluster.openai.tools.answer import AnswerParser
 from cluster.openai.tools.deltas import joined
@@ -227,6 +228,13 @@ def test_parsers_are_known_by_name_and_an_unknown_one_is_told_which_there_are():
     with pytest.raises(ConfigError, match="known: hermes, llama3_json, mistral") as caught:
         TOOL_PARSERS.get("hermse")
     assert caught.value.flag == "tool_call_parser"
+
+
+@pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])
+def test_a_server_does_not_start_with_a_parser_that_it_does_not_have(flag):
+    with pytest.raises(ConfigError, match="there is no parser 'xml'") as caught:
+        parse_config({"model": "demo", flag: "xml"})
+    assert caught.value.flag == flag
 
 
 def test_calls_are_looked_for_in_the_answer_and_not_in_the_thinking():

@@ -6,10 +6,12 @@ Sources: chat templates of DeepSeek R1, Qwen 3; the pages of vLLM and SGLang on 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from cluster.openai.tools.registry import Registry
-from engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a command line that checks settings must not wait for transformers
+    from engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
