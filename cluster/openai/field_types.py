@@ -11,6 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from engine.sampling_params import MAX_BIASES
+
 MAX_PROMPTS = 128
 MAX_LABEL = 1024  # characters of a client's own ids
 MAX_METADATA = 512  # characters of each of its labels
@@ -73,6 +75,8 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """JSON has string keys only: `{"50256": -100}`."""
     if not isinstance(value, dict):
         raise PydanticCustomError("bias_map", "must be an object from token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("bias_count", f"must hold at most {MAX_BIASES} ids, not {len(value)}")
     return tuple([(_token_id(key), _bias(bias)) for key, bias in value.items()])
 
 
