@@ -13,6 +13,8 @@ from cluster.errors import ApiError
 from cluster.generation import TokenChunk
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
 from cluster.tenants.fair_queue import FairQueue
+from cluster.tenants.tenancy import Tenancy
+from cluster.tenants.tenant import Tenant
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -110,6 +112,17 @@ def test_what_was_generated_counts_as_well():
         turns[tenant] += 1
         queue.charge(tenant, 990 if tenant == "long" else 90)
     assert 45 <= turns["long"] <= 55, "a turn of 1,000 tokens is worth ten of 100"
+
+
+def test_who_was_away_has_saved_nothing_up():
+    queue = FairQueue()
+    for i in range(100):
+        queue.push("steady", ("steady", i), 10)
+    for _ in range(50):
+        queue.pop()
+    for i in range(50):
+        queue.push("new", ("new", i), 10)
+    assert Counter(queue.pop()[0] for _ in range(20)) == {"steady": 10, "new": 10}
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -311,6 +324,40 @@ async def test_a_bound_that_rises_lets_in_those_who_wait():
     for gate_of in source.started:
         source.gates[gate_of].set()
     await asyncio.gather(*tasks)
+
+
+async def test_nobody_overtakes_those_who_wait_when_the_bound_rises():
+    source, bound = ManualSource(), [1]
+    gate = FairGate(source, lambda: bound[0])
+    tasks = [start(gate, "a", request(f"{i}")) for i in range(3)]
+    await settle()
+    bound[0] = 2
+    tasks.append(start(gate, "a", request("3")))
+    await settle()
+    assert source.started == ["0", "1"]
+    for name in "0123":
+        source.gates[name].set()
+    await asyncio.gather(*tasks)
+    assert source.started == ["0", "1", "2", "3"]
+
+
+async def test_who_got_long_answers_waits_longer():
+    source = ManualSource()
+    tenancy = Tenancy(FairGate(source, lambda: 1))
+    talker, brief = Tenant("talker"), Tenant("brief")
+
+    async def answer(tenant, name, tokens):
+        async with await tenancy.visit(tenant) as visit, aclosing(visit.source.generate(request(name))) as chunks:
+            async for _ in chunks:
+                visit.charge_output(tokens)
+
+    jobs = [(talker, f"t{i}", 1000) for i in range(3)] + [(brief, f"b{i}", 10) for i in range(3)]
+    tasks = [asyncio.create_task(answer(*job)) for job in jobs]
+    await settle()
+    for name in ("t0", "t1", "t2", "b0", "b1", "b2"):
+        source.gates[name].set()
+    await asyncio.gather(*tasks)
+    assert source.started == ["t0", "b0", "b1", "b2", "t1", "t2"]
 
 
 async def test_idle_time_forgives_what_was_used():
