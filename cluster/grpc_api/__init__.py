@@ -1,0 +1,1 @@
+"""The gRPC interface: the same calls as over HTTP, served beside it."""

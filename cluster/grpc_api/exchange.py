@@ -1,0 +1,84 @@
+"""One RPC from its metadata to its status: ids, keys, and one typed error however it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.errors import ApiError, from_invalid_request
+from cluster.grpc_api.requests import renamed
+from cluster.grpc_api.status import status_code, status_message, trailing_metadata
+from engine.errors import InvalidRequestError
+
+log = logging.getLogger("squadron.grpc")
+Answered = Callable[[str, str], None]
+_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One RPC. id: made here, or the generation's own. client_id: the client's label, only echoed and logged."""
+
+    method: str
+    authorization: str
+    id: str
+    client_id: str
+
+    @property
+    def shown_id(self) -> str:
+        """What goes back as `x-request-id`."""
+        return self.client_id or self.id
+
+
+def metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
+    """Return the first text value of `name`, "" without one."""
+    for key, value in metadata or ():
+        if key == name and isinstance(value, str):
+            return value
+    return ""
+
+
+@asynccontextmanager
+async def exchange(
+    method: str, context: grpc.aio.ServicerContext, answered: Answered
+) -> AsyncGenerator[Exchange, None]:
+    """Run one RPC. Whatever it raises becomes its status; `answered` hears of the method and the status' name."""
+    metadata = context.invocation_metadata()
+    label = metadata_value(metadata, "x-request-id")
+    rpc = Exchange(
+        method,
+        metadata_value(metadata, "authorization"),
+        f"req-{secrets.token_hex(16)}",
+        label if _CLIENT_ID.fullmatch(label) else "",
+    )
+    try:
+        yield rpc
+        context.set_trailing_metadata((("x-request-id", rpc.shown_id),))
+        answered(method, grpc.StatusCode.OK.name)
+    except asyncio.CancelledError:
+        answered(method, grpc.StatusCode.CANCELLED.name)
+        log.info("request %s (client id %r): the client left, or its deadline passed", rpc.id, rpc.client_id)
+        raise
+    except InvalidRequestError as error:
+        await _fail(context, from_invalid_request(renamed(error)), rpc, answered)
+    except ApiError as error:
+        await _fail(context, error, rpc, answered)
+    except Exception:
+        log.exception("request %s failed inside", rpc.id)
+        sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
+        await _fail(context, sorry, rpc, answered)
+
+
+async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Exchange, answered: Answered) -> None:
+    error.request_id = rpc.id
+    code = status_code(error)
+    log.info("request %s (client id %r): %s %s", rpc.id, rpc.client_id, code.name, error.code)
+    answered(rpc.method, code.name)
+    await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))

@@ -1,0 +1,164 @@
+"""From protocol buffers to the fields that the one validator of every ingress checks.
+
+Names are those of the HTTP API, so that an error names the field that the client set.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from cluster.errors import ApiError
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from engine.errors import InvalidRequestError
+
+M = TypeVar("M", bound=Message)
+Fields = dict[str, Any]
+
+
+def parsed(kind: type[M], body: bytes) -> M:
+    """Return the message in `body`; raises `ApiError` for bytes that are none, and for fields not known here."""
+    try:
+        message = kind.FromString(body)
+    except DecodeError:
+        raise ApiError("invalid_protobuf", f"the request is no valid {kind.DESCRIPTOR.full_name}") from None
+    _refuse_unknown(message, "")
+    return message
+
+
+def completion_fields(request: pb.GenerateRequest) -> Fields:
+    """Return the fields of a completion."""
+    fields = _flat(request)
+    ids = fields.pop("prompt_token_ids", None)
+    if ids is not None:
+        fields["prompt"] = list(ids.ids)
+    return fields
+
+
+def chat_fields(request: pb.ChatRequest) -> Fields:
+    """Return the fields of a chat; raises `InvalidRequestError` for JSON that is none."""
+    fields = _flat(request)
+    logprobs = fields.pop("logprobs", None)
+    if logprobs is not None:
+        fields |= {"logprobs": True, "top_logprobs": logprobs}
+    fields["messages"] = [_message(one) for one in request.messages]
+    if request.tools:
+        fields["tools"] = [_tool(tool, f"tools[{i}].parameters") for i, tool in enumerate(request.tools)]
+    if request.HasField("tool_choice"):
+        fields["tool_choice"] = _tool_choice(request.tool_choice)
+    if request.HasField("chat_template_kwargs"):
+        fields["chat_template_kwargs"] = _scalars(request.chat_template_kwargs)
+    return fields
+
+
+def embedding_fields(request: pb.EmbedRequest) -> Fields:
+    """Return the fields of a request for embeddings; raises `InvalidRequestError` for an input that is empty."""
+    fields = _scalars(request)
+    return {**fields, "input": [_input(one, i) for i, one in enumerate(request.input)]}
+
+
+def shown(request: pb.GenerateRequest | pb.ChatRequest) -> tuple[bool, bool]:
+    """Return whether text and whether token ids are told; raises `InvalidRequestError` for another wish."""
+    output = request.output or pb.OUTPUT_TEXT
+    if output not in pb.Output.values():
+        raise InvalidRequestError(
+            f"output must be OUTPUT_TEXT, OUTPUT_TOKENS or OUTPUT_TEXT_AND_TOKENS, not {output}", "output"
+        )
+    return output != pb.OUTPUT_TOKENS, output != pb.OUTPUT_TEXT
+
+
+def renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """Return the error in the words of this interface, which has one field where HTTP's chats have two."""
+    if error.param == "top_logprobs":
+        return InvalidRequestError(str(error).replace("top_logprobs", "logprobs"), "logprobs", error.code)
+    return error
+
+
+def _flat(request: pb.GenerateRequest | pb.ChatRequest) -> Fields:
+    """The request's own fields and those of `sampling` beside each other."""
+    fields = _scalars(request)
+    for nested in ("sampling", "output", "messages", "tools", "tool_choice", "chat_template_kwargs"):
+        fields.pop(nested, None)
+    sampling = _scalars(request.sampling)
+    if "structured_outputs" in sampling:
+        sampling["structured_outputs"] = _structured(request.sampling.structured_outputs)
+    return fields | sampling
+
+
+def _scalars(message: Message) -> Fields:
+    """The fields that are set: lists and maps as Python's own, messages as they are."""
+    return {descriptor.name: _plain(value) for descriptor, value in message.ListFields()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value if isinstance(value, str | bytes | Message | int | float) else list(value)
+
+
+def _structured(wanted: pb.StructuredOutputs) -> Fields:
+    kind = wanted.WhichOneof("constraint")
+    if kind is None:
+        return {}
+    return {kind: list(wanted.choice.choices) if kind == "choice" else getattr(wanted, kind)}
+
+
+def _message(message: pb.Message) -> Fields:
+    fields = _scalars(message)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in message.tool_calls
+        ]
+    return fields
+
+
+def _tool(tool: pb.Tool, param: str) -> Fields:
+    function = _scalars(tool)
+    if "parameters" in function:
+        function["parameters"] = _json(tool.parameters, param)
+    return {"type": "function", "function": function}
+
+
+def _json(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(f"{param} must be the text of a JSON schema", param, "invalid_json") from None
+
+
+def _tool_choice(choice: pb.ToolChoice) -> Any:
+    if choice.WhichOneof("choice") == "function":
+        return {"type": "function", "function": {"name": choice.function}}
+    return choice.mode
+
+
+def _input(one: pb.EmbedInput, index: int) -> str | list[int]:
+    kind = one.WhichOneof("input")
+    if kind is None:
+        param = f"input[{index}]"
+        raise InvalidRequestError(f"{param} must have text or token_ids", param, "missing_parameter")
+    return one.text if kind == "text" else list(one.token_ids.ids)
+
+
+def _refuse_unknown(message: Message, path: str) -> None:
+    """Fields of a newer interface must not be dropped in silence."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        where = path.rstrip(".") or message.DESCRIPTOR.name
+        number = unknown[0].field_number
+        raise InvalidRequestError(
+            f"{where} has a field number {number} that this server does not know; it may be older than your client",
+            f"{path}{number}",
+            "unknown_parameter",
+        )
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+            continue
+        for i, part in enumerate([value] if isinstance(value, Message) else value):
+            place = descriptor.name if isinstance(value, Message) else f"{descriptor.name}[{i}]"
+            _refuse_unknown(part, f"{path}{place}.")

@@ -1,0 +1,133 @@
+"""The router's own gRPC server: who may call, what is let in, and how it ends.
+
+Serve's gRPC ingress is not used, for reasons that docs/grpc.md tells: it listens on all interfaces, lets a slow
+reader fill the memory, and bounds no message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_reflection.v1alpha import reflection
+
+from cluster.errors import ApiError
+from cluster.grpc_api.exchange import Answered, exchange, metadata_value
+from cluster.grpc_api.service import GrpcServices, InferenceService
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.tenants.tenancy import Tenancy
+from engine.errors import ConfigError
+
+log = logging.getLogger("squadron.grpc")
+SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+OPEN_METHODS = frozenset({f"/{SERVICE.full_name}/Health"})
+_KNOWN = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """Where to listen. port: 0 = any free one. Routers of one machine share a port; a connection stays with one."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+    @property
+    def text(self) -> str:
+        """As gRPC writes it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class GrpcServer:
+    """Made and used on one event loop."""
+
+    def __init__(self, address: ListenAddress, services: GrpcServices) -> None:
+        self.port = 0  # 0 until it listens
+        self._address = address
+        self._service = InferenceService(services)
+        door = Door(services.tenancy, services.answered)
+        self._server = grpc.aio.server(interceptors=[door], options=_options(services.max_message_bytes))
+        self._server.add_generic_rpc_handlers((_handlers(self._service),))
+        reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), self._server)
+
+    async def start(self) -> None:
+        """Listen. Raises `ConfigError` when the address is taken."""
+        try:
+            self.port = self._server.add_insecure_port(self._address.text)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"grpc_port: cannot listen on {self._address.text}; choose another port or host", "grpc_port"
+            ) from error
+        await self._server.start()
+        log.info("gRPC listens on %s port %d", self._address.host, self.port)
+
+    async def stop(self, grace: float) -> None:
+        """Take no more calls, give those that run `grace` seconds, and end."""
+        await self._server.stop(grace)
+        self._service.close()
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Lets in who has a key, whatever is called: reflection, and methods that do not exist, too."""
+
+    def __init__(self, tenancy: Tenancy, answered: Answered) -> None:
+        self._tenancy = tenancy
+        self._answered = answered
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """Return the method's handler, or one that refuses without reading the request."""
+        method = handler_call_details.method
+        if method not in OPEN_METHODS:
+            authorization = metadata_value(handler_call_details.invocation_metadata, "authorization")
+            try:
+                self._tenancy.tenant_of(authorization)
+            except ApiError as error:
+                return self._refusal(error, _KNOWN.get(method, "other"))
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            message = f"there is no method {method[:100]!r}; the service is {SERVICE.full_name}"
+            return self._refusal(ApiError("not_found", message, status=501), "other")
+        return handler
+
+    def _refusal(self, error: ApiError, name: str) -> grpc.RpcMethodHandler:
+        async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
+            async with exchange(name, context, self._answered):
+                raise error
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _handlers(service: InferenceService) -> grpc.GenericRpcHandler:
+    """Requests stay bytes: those that cannot be read are then refused in our own words."""
+    handlers = {}
+    for method in SERVICE.methods:
+        kind = (
+            grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[method.name] = kind(getattr(service, method.name), response_serializer=_serialized)
+    return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Identity only: what a compressed message grows to is not known before it has.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.so_reuseport", 1),
+        # A client that is gone without a word is noticed, and its requests end.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
