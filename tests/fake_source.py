@@ -35,6 +35,10 @@ class FakeSource:
         """Yield the script's tokens, the choices taking turns."""
         self.requests.append(request)
         try:
+            if request.pooling is not None:
+                state = (float(len(request.prompt_token_ids)), 1.0)
+                yield TokenChunk(0, (), finish_reason="stop", embedding=state)
+                return
             for chunk in self._prompt_chunks(request):
                 yield chunk
             plans = {choice: self._plan(request, choice) for choice in self._choices(request)}

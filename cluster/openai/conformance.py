@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from msgspec import json
 
+from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
+from cluster.openai.responses.fields import REFUSED_RESPONSE, ResponseRequest
 from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from cluster.openai.tokens_endpoint import REFUSED_TOKENIZE
 
@@ -29,6 +31,17 @@ _CHAT = {
 # The fields of OpenAI's own request objects, as of version 3.52 of its Python client.
 OPENAI_COMPLETION = frozenset(_SHARED | {"prompt", "best_of", "echo", "suffix"})
 OPENAI_CHAT = frozenset(_SHARED | _CHAT)
+OPENAI_EMBEDDING = frozenset({"dimensions", "encoding_format", "input", "model", "user"})
+OPENAI_RESPONSE = frozenset(
+    {
+        "access_programs", "background", "context_management", "conversation", "image", "include", "input",
+        "instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "moderation",
+        "parallel_tool_calls", "previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "reasoning", "safety_identifier", "service_tier", "store", "stream",
+        "stream_options", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p", "truncation",
+        "user",
+    }
+)  # fmt: skip
 _HEAD = """\
 # The HTTP API
 
@@ -59,6 +72,8 @@ class Table:
 TABLES: Sequence[Table] = (
     Table("POST /v1/chat/completions", ChatFields, REFUSED_CHAT, OPENAI_CHAT),
     Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
+    Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
+    Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
     Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
     Table("POST /detokenize", DetokenizeFields),
 )

@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from cluster.openai.embedding_fields import EmbeddingFields
 from cluster.openai.field_types import Fields
+from cluster.openai.responses.fields import ResponseRequest
 from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 
 _REFS = "#/components/schemas/{model}"
@@ -46,6 +48,7 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 
 _USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
 _CARD = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, max_model_len=_INTEGER)
+_VECTOR = {"anyOf": [_list({"type": "number"}), {"type": "string", "contentEncoding": "base64"}]}
 _REASON = {"enum": ["stop", "length", "tool_calls"]}
 _ERROR = _object(
     error=_object(
@@ -78,6 +81,32 @@ OPERATIONS: Sequence[Operation] = (
         _answer("text_completion", _object(index=_INTEGER, text=_STRING, finish_reason=_REASON)),
         CompletionFields,
         streams=True,
+    ),
+    Operation(
+        "/v1/responses",
+        "Answer a conversation, without keeping it.",
+        _object(
+            id=_STRING,
+            object={"const": "response"},
+            created_at=_INTEGER,
+            status={"enum": ["completed", "incomplete"]},
+            model=_STRING,
+            output=_list({"type": "object"}),
+            usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
+        ),
+        ResponseRequest,
+        streams=True,
+    ),
+    Operation(
+        "/v1/embeddings",
+        "Turn texts into vectors of length 1.",
+        _object(
+            object={"const": "list"},
+            data=_list(_object(object={"const": "embedding"}, index=_INTEGER, embedding=_VECTOR)),
+            model=_STRING,
+            usage=_object(prompt_tokens=_INTEGER, total_tokens=_INTEGER),
+        ),
+        EmbeddingFields,
     ),
     Operation(
         "/tokenize",
@@ -117,7 +146,7 @@ def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
 def _operation(one: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": one.answer}}
     if one.streams:
-        content["text/event-stream"] = {"schema": _STRING}
+        content["text/event-stream"] = {"schema": {"type": ["string", "object"]}}
     error = {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}
     told: dict[str, Any] = {
         "operationId": one.path.strip("/").replace("/", "_"),

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 
 from cluster.openai import conformance
 
@@ -22,6 +23,8 @@ def test_the_page_is_what_the_code_says():
 def test_every_field_of_openais_api_is_in_the_table():
     assert fields_of(chat_create_params) == conformance.OPENAI_CHAT
     assert fields_of(completion_create_params) == conformance.OPENAI_COMPLETION
+    assert set(embedding_create_params.EmbeddingCreateParams.__annotations__) == conformance.OPENAI_EMBEDDING
+    assert {*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"} == conformance.OPENAI_RESPONSE
 
 
 def test_every_field_is_honoured_or_refused_and_never_both():

@@ -52,6 +52,8 @@ CALLS = [(one, mode) for one in OPERATIONS for mode in (POSITIVE, NEGATIVE) if o
 PLAIN = {
     "/v1/chat/completions": {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"model": MODEL, "prompt": "hi"},
+    "/v1/responses": {"model": MODEL, "input": "hi"},
+    "/v1/embeddings": {"model": MODEL, "input": "hi"},
     "/tokenize": {"model": MODEL, "prompt": "hi", "messages": None},
 }
 

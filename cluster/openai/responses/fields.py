@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 from pydantic_core import PydanticCustomError
 
 from cluster.openai.field_types import Fields, Label, Labels, note
 from cluster.openai.messages import MAX_MESSAGES
 from cluster.openai.refusals import EXTENSIONS, OPENAI_CHAT, Refusal
-from cluster.openai.schema import ReasoningEffort
+from cluster.openai.schema import ChatFields, ReasoningEffort
 from cluster.openai.tool_fields import Name
 
 _MAX = 2**31 - 1
@@ -141,10 +141,20 @@ class ResponseFields(Fields):
     prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
 
 
+# All fields together, for the API document.
+ResponseRequest: type[ResponseFields] = create_model(
+    "ResponseRequest",
+    __base__=ResponseFields,
+    **{name: (field.annotation, field) for name, field in ChatFields.model_fields.items() if name in EXTRAS},  # type: ignore[call-overload]  # pydantic types these keywords one by one
+)
+_ELSEWHERE = "use text.format, or chat completions, which have structured_outputs"
 _STATELESS = "nothing is stored here: send the whole conversation as input"
 REFUSED_RESPONSE: Mapping[str, Refusal] = {
     **OPENAI_CHAT,
-    **EXTENSIONS,
+    **{
+        name: Refusal(one.neutral, _ELSEWHERE) if "structured_outputs" in one.instead else one
+        for name, one in EXTENSIONS.items()
+    },
     "store": Refusal((False,), "nothing is stored here; send store=false or leave it out"),
     "previous_response_id": Refusal((), _STATELESS),
     "conversation": Refusal((), _STATELESS),
@@ -159,6 +169,9 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
     "max_tokens": Refusal((), "use max_output_tokens"),
     "max_completion_tokens": Refusal((), "use max_output_tokens"),
     "response_format": Refusal((), "use text.format"),
+    "json_schema": Refusal((), "use text.format"),
+    "structured_outputs": Refusal((), _ELSEWHERE),
+    "return_tokens_as_token_ids": Refusal((False,), "use chat completions, which have return_token_ids"),
     "reasoning_effort": Refusal((), "use reasoning.effort"),
     "n": Refusal((1,), "a response has one answer"),
 }
