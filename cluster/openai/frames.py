@@ -33,21 +33,32 @@ class Frames(ABC):
 
     object_name: str
     chunk_name: str
+    text_end: bytes  # what closes the text of a choice
 
     def __init__(self, call: Call, model_id: str, tokenizer: Tokenizer, prompts: Sequence[PromptResult]) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._begun: set[int] = set()
+        self._heads: dict[int, bytes] = {}  # of the choices that were begun: a frame up to its text
+        self._tells_ids = call.return_token_ids
         self._head = {"id": call.request_id, "created": int(time.time()), "model": model_id}
         opening = {"id": call.request_id, "object": self.chunk_name, "created": self._head["created"]}
         self._opening = b"data: " + _encode({**opening, "model": model_id})[:-1] + b',"choices":['
-        self._tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
-        self._closing = b"]" + self._tail
+        self._set_tail(b',"usage":null}\n\n' if call.include_usage else b"}\n\n")
 
-    @abstractmethod
     def delta(self, delta: Delta) -> bytes:
         """Return the frames for one delta of a stream; b"" when there is nothing to show yet."""
+        head = self._heads.get(delta.choice)
+        if (
+            head is None
+            or delta.finish_reason is not None
+            or delta.logprobs
+            or self._tells_ids
+            or delta.calls
+            or delta.reasoning
+        ):
+            return self._frames(delta)
+        return head + _encode(delta.text) + self._plain_end if delta.text else b""
 
     @abstractmethod
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
@@ -55,8 +66,7 @@ class Frames(ABC):
 
     def tell_usage(self, usage: Usage) -> None:
         """Put the usage so far into the frames that follow."""
-        self._tail = b',"usage":' + _encode(usage_body(usage)) + b"}\n\n"
-        self._closing = b"]" + self._tail
+        self._set_tail(b',"usage":' + _encode(usage_body(usage)) + b"}\n\n")
 
     def usage(self, usage: Usage) -> bytes:
         """Return the frame with the usage of the call, which has no choices."""
@@ -66,6 +76,16 @@ class Frames(ABC):
         """Return the JSON body of an answer that is not streamed."""
         named = {"id": self._head["id"], "object": self.object_name, **self._head}
         return _encode({**named, "choices": choices, "usage": usage_body(usage), **self._whole_call()})
+
+    def _set_tail(self, tail: bytes) -> None:
+        """Set what follows the choices of a chunk, and with it all that ends a frame of plain text."""
+        self._tail = tail
+        self._closing = b"]" + tail
+        self._plain_end = self.text_end + b',"logprobs":null,"finish_reason":null}' + self._closing
+
+    @abstractmethod
+    def _frames(self, delta: Delta) -> bytes:
+        """Return the frames of any delta: first, last, or with more than text."""
 
     def _whole_call(self) -> dict[str, Any]:
         """Fields beside the choices."""
@@ -104,17 +124,17 @@ class CompletionFrames(Frames):
     """`text_completion` objects."""
 
     object_name = chunk_name = "text_completion"
+    text_end = b""
 
-    def delta(self, delta: Delta) -> bytes:
-        """See `Frames.delta`."""
+    def _frames(self, delta: Delta) -> bytes:
         opening = b'%s{"index":%d,"text":' % (self._opening, delta.choice)
         frames = b""
         if delta.text or self._has_more_than_text(delta):
             extras = self._extras(delta)
-            if self._call.return_token_ids and delta.choice not in self._begun:
-                self._begun.add(delta.choice)
+            if self._tells_ids and delta.choice not in self._heads:
                 extras += b"," + _encode(self._prompt_extras(delta.choice // self._call.params.n))[1:-1]
             frames = opening + _encode(delta.text) + extras + b',"finish_reason":null}' + self._closing
+            self._heads[delta.choice] = opening
         if delta.finish_reason is not None:
             reason = delta.finish_reason.encode()
             frames += opening + b'"","logprobs":null,"finish_reason":"' + reason + b'"}' + self._closing
@@ -134,14 +154,14 @@ class ChatFrames(Frames):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    text_end = b"}"
 
-    def delta(self, delta: Delta) -> bytes:
-        """See `Frames.delta`."""
+    def _frames(self, delta: Delta) -> bytes:
         opening = b'%s{"index":%d,"delta":' % (self._opening, delta.choice)
         frames = b""
-        if delta.choice not in self._begun:
+        if delta.choice not in self._heads:
             frames = self._introduction(opening)
-            self._begun.add(delta.choice)
+            self._heads[delta.choice] = opening + b'{"content":'
         if delta.calls or delta.reasoning:
             frames += self._parts(delta, opening)
         elif delta.text or self._has_more_than_text(delta):
@@ -169,7 +189,7 @@ class ChatFrames(Frames):
     def _introduction(self, opening: bytes) -> bytes:
         """The first frame of a choice; the first of the call tells of the prompt as well."""
         closing = self._closing
-        if self._call.return_token_ids and not self._begun:
+        if self._tells_ids and not self._heads:
             closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._tail
         return opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + closing
 
