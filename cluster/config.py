@@ -34,6 +34,7 @@ class ClusterConfig(EngineConfig):
     served_model_name: the id that clients use; None = the last part of `model`.
     replicas / routers: copies of the tensor-parallel group and of the front end.
     host / port: where the HTTP proxy listens. Loopback unless told otherwise.
+    grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
@@ -61,6 +62,7 @@ class ClusterConfig(EngineConfig):
     routers: Count = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     api_key: str | None = None
     api_key_file: str | None = None
     max_inflight: Count | None = None

@@ -13,6 +13,10 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.grpc_api.beside import BesideHttp
+from cluster.grpc_api.figures import GrpcFigures
+from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.service import GrpcServices
 from cluster.logs import log_to_serve
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
@@ -54,14 +58,33 @@ class Router:
         times = DispatcherConfig(stall_timeout=config.stall_timeout, progress_timeout=2 * config.step_timeout)
         self._dispatcher = Dispatcher(times)
         self._directory = ReplicaDirectory(self._router_id, self._replicas, self._dispatcher)
-        return build_app(
+        metrics = Metrics(self._model.model_id, self._figures)
+        tenancy = _tenancy(config, self._dispatcher, self._keys)
+        app = build_app(
             self._dispatcher,
             self._model,
-            Metrics(self._model.model_id, self._figures),
+            metrics,
             self._ready,
-            tenancy=_tenancy(config, self._dispatcher, self._keys),
+            tenancy=tenancy,
             max_body_bytes=config.max_body_bytes,
         )
+        return app if config.grpc_port is None else self._with_grpc(app, metrics, tenancy, config.grpc_port)
+
+    def _with_grpc(self, app: ASGIApp, metrics: Metrics, tenancy: Tenancy, port: int) -> ASGIApp:
+        services = GrpcServices(
+            self._model,
+            tenancy,
+            metrics,
+            lambda: bool(self._ready()["ready"]),
+            self._dispatcher.replicas,
+            GrpcFigures(self._model.model_id, metrics).answered,
+            self._config.max_body_bytes,
+        )
+        try:
+            server = GrpcServer(ListenAddress(self._config.host, port), services)
+        except SquadronError as error:
+            raise ReplicaStartError.of(error) from error
+        return BesideHttp(app, server, self._config.drain_timeout)
 
     def _ready(self) -> dict[str, Any]:
         who = {"model": self._model.model_id, "router": self._router_id}

@@ -6,14 +6,14 @@ import ipaddress
 import json
 import socket
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, flag
 from engine.errors import ConfigError
 
 PROMPT = "What does os.path.join do?"
 
 
-def free_port(host: str, port: int) -> int:
-    """Return `port` if it can be listened on, and any free one for 0. Raises `ConfigError`."""
+def free_port(host: str, port: int, setting: str = "port") -> int:
+    """Return `port` if it can be listened on, and any free one for 0. Raises `ConfigError` naming the setting."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         # As the server will do: a port whose last connections have only just closed is free.
@@ -23,8 +23,9 @@ def free_port(host: str, port: int) -> int:
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(
-                f"cannot listen on {host} port {port} ({reason}); choose another --port (0 = any free one) or --host",
-                "port",
+                f"cannot listen on {host} port {port} ({reason}); choose another {flag(setting)} (0 = any free one) "
+                "or --host",
+                setting,
             ) from error
         return int(probe.getsockname()[1])
 

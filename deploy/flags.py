@@ -40,6 +40,7 @@ OPEN_DEFAULTS = {
     "num_kv_blocks": "from memory",
     "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
     "served_model_name": "the last part of MODEL",
+    "grpc_port": "off",
     "api_key": "$SQUADRON_API_KEY, else no key",
     "api_key_file": "none",
     "max_inflight": "the router's share of 2 x replicas x max-num-seqs",
@@ -87,6 +88,7 @@ HELP = {
     "HTTP": {
         "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",
         "port": "Port to listen on; 0 = any free one.",
+        "grpc_port": "Port of the gRPC endpoint, on the same address; 0 = any free one.",
         "api_key": "Key that clients must send as a bearer token.",
         "api_key_file": "YAML or JSON file of keys with tenant, expiry, quotas; `squadron keys new` makes entries.",
         "max_body_bytes": "Largest request body.",

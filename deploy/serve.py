@@ -28,6 +28,7 @@ from deploy.plan import make_plan
 from deploy.ray_output import without_death_notices
 from deploy.readiness import Readiness, StartError, client_for
 from deploy.replica_log import ReplicaLog
+from engine.errors import ConfigError
 
 APP = "squadron"
 # Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
@@ -93,7 +94,11 @@ class Server:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
             make_plan(self._config)
-            self._config = replace(self._config, port=free_port(self._config.host, self._config.port))
+            self._config = _with_ports(self._config)
+        elif self._config.grpc_port == 0:
+            raise ConfigError(
+                "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
+            )
         with self._phases.phase("Ray") as notes:
             self._cluster = self._connect()
             notes.append(self._cluster.about)
@@ -113,6 +118,8 @@ class Server:
         """Say where the model is served and how to ask it."""
         config = self._config
         self._phases.total(f"{self._url}/v1   model {config.model_id}")
+        if config.grpc_port is not None:
+            self.say(f"gRPC: {connect_host(config.host)}:{config.grpc_port}, service squadron.v1.Inference")
         if not is_loopback(config.host) and not config.api_key:
             self._console.print(
                 f"[bold red]Warning:[/] anybody who reaches {config.host} can use this server: set --api-key "
@@ -214,3 +221,11 @@ class Server:
             time.sleep(0.1)
         if isinstance(self._cluster, JoinedRay) and self._started_serve and not serve.status().applications:
             serve.shutdown()
+
+
+def _with_ports(config: ClusterConfig) -> ClusterConfig:
+    """Return the configuration with ports that are free now. Raises `ConfigError`."""
+    chosen = replace(config, port=free_port(config.host, config.port))
+    if config.grpc_port is None:
+        return chosen
+    return replace(chosen, grpc_port=free_port(config.host, config.grpc_port, "grpc_port"))

@@ -42,25 +42,19 @@ class ListenAddress:
 
 
 class GrpcServer:
-    """Made and used on one event loop."""
+    """Made and used on one event loop. Raises `ConfigError` when its address is taken."""
 
     def __init__(self, address: ListenAddress, services: GrpcServices) -> None:
-        self.port = 0  # 0 until it listens
         self._address = address
         self._service = InferenceService(services)
         door = Door(services.tenancy, services.answered)
         self._server = grpc.aio.server(interceptors=[door], options=_options(services.max_message_bytes))
         self._server.add_generic_rpc_handlers((_handlers(self._service),))
         reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), self._server)
+        self.port = self._bound()
 
     async def start(self) -> None:
-        """Listen. Raises `ConfigError` when the address is taken."""
-        try:
-            self.port = self._server.add_insecure_port(self._address.text)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"grpc_port: cannot listen on {self._address.text}; choose another port or host", "grpc_port"
-            ) from error
+        """Take calls."""
         await self._server.start()
         log.info("gRPC listens on %s port %d", self._address.host, self.port)
 
@@ -68,6 +62,13 @@ class GrpcServer:
         """Take no more calls, give those that run `grace` seconds, and end."""
         await self._server.stop(grace)
         self._service.close()
+
+    def _bound(self) -> int:
+        try:
+            return int(self._server.add_insecure_port(self._address.text))
+        except RuntimeError as error:
+            message = f"grpc_port: cannot listen on {self._address.text}; choose another port, or another host"
+            raise ConfigError(message, "grpc_port") from error
 
 
 class Door(grpc.aio.ServerInterceptor):
