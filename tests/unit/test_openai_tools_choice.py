@@ -11,6 +11,7 @@ from cluster.openai.tools.deltas import joined
 from cluster.openai.tools.formats import HermesParser, MistralParser
 from cluster.openai.tools.schema_refs import placed_under
 from engine.errors import InvalidRequestError
+from engine.grammar.json_schema import schema_grammar
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
@@ -70,12 +71,21 @@ def test_a_named_choice_is_the_arguments_of_that_function():
     assert not fits(schema_of(tool_use(TOOLS, None, named="now")), {"a": 1})
 
 
-def test_xgrammar_takes_the_schema_of_a_required_choice():
+@pytest.mark.parametrize(
+    ("use", "text", "right"),
+    [
+        (tool_use(TOOLS, "required"), [call("tree", {"size": 1, "kids": [{"size": 2}]}), call("now", {})], True),
+        (tool_use(TOOLS, "required"), [call("named", {"size": 1})], False),
+        (tool_use(TOOLS, "required", parallel=False), [call("now", {}), call("now", {})], False),
+        (tool_use(TOOLS, None, named="tree"), {"size": 1, "kids": [{"size": 2}]}, True),
+        (tool_use(TOOLS, None, named="tree"), {"kids": []}, False),
+    ],
+)
+def test_the_engines_grammar_of_a_forced_call_takes_what_the_schema_takes(use, text, right):
     xgrammar = pytest.importorskip("xgrammar", reason="the extra 'structured' is not installed")
-    grammar = xgrammar.Grammar.from_json_schema(tool_use(TOOLS, "required").structured().text)
     accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
-    assert accepts(grammar, json.dumps([call("tree", {"size": 1, "kids": [{"size": 2}]}), call("now", {})]))
-    assert not accepts(grammar, json.dumps([call("named", {"size": 1})]))
+    grammar = xgrammar.Grammar.from_ebnf(schema_grammar(use.structured().text))
+    assert accepts(grammar, json.dumps(text)) is right
 
 
 @pytest.mark.parametrize(
