@@ -16,7 +16,7 @@ from engine.executor import Executor
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder
-from engine.prompt_results import take_pooled, take_prompt_logprobs
+from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
 from engine.report import (
     BlockEvents,
     EngineStats,
@@ -121,7 +121,7 @@ class EngineCore:
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
         pooled = take_pooled(schedule, outputs, self._scheduler.mark)
         self._scheduler.update(schedule, outputs.token_ids, _failures(outputs))
-        if outputs.failed:
+        if is_poisoned(outputs):
             # Whatever made the logits bad may sit in blocks that others would find.
             self._blocks.clear_cache()
         report = self._report(schedule, outputs)

@@ -14,6 +14,14 @@ from engine.schedule import Schedule
 Fail = Callable[[Sequence, Exception], None]
 
 
+def is_poisoned(outputs: StepOutputs) -> bool:
+    """Whether the model gave NaN or infinity for any sequence of the step."""
+    scored, pooled = outputs.prompt_logprobs, outputs.pooled
+    if outputs.failed or (scored is not None and not np.isfinite(scored.chosen).all()):
+        return True
+    return pooled is not None and not np.isfinite(pooled).all()
+
+
 def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[PromptLogprobs]:
     """Return the log-probabilities that the step brought, by sequence; `fail` gets those that are not finite.
 
@@ -27,35 +35,49 @@ def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -
     for sequence, first, beyond in schedule.scores:
         rows = range(start, start + beyond - first)
         start = rows.stop
-        if not np.isfinite(found.chosen[rows.start : rows.stop]).all():
-            fail(sequence, PoisonedLogitsError("the model's logits were not finite"))
-            continue
-        tokens = sequence.request.prompt_token_ids[first + 1 : beyond + 1]
-        count = sequence.request.params.prompt_logprobs or 0
-        told.append(PromptLogprobs(sequence, first + 1, tuple(_entries(found, rows, tokens, count))))
-        sequence.num_scored_tokens = beyond + 1
+        try:
+            told.append(_told(sequence, first, beyond, found, rows))
+        except Exception as error:
+            fail(sequence, error)
     return told
 
 
 def take_pooled(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[tuple[Sequence, Floats]]:
     """Add what the step pooled to its sequences; return the vectors, [hidden] fp32, of those that are complete.
 
-    Call once per step, before the step's sequences are updated.
+    `fail` gets those that are not finite. Call once per step, before the step's sequences are updated.
     """
     done: list[tuple[Sequence, Floats]] = []
     if outputs.pooled is None:
         return done
     for (sequence, row), state in zip(schedule.pooled, outputs.pooled, strict=True):
-        if not np.isfinite(state).all():
-            fail(sequence, PoisonedLogitsError("the model's hidden states were not finite"))
+        try:
+            _add(sequence, state, starts=not int(schedule.num_computed[row]))
+        except Exception as error:
+            fail(sequence, error)
             continue
-        if sequence.pooled is None or not int(schedule.num_computed[row]):
-            sequence.pooled = np.zeros(state.shape, np.float64)
-        sequence.pooled += state
-        if schedule.seq_lens[row] == sequence.num_prompt_tokens:
+        if sequence.pooled is not None and schedule.seq_lens[row] == sequence.num_prompt_tokens:
             count = sequence.num_prompt_tokens if sequence.request.pooling == "mean" else 1
             done.append((sequence, (sequence.pooled / count).astype(np.float32)))
     return done
+
+
+def _told(sequence: Sequence, first: int, beyond: int, found: Logprobs, rows: range) -> PromptLogprobs:
+    if not np.isfinite(found.chosen[rows.start : rows.stop]).all():
+        raise PoisonedLogitsError("the model's logits were not finite")
+    tokens = sequence.request.prompt_token_ids[first + 1 : beyond + 1]
+    count = sequence.request.params.prompt_logprobs or 0
+    entries = tuple(_entries(found, rows, tokens, count))
+    sequence.num_scored_tokens = beyond + 1
+    return PromptLogprobs(sequence, first + 1, entries)
+
+
+def _add(sequence: Sequence, state: Floats, starts: bool) -> None:
+    if not np.isfinite(state).all():
+        raise PoisonedLogitsError("the model's hidden states were not finite")
+    if sequence.pooled is None or starts:
+        sequence.pooled = np.zeros(state.shape, np.float64)
+    sequence.pooled += state
 
 
 def _entries(found: Logprobs, rows: range, tokens: tuple[int, ...], count: int) -> Iterator[TokenLogprob]:

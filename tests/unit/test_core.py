@@ -4,18 +4,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from engine import prompt_results
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineDeadError, IntegrityError, InvalidRequestError, PromptTooLongError
 from engine.executor import Executor
 from engine.fake_executor import FakeExecutor
+from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.prefix_hash import token_bytes
 from engine.report import StepOutputs
 from engine.request import FinishReason, Request
 from engine.rows import Rows
-from engine.sampling_inputs import SamplingBuilder
-from engine.sampling_params import SamplingParams
+from engine.sampling_inputs import SamplingBuilder, SamplingTable
+from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.tables import Tables
 from engine.updater import Updater
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
@@ -265,6 +267,29 @@ def test_aborting_what_is_not_there_is_said():
 
 # ---- when something breaks ---------------------------------------------------------------------------------
 
+ANYTHING = StructuredOutput("json_object")
+
+
+class NoEnd(GrammarState):
+    """Allows all tokens but the end of sequence."""
+
+    def accept(self, token_id):
+        return token_id != EOS
+
+    def fill(self, bits):
+        bits[:] = -1
+        bits[0] = -2
+
+    @property
+    def finished(self):
+        return False
+
+
+class AllButTheEnd(CompiledGrammar):
+    def state(self):
+        return NoEnd()
+
+
 STAGES = [
     (Tables, "fill", lambda args: args[1][0] == 13),
     (Rows, "find_prefix", lambda args: args[0].request.request_id == "bad"),
@@ -275,28 +300,39 @@ STAGES = [
     (Rows, "fork", lambda args: args[0].request.request_id == "bad"),
     (Rows, "part", lambda args: args[0].request.request_id == "bad"),
     (Updater, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
+    (SamplingTable, "write", lambda args: args[1].request.request_id == "bad"),
+    (SamplingBuilder, "_completing", lambda args: True),
+    (NoEnd, "fill", lambda args: True),
+    (NoEnd, "accept", lambda args: True),
+    (prompt_results, "_told", lambda args: True),
 ]
 
 
 @pytest.mark.parametrize(
     ("owner", "stage", "strikes"), STAGES, ids=[f"{owner.__name__}.{stage}" for owner, stage, _ in STAGES]
 )
-def test_a_host_side_failure_ends_its_own_request_only(owner, stage, strikes, monkeypatch, caplog):
+def test_a_host_side_failure_leaves_31_others_exact(owner, stage, strikes, monkeypatch, caplog):
     whole = getattr(owner, stage)
 
-    def faulty(self, *args):
+    def faulty(first, *args):
         if strikes(args):
             raise RuntimeError("struck")
-        return whole(self, *args)
+        return whole(first, *args)
 
     monkeypatch.setattr(owner, stage, faulty)
-    bystanders = [request(f"r{i}", 1 + i, seed=i, n=1 + i % 2, temperature=1.0) for i in range(7)]
-    driver = Driver(max_num_seqs=16)
-    bad = request("bad", (13, 12, 11, 10, 9), n=2, max_tokens=9, ignore_eos=True)
+    bystanders = [request(f"r{i}", 1 + i % 9, seed=i, n=1 + i % 2, temperature=1.0) for i in range(31)]
+    driver = Driver(num_blocks=256, max_num_seqs=64, max_num_batched_tokens=64)
+    rules = {"bad_words": "x", "bad_words_ids": ((1, 2),), "prompt_logprobs": 0, "structured": ANYTHING}
+    bad = request("bad", (13, 12, 11, 10, 9), n=2, max_tokens=9, **rules)
     with caplog.at_level(logging.CRITICAL, "engine"):
-        driver.run(*bystanders[:3], bad, *bystanders[3:])
-    assert driver.finished["bad", 0].reason is driver.finished["bad", 1].reason is FinishReason.ERROR
-    assert driver.finished["bad", 0].message == "the engine failed on this request (RuntimeError)"
+        for one in bystanders[:13]:
+            driver.core.add(one)
+        driver.core.add(bad, AllButTheEnd())
+        driver.run(*bystanders[13:])
+    reasons = {driver.reason("bad", 0), driver.reason("bad", 1)}
+    assert reasons == {FinishReason.ERROR}
+    error = "GrammarError" if (owner, stage) == (NoEnd, "fill") else "RuntimeError"
+    assert driver.finished["bad", 0].message == f"the engine failed on this request ({error})"
     for one in bystanders:
         for choice in range(one.params.n):
             assert driver.tokens[one.request_id, choice] == expected(one, choice)

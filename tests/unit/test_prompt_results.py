@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from engine.errors import InvalidRequestError
+from engine.fake_executor import FakeExecutor
 from engine.request import FinishReason
-from tests.unit.engine_driver import Driver, request
+from tests.unit.engine_driver import VOCAB, Driver, expected, request
 
 
 class Prompts(Driver):
@@ -129,3 +130,31 @@ def test_choices_of_a_pooled_prompt_are_refused():
     with pytest.raises(InvalidRequestError, match="n must be 1") as caught:
         Prompts().core.add(replace(request("e", 5, n=2), pooling="last"))
     assert caught.value.param == "n"
+
+
+class Poisoned(FakeExecutor):
+    """Gives NaN for what is asked of prompts."""
+
+    def execute(self, inputs, sampling):
+        outputs = super().execute(inputs, sampling)
+        if outputs.pooled is not None:
+            outputs.pooled[:] = np.nan
+        if outputs.prompt_logprobs is not None:
+            outputs.prompt_logprobs.chosen[-1] = np.nan
+        return outputs
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [replace(request("bad", 9), pooling="last"), request("bad", 9, prompt_logprobs=0)],
+    ids=["pooled", "scored"],
+)
+def test_states_that_are_not_finite_end_their_own_request_and_stay_in_no_cache(bad):
+    driver, by = Prompts(executor=Poisoned(64, 4, VOCAB)), request("by", 6)
+    driver.run(bad, by)
+    assert driver.reason("bad") is FinishReason.ERROR
+    assert "PoisonedLogitsError" in driver.finished["bad", 0].message
+    assert driver.tokens["by", 0] == expected(by)
+    before = driver.computed
+    driver.run(request("again", 9, max_tokens=1))
+    assert driver.computed - before == 9
