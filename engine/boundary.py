@@ -31,6 +31,10 @@ class Boundary:
         """Note that work for `sequence` failed."""
         self._broken.append((sequence, error))
 
+    def is_marked(self, sequence: Sequence) -> bool:
+        """Whether work for `sequence` failed in this step."""
+        return any(broken is sequence for broken, _ in self._broken)
+
     def bury(self) -> None:
         """End the marked requests with ERROR. Only where no arrays of a step that hold their rows are in use."""
         while self._broken:

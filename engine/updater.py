@@ -40,7 +40,8 @@ class Updater:
         for leader in schedule.forks:
             self._boundary.guard(leader, self._roster.fork, leader)
         for sequence, row in schedule.pooled:
-            if schedule.seq_lens[row] == sequence.num_prompt_tokens:
+            whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
+            if whole and not self._boundary.is_marked(sequence):
                 self._boundary.guard(sequence, self._roster.finish, sequence, FinishReason.STOP)
         self._append(schedule, token_ids, failed)
         self._boundary.bury()
