@@ -56,3 +56,9 @@ class Call:
     structured_param: str = ""
     tool_use: ToolUse | None = None
     thinking: type[ReasoningParser] | None = None
+
+    def clients_name(self, param: str | None) -> str | None:
+        """Return the field that the client sent for one that the engine names."""
+        if param == "structured":
+            return self.structured_param or "tools"
+        return "messages" if param == "prompt" and self.conversation is not None else param

@@ -39,8 +39,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a whole call, as it is billed: every token generated counts, shown or not."""
+    """Tokens of a whole call, as it is billed: every token generated counts, shown or not.
+
+    reasoning_tokens: those of the output that were thinking; None where thinking is not told apart.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None

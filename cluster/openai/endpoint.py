@@ -81,10 +81,9 @@ class GenerationEndpoint(Endpoint):
 
 @asynccontextmanager
 async def _clients_names(call: Call) -> AsyncGenerator[None, None]:
-    """Errors name the field that the client sent: the engine knows only `structured`, whatever it came from."""
+    """Errors name the field that the client sent, whatever the engine calls it."""
     try:
         yield
     except (ApiError, InvalidRequestError) as error:
-        if error.param == "structured":
-            error.param = call.structured_param or "tools"
+        error.param = call.clients_name(error.param)
         raise

@@ -222,12 +222,15 @@ def error_frame(body: dict[str, Any]) -> bytes:
 
 def usage_body(usage: Usage) -> dict[str, Any]:
     """Return the `usage` object of an answer."""
-    return {
+    body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.reasoning_tokens is not None:
+        body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return body
 
 
 def _call_body(call: CallDelta) -> dict[str, Any]:

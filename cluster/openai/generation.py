@@ -28,6 +28,7 @@ class Choice:
         self, index: int, stream: TextStream, opening: Opening | None = None, parser: AnswerParser | None = None
     ) -> None:
         self.done = False
+        self.reasoning_tokens = 0
         self._index = index
         self._stream = stream
         self._opening = opening
@@ -63,8 +64,12 @@ class Choice:
         """Sort the text into thinking, content and calls; the choice is done when its one call is complete."""
         found = parser.feed(delta.text)
         delta.reasoning, delta.text, delta.calls = found.reasoning, found.content, found.calls
+        if found.reasoning:
+            self.reasoning_tokens = self.num_tokens  # thinking comes first, so all tokens so far were of it
         if delta.finish_reason is not None:
             rest = parser.finish()
+            if parser.within_thinking:
+                self.reasoning_tokens = self.num_tokens
             delta.reasoning += rest.reasoning
             delta.text += rest.content
             delta.calls = (*found.calls, *rest.calls)
@@ -101,6 +106,7 @@ class Generation:
         self._track = track
         self._n = call.params.n
         self._counted = not call.echo_only
+        self._thinks = call.thinking is not None
         self.prompts = [PromptResult(request.prompt_token_ids) for request in requests]
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
@@ -123,6 +129,7 @@ class Generation:
             prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
             completion_tokens=sum([choice.num_tokens for choice in self._choices]) if self._counted else 0,
             cached_tokens=sum(self._cached),
+            reasoning_tokens=sum([choice.reasoning_tokens for choice in self._choices]) if self._thinks else None,
         )
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:

@@ -23,7 +23,11 @@ _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One route. request: the model of its body, None = it has none. answer: JSON schema of the 200 answer."""
+    """One route.
+
+    request: the model of its body, None = it has none. answer: JSON schema of the 200 answer. open: no key is needed.
+    not_yet: its 503 has the body of its 200.
+    """
 
     path: str
     summary: str
@@ -31,6 +35,7 @@ class Operation:
     request: type[Fields] | None = None
     streams: bool = False
     open: bool = False
+    not_yet: bool = False
 
     @property
     def method(self) -> str:
@@ -118,7 +123,7 @@ OPERATIONS: Sequence[Operation] = (
     Operation("/v1/models", "List the one model.", _object(object={"const": "list"}, data=_list(_CARD))),
     Operation("/version", "Tell the version.", _object(version=_STRING)),
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
-    Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"})),
+    Operation("/ready", "Tell whether requests can be served.", _object(ready={"type": "boolean"}), not_yet=True),
 )
 
 
@@ -163,6 +168,8 @@ def _operation(one: Operation) -> dict[str, Any]:
     if one.request is not None:
         body = {"application/json": {"schema": {"$ref": _REFS.format(model=one.request.__name__)}}}
         told["requestBody"] = {"required": True, "content": body}
+    if one.not_yet:
+        told["responses"]["503"] = {"description": "Not yet, or not any more.", "content": content}
     if one.open:
         told["security"] = []
     return told

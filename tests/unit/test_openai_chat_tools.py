@@ -88,6 +88,15 @@ async def test_calls_and_thinking_are_told_apart_from_content(model, stream):
     assert {call["function"]["name"] for call in found["tool_calls"]} == {"weather"}
 
 
+async def test_usage_tells_what_was_thinking(model):
+    for text, least in ((f"<think>hm hm</think>{CALL}", 3), ("no thinking", 0), ("<think>cut", 4)):
+        usage = (await ask(saying(model, text), model)).json()["usage"]
+        thought = text.partition("</think>")[0] if "<think>" in text else ""
+        most = len(model.tokenizer.encode(thought)) + 1
+        found = usage["completion_tokens_details"]["reasoning_tokens"]
+        assert least <= found <= (most if thought else 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_call_is_enough_where_parallel_ones_are_not_wanted(model, stream):
     source = saying(model, f"{CALL}\n{CALL}")

@@ -112,7 +112,9 @@ async def test_what_the_engine_refuses_is_the_clients_error(model):
     source = saying(model, "hello", hold=0, error=PromptTooLongError("prompt does not fit the cache"))
     async with client_for(app_for(source, model)) as client:
         answer = await client.post("/v1/completions", json=BODY)
+        chat = await client.post("/v1/chat/completions", json=CHAT_BODY)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+    assert (chat.status_code, chat.json()["error"]["param"]) == (400, "messages")
 
 
 async def test_an_error_in_mid_stream_is_the_last_event_and_no_done_follows(model):
