@@ -72,7 +72,8 @@ class Browser:
         os.close(answers)
         reader = asyncio.StreamReader(limit=_LARGEST)
         protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, open(incoming, "rb", 0))
+        source = os.fdopen(incoming, "rb", 0)  # the transport closes it
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, source)
         browser = cls(pid, reader, transport, out)
         await browser.send("Browser.getVersion")
         return browser

@@ -14,7 +14,8 @@ from engine.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL
 
-ANSWER = """`os.path.join` puts the parts of a path together with the separator of the system, and starts again at every part that is absolute.
+ANSWER = """`os.path.join` puts the parts of a path together with the separator of the system, \
+and starts again at every part that is absolute.
 
 ```python
 import os
@@ -48,7 +49,7 @@ def demo_model() -> ServedModel:
 def speaker(model: ServedModel, *texts: str, **changes: object) -> Speaker:
     """A source that answers the first request with the first text, and so on; the last text stays."""
     eos = model.tokenizer.eos_token_id
-    plans = [[*model.tokenizer.encode(text), eos] for text in texts or (ANSWER,)]
+    plans = [[*model.tokenizer.encode(text, add_special_tokens=False), eos] for text in texts or (ANSWER,)]
     return Speaker(lambda *_: plans.pop(0) if len(plans) > 1 else plans[0], eos=eos, **changes)
 
 
