@@ -67,6 +67,7 @@ class Router:
             self._ready,
             tenancy=tenancy,
             max_body_bytes=config.max_body_bytes,
+            names_answers=False,
         )
         return app if config.grpc_port is None else self._with_grpc(app, metrics, tenancy, config.grpc_port)
 

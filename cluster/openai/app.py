@@ -47,13 +47,15 @@ def build_app(
     api_key: str | None = None,
     tenancy: Tenancy | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    names_answers: bool = True,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
     source: where tokens come from. ready: the body of `/ready`; its `ready` says whether requests can be served
     (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys, quotas and the fair gate around
     `source`; None = no bounds, and `api_key` is required on all but `/health` and `/ui` when set. max_body_bytes:
-    larger requests get a 413 before they are held.
+    larger requests get a 413 before they are held. names_answers: False where what carries the app puts
+    `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value to clients).
     """
     builder = RequestBuilder(model)
     door = tenancy or Tenancy.open_to_all(source, FixedKeys.one(api_key) if api_key is not None else None)
@@ -83,7 +85,7 @@ def build_app(
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
     app.router.redirect_slashes = False
-    return Gate(app, metrics, door)
+    return Gate(app, metrics, door, names_answers)
 
 
 def _model_routes(model: ServedModel) -> list[Route]:

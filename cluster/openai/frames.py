@@ -41,9 +41,10 @@ class Frames(ABC):
         self._prompts = prompts
         self._heads: dict[int, bytes] = {}  # of the choices that were begun: a frame up to its text
         self._tells_ids = call.return_token_ids
-        self._head = {"id": call.request_id, "created": int(time.time()), "model": model_id}
-        opening = {"id": call.request_id, "object": self.chunk_name, "created": self._head["created"]}
-        self._opening = b"data: " + _encode({**opening, "model": model_id})[:-1] + b',"choices":['
+        echoed = {"request_id": call.client_id} if call.client_id else {}
+        self._head = {"created": int(time.time()), "model": model_id, **echoed}
+        opening = {"id": call.request_id, "object": self.chunk_name, **self._head}
+        self._opening = b"data: " + _encode(opening)[:-1] + b',"choices":['
         self._set_tail(b',"usage":null}\n\n' if call.include_usage else b"}\n\n")
 
     def delta(self, delta: Delta) -> bytes:
@@ -74,7 +75,7 @@ class Frames(ABC):
 
     def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
-        named = {"id": self._head["id"], "object": self.object_name, **self._head}
+        named = {"id": self._call.request_id, "object": self.object_name, **self._head}
         return _encode({**named, "choices": choices, "usage": usage_body(usage), **self._whole_call()})
 
     def _set_tail(self, tail: bytes) -> None:

@@ -30,11 +30,13 @@ class Gate:
     `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
     `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either) and
     `tenant` (a name); `scope["state"]["tenant"]` is the `Tenant`.
+    names_answers: whether answers get `x-request-id` here; not where the carrier of the app sets it.
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
 
-    def __init__(self, app: Starlette, metrics: Metrics, tenancy: Tenancy) -> None:
+    def __init__(self, app: Starlette, metrics: Metrics, tenancy: Tenancy, names_answers: bool = True) -> None:
         self._app = app
+        self._names_answers = names_answers
         self._known = frozenset(r.path for r in app.routes if isinstance(r, Route) and not r.param_convertors)
         self._metrics = metrics
         self._tenancy = tenancy
@@ -55,8 +57,8 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 name = exchange["client_id"] or exchange["id"]
-                added = [(b"x-request-id", name.encode()), *await self._rates(scope)]
-                message["headers"] = [*message.get("headers", ()), *added]
+                named = [(b"x-request-id", name.encode())] if self._names_answers else []
+                message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
                 self._metrics.answered(self._route_label(scope), message["status"])
             await send(message)
 

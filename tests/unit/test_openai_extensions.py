@@ -201,7 +201,10 @@ async def test_the_clients_request_id_in_the_body_is_echoed_and_nothing_else(mod
     source = saying(model, "ok")
     answer = await post(source, model, "completions", prompt="a", request_id="mine-7")
     assert answer.headers["x-request-id"] == "mine-7"
+    assert answer.json()["request_id"] == "mine-7"
     assert answer.json()["id"] == source.requests[0].request_id != "mine-7"
+    chunks = await stream(source, model, "completions", prompt="a", request_id="mine-8")
+    assert {chunk["request_id"] for chunk in chunks} == {"mine-8"}
 
 
 async def test_labels_change_nothing(model):
