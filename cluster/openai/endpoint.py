@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
-from cluster.errors import ApiError
+from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.base_endpoint import Endpoint, Services
 from cluster.openai.call import Call
 from cluster.openai.collected import Collected
@@ -85,5 +85,8 @@ async def _clients_names(call: Call) -> AsyncGenerator[None, None]:
     try:
         yield
     except (ApiError, InvalidRequestError) as error:
-        error.param = call.clients_name(error.param)
-        raise
+        typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+        if typed.param == "structured" and call.tool_use is not None:
+            typed.message = call.tool_use.explained(typed.message)
+        typed.param = call.clients_name(typed.param)
+        raise typed from error

@@ -91,7 +91,10 @@ class ChatFields(GenerationFields):
         "text, json_object, json_schema (enforced, strict or not); json needs the extra 'structured'"
     )
     reasoning_effort: ReasoningEffort | None = note("where the model's chat template reads it, else 400")
-    tools: Tools | None = note("functions, at most 128, where the model's chat template reads tools")
+    tools: Tools | None = note(
+        "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
+        "forced (strict or not), and only inform those that are not"
+    )
     tool_choice: Choice | None = note("none (tools are kept from the model), auto, required, or one function")
     parallel_tool_calls: bool | None = note("false: at most one call; default true")
     metadata: Labels | None = note("labels: change nothing, are not stored")

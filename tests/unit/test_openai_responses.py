@@ -12,7 +12,7 @@ from cluster.errors import ApiError
 from cluster.openai.reasoning.parsers import DeepSeekR1Parser
 from cluster.openai.responses.fields import ResponseFields
 from cluster.openai.tools.formats import HermesParser
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
@@ -311,6 +311,12 @@ def test_every_field_of_the_openai_client_is_known_by_name(model):
 
     known = {*ResponseFields.model_fields, *REFUSED_RESPONSE}
     assert set(ResponseCreateParamsBase.__annotations__) - known == set()
+
+
+async def test_a_prompt_that_the_engine_refuses_is_the_clients_input(model):
+    source = saying(model, "x", hold=0, error=PromptTooLongError("prompt does not fit the cache"))
+    answer = await post(source, model)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from importlib.metadata import EntryPoint
 
 import pytest
 from hypothesis import given
@@ -228,6 +229,31 @@ def test_parsers_are_known_by_name_and_an_unknown_one_is_told_which_there_are():
     with pytest.raises(ConfigError, match="known: hermes, llama3_json, mistral") as caught:
         TOOL_PARSERS.get("hermse")
     assert caught.value.flag == "tool_call_parser"
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """Makes installed packages offer parsers by entry points."""
+
+    def offer(**values):
+        found = [EntryPoint(name, value, "squadron.tool_parsers") for name, value in values.items()]
+        monkeypatch.setattr("cluster.openai.tools.registry.entry_points", lambda group: found)
+
+    return offer
+
+
+def test_installed_packages_may_offer_parsers_under_names_of_their_own(offered):
+    offered(mine="cluster.openai.tools.formats:ListParser", lost="cluster.openai.tools.formats:NoParser")
+    assert TOOL_PARSERS.names() == ("hermes", "llama3_json", "lost", "mine", "mistral")
+    assert TOOL_PARSERS.get("mine") is ListParser
+    with pytest.raises(ConfigError, match="NoParser"):
+        TOOL_PARSERS.get("lost")
+
+
+def test_a_parser_under_a_name_that_is_taken_is_refused(offered):
+    offered(hermes="cluster.openai.tools.formats:ListParser")
+    with pytest.raises(ConfigError, match="'hermes', a name that is taken"):
+        TOOL_PARSERS.get("mistral")
 
 
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])

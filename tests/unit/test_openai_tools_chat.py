@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from cluster.openai.reasoning.parsers import DeepSeekR1Parser
 from cluster.openai.tools.formats import HermesParser, MistralParser
+from engine.errors import InvalidRequestError
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model, serving
@@ -182,6 +183,15 @@ async def test_what_needs_a_parser_is_refused_without_one(model, fields, param, 
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert words in error["message"]
+
+
+async def test_a_schema_that_cannot_be_enforced_is_told_by_the_tool_it_belongs_to(model):
+    refused = InvalidRequestError('json_schema at #/$defs/tool0/properties/a: "format" is unknown', "structured")
+    source = saying(model, "x", hold=0, error=refused)
+    answer = await post(source, model, tool_choice="required")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert error["message"] == 'the parameters of weather at #/properties/a: "format" is unknown'
 
 
 async def test_a_template_that_does_not_know_tools_is_told_by_name(model, tmp_path):

@@ -14,7 +14,7 @@ from cluster.openai.call import Call
 from cluster.openai.deltas import Delta
 from cluster.openai.generation import Generation
 from cluster.openai.http import Answer
-from cluster.openai.responses.parse import Asked, parse_response, renamed
+from cluster.openai.responses.parse import Asked, our_name, parse_response, renamed
 from cluster.openai.responses.writer import ResponseWriter
 from cluster.openai.served_model import ServedModel
 from cluster.tenants.tenancy import Visit
@@ -88,8 +88,10 @@ async def _stream(
 
 
 def _named(error: ApiError | InvalidRequestError, call: Call) -> ApiError:
-    """Return an error of the engine by the client's name of the field: it knows only `structured`."""
+    """Return an error of the engine by the client's name of the field."""
     typed = from_invalid_request(error) if isinstance(error, InvalidRequestError) else error
-    if typed.param == "structured":
-        typed.param = "tools" if call.structured_param == "tools" else "text.format"
+    if typed.param == "structured" and call.tool_use is not None:
+        typed.message = call.tool_use.explained(typed.message)
+    param = call.clients_name(typed.param)
+    typed.param = None if param is None else our_name(param)
     return typed

@@ -126,7 +126,10 @@ class ResponseFields(Fields):
     temperature: float | None = note("0 is greedy; up to 100", 0, 100)
     top_p: float | None = note("above 0, at most 1", 0, 1)
     text: TextOptions | None = note("format: text, json_object, json_schema (enforced)")
-    tools: list[FunctionTool] | None = note("functions, at most 128, where the model's chat template reads tools")
+    tools: list[FunctionTool] | None = note(
+        "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
+        "forced (strict or not), and only inform those that are not"
+    )
     tool_choice: Choice | None = note("none (tools are kept from the model), auto, required, or one function")
     parallel_tool_calls: bool | None = note("false: at most one call; default true")
     reasoning: ReasoningOptions | None = note("effort, where the model's chat template reads it")

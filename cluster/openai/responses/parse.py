@@ -66,13 +66,14 @@ def renamed(error: InvalidRequestError, origins: Sequence[str] = ()) -> InvalidR
     """
     if error.param is None:
         return error
-    param = _ours(error.param, origins)
+    param = our_name(error.param, origins)
     renamed_error = type(error)(str(error).replace(error.param, param), param)
     renamed_error.code = error.code
     return renamed_error
 
 
-def _ours(param: str, origins: Sequence[str]) -> str:
+def our_name(param: str, origins: Sequence[str] = ()) -> str:
+    """Return this API's name for a field of the chat's; see `renamed`."""
     found = _MESSAGE.match(param)
     if found and int(found[1]) < len(origins):
         return origins[int(found[1])] + param[found.end() :]

@@ -5,6 +5,7 @@ Source: OpenAI API reference, "tool_choice" and "parallel_tool_calls". A forced 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from engine.tokenizer import Tokenizer
 
 ToolMode = Literal["auto", "required", "named"]
 Schema = Mapping[str, Any]
+_PLACE = re.compile(r"json_schema at #/\$defs/tool(\d+)")
 _NO_PARAMETERS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -49,6 +51,13 @@ class ToolUse:
             return StructuredOutput("json_schema", json.encode(schema).decode())
         except InvalidRequestError as error:
             raise InvalidRequestError(f"tools: their parameters as one schema: {error}", "tools") from error
+
+    def explained(self, message: str) -> str:
+        """Return an error about the schema of `structured` in terms of the tools that it was made of."""
+        names = list(self.tools)
+        if self.mode == "named":
+            return message.replace("json_schema", f"the parameters of {names[0]}")
+        return _PLACE.sub(lambda place: f"the parameters of {names[int(place[1])]} at #", message)
 
     def new_parser(self) -> ToolParser:
         """Return a parser for one choice of the answer."""
