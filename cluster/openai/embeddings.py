@@ -14,6 +14,7 @@ import numpy as np
 from msgspec import json
 from numpy.typing import NDArray
 
+from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import RequestTrack
 from cluster.openai.base_endpoint import Endpoint
@@ -112,7 +113,12 @@ class EmbeddingsEndpoint(Endpoint):
         exchange["id"] = call.request_id
         await visit.charge_prompt(call.num_tokens)
         track = services.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
-        vectors = await embedded(call, visit.source, track)
+        try:
+            vectors = await embedded(call, visit.source, track)
+        except (ApiError, InvalidRequestError) as error:
+            if error.param == "prompt":  # the engine's name of an input
+                error.param = "input"
+            raise
         services.metrics.prompt_tokens.inc(call.num_tokens)
         await answer.json(200, json.encode(_answer_body(call, vectors, services.model.model_id)))
 

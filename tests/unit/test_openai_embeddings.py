@@ -18,7 +18,7 @@ from cluster.generation import TokenChunk
 from cluster.metrics import Metrics
 from cluster.openai.embeddings import MAX_AT_ONCE
 from cluster.openai.served_model import matryoshka_of
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PromptTooLongError
 from engine.request import Pooling
 from tests.openai_app import MODEL, app_for, client_for, served_model, serving
 
@@ -183,6 +183,12 @@ async def test_one_failing_input_ends_the_whole_call(model):
     assert answer.headers["retry-after"] == "1"
     assert source.running == 0
     assert 'finished_reason="error"' in metrics.render().decode()
+
+
+async def test_an_input_that_the_engine_refuses_is_told_by_the_clients_name(model):
+    source = Pools(PromptTooLongError("prompt does not fit the cache"), fail_at=0)
+    answer = await post(source, model, input="a")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
 
 
 async def test_the_real_openai_client_gets_its_vectors(model):
