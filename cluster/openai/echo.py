@@ -23,17 +23,18 @@ class PromptResult:
 class Opening:
     """Puts the prompt before the output of one choice: its text, and where log-probabilities are told, its own.
 
-    only: nothing but the prompt was asked for; what was drawn is dropped.
+    Nothing but the prompt is told where no more was asked for: what was drawn is dropped.
     """
 
-    def __init__(
-        self, text: str, prompt: PromptResult, params: SamplingParams, tokenizer: Tokenizer, only: bool
-    ) -> None:
-        self._text = text
+    def __init__(self, call: Call, number: int, prompt: PromptResult, tokenizer: Tokenizer) -> None:
+        sent = call.prompts[number]
+        self._as_sent = isinstance(sent, str) and call.prompt_options.truncate is None
+        decoded = "" if self._as_sent else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        self._text = str(sent) if self._as_sent else decoded
         self._prompt = prompt
-        self._params = params
+        self._params = call.params
         self._tokenizer = tokenizer
-        self._only = only
+        self._only = call.echo_only
         self._opened = False
 
     def take(self, delta: Delta) -> Delta:
@@ -52,7 +53,8 @@ class Opening:
     def _placed(self) -> Iterator[PlacedLogprob]:
         """The prompt's tokens and where each begins; the first has no log-probability."""
         ids = self._prompt.token_ids
-        (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=self._params.skip_special_tokens))
+        # A text as it was sent has none of the special tokens that the tokenizer added.
+        (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=self._as_sent))
         for token_id, logprob in zip(ids, [None, *self._prompt.logprobs], strict=True):
             offset = min(stream.num_chars, len(self._text))
             known = TokenLogprob(token_id, 0.0) if logprob is None else logprob
@@ -62,13 +64,8 @@ class Opening:
 
 def openings(call: Call, prompts: Sequence[PromptResult], tokenizer: Tokenizer) -> list[Opening | None]:
     """Return what comes before each choice of the call, None where the prompt is not echoed."""
-    found: list[Opening | None] = []
-    for number, prompt in enumerate(prompts):
-        if not call.echo:
-            found += [None] * call.params.n
-            continue
-        sent = call.prompts[number]
-        whole = isinstance(sent, str) and call.prompt_options.truncate is None
-        text = str(sent) if whole else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-        found += [Opening(text, prompt, call.params, tokenizer, call.echo_only) for _ in range(call.params.n)]
-    return found
+    return [
+        Opening(call, number, prompt, tokenizer) if call.echo else None
+        for number, prompt in enumerate(prompts)
+        for _ in range(call.params.n)
+    ]

@@ -42,6 +42,15 @@ async def test_the_prompt_is_echoed_before_every_choice(model):
         assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) == text
 
 
+async def test_echoed_ids_are_shown_with_their_special_tokens(model):
+    ids = model.tokenizer.encode("<|user|>hi", add_special_tokens=False)
+    answer = await post(saying(model, "ok"), model, "completions", prompt=ids, echo=True, logprobs=0)
+    choice = answer.json()["choices"][0]
+    assert choice["text"] == "<|user|>hiok"
+    told = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
+    assert all(choice["text"][offset:].startswith(name) for name, offset in list(told)[:-1])
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_echoed_prompt_has_its_logprobs_before_the_outputs(model, streamed):
     fields = {"prompt": "héllo wörld", "echo": True, "logprobs": 2, "max_tokens": 50}
