@@ -7,6 +7,7 @@ from collections.abc import Sequence as Items
 from engine.core import EngineCore
 from engine.detokenizer import TextStream
 from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.grammar.base import GrammarCompiler
 from engine.outputs import CompletionOutput
 from engine.report import StepReport, TokenLogprob
 from engine.request import FinishReason, Request, Sequence
@@ -57,7 +58,9 @@ class BatchRun:
     num_done: requests that have all their choices. num_tokens: tokens generated so far.
     """
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer, requests: Items[Request]) -> None:
+    def __init__(
+        self, core: EngineCore, tokenizer: Tokenizer, requests: Items[Request], grammars: GrammarCompiler
+    ) -> None:
         """Add all requests, or none: raises `InvalidRequestError` naming the first that cannot run (`prompts[3]`)."""
         self.num_done = 0
         self.num_tokens = 0
@@ -69,7 +72,7 @@ class BatchRun:
         self._pooled: dict[str, list[float]] = {}
         try:
             for number, request in enumerate(requests):
-                _add(core, request, number)
+                _add(core, request, number, grammars)
                 self._choices[request.request_id] = _choices(request, tokenizer)
                 self._open[request.request_id] = request.params.n
                 if request.params.prompt_logprobs is not None:
@@ -145,10 +148,11 @@ def _choices(request: Request, tokenizer: Tokenizer) -> list[ChoiceRun]:
     return [ChoiceRun(i, stream, bool(params.stop), wants) for i, stream in enumerate(streams)]
 
 
-def _add(core: EngineCore, request: Request, number: int) -> None:
+def _add(core: EngineCore, request: Request, number: int, grammars: GrammarCompiler) -> None:
     """Add one request; its refusal names its place in the batch."""
     try:
-        core.add(request)
+        wanted = request.params.structured
+        core.add(request, None if wanted is None else grammars.compile(wanted))
     except PromptTooLongError as error:
         raise PromptTooLongError(f"prompts[{number}]: {error}", f"prompts[{number}]") from error
     except InvalidRequestError as error:

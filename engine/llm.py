@@ -17,6 +17,7 @@ from engine.batch_run import BatchRun
 from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
 from engine.errors import ConfigError, InvalidRequestError, PoisonedLogitsError
+from engine.grammar.process import GrammarService
 from engine.interrupts import DeferredInterrupt
 from engine.local_executor import ModelInfo, build_executor
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
@@ -89,6 +90,7 @@ class LLM:
         except BaseException:
             executor.close()
             raise
+        self._grammars = GrammarService(lambda: self.tokenizer.vocabulary(info.vocab_size), info.eos_token_ids)
         self._num_requests = 0
 
     def generate(
@@ -150,6 +152,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model and end the other ranks. Can be called twice."""
+        self._grammars.close()
         self._core.close()
 
     def __enter__(self) -> Self:
@@ -175,7 +178,7 @@ class LLM:
         ]
 
     def _finish(self, requests: Sequence[Request], use_tqdm: bool) -> BatchRun:
-        run = BatchRun(self._core, self.tokenizer, requests)
+        run = BatchRun(self._core, self.tokenizer, requests, self._grammars)
         with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:
             while run.unfinished:
                 self._step(run)

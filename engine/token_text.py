@@ -123,6 +123,9 @@ class TextDecoders:
         special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._shown_table = ByteTable(backend, self._style, frozenset())
         self._skip_table = ByteTable(backend, self._style, special)
+        self._anchor = next(
+            (ids[0] for letter in "aA0." if (ids := backend.encode(letter, add_special_tokens=False).ids)), 0
+        )
 
     def decoder(self, skip_special_tokens: bool, context: Sequence[int] = ()) -> TextDecoder:
         """Return a fresh decoder for text that goes on after the tokens of `context`.
@@ -139,6 +142,15 @@ class TextDecoders:
         if self._style == "other":
             return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
         return self._shown_table[token_id]
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Bytes that the token adds to a text that has begun; nothing for special tokens and unknown ids."""
+        if self._style != "other":
+            return self._skip_table[token_id]
+        before, both = (
+            self._backend.decode(ids, skip_special_tokens=True) for ids in ([self._anchor], [self._anchor, token_id])
+        )
+        return str(both).removeprefix(str(before)).encode()
 
 
 def _decoder_description(backend: Tokenizer) -> dict[str, Any]:

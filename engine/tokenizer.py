@@ -59,6 +59,11 @@ class Tokenizer:
         """Bytes that one token stands for; a token may be half a character."""
         return self._decoders.token_bytes(token_id)
 
+    def vocabulary(self, size: int) -> list[bytes]:
+        """Return what each id below `size` adds to a text; nothing for special tokens and unknown ids."""
+        known = min(size, self.vocab_size)
+        return [self._decoders.text_bytes(token) for token in range(known)] + [b""] * (size - known)
+
     def text_streams(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> list[TextStream]:
         """Return one text stream for each of the `params.n` choices that go on after the prompt."""
         stops = StopMatcher(params.stop) if params.stop else None

@@ -80,7 +80,7 @@ class _Converter:
                 refuse(at, f"$ref {target} points to itself, or through too many others")
             name = self._refs[target] = self._rules.reserve()
             body = self._value(found, unquote(target[1:]))
-            if body == NOTHING or body == name:
+            if body in (NOTHING, name):
                 refuse(at, "nothing matches this schema")
             self._rules.define(name, body)
         return self._refs[target]
@@ -142,7 +142,7 @@ class _Converter:
             found = convert(pattern, json_text.spell_in_string, self._rules)
         except InvalidRequestError as error:
             refuse(at + "/pattern", str(error), error.code)
-        anything = repeat(self._rules.add(json_text.CHAR), 0, None)
+        anything = repeat(json_text.CHAR, 0, None)
         before, behind = ("" if fixed else f"{anything} " for fixed in (found.begins, found.ends))
         return f"{_QUOTE} {before}{self._rules.add(found.body)} {behind}{_QUOTE}"
 

@@ -13,8 +13,15 @@ _SHORT = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r":
 COMMA, COLON = literal(", "), literal(": ")
 _HEX = "[0-9a-fA-F]"
 # Half of a surrogate pair is no character: other languages refuse the whole text for it.
-_BY_NUMBER = f'"\\\\u" ([0-9a-ce-fA-CE-F] {_HEX} | [dD] [0-7]) {_HEX} {_HEX}'
-CHAR = f'{char_class(JSON_PLAIN)} | "\\\\" {char_class(union(*map(single, chr(34) + "/bfnrt" + chr(92))))} | {_BY_NUMBER}'
+# xgrammar keeps what each token may do in such a loop only where its options are flat: no groups within, no rules.
+CHAR = " | ".join(
+    [
+        char_class(JSON_PLAIN),
+        '"\\\\" ' + char_class(union(*map(single, '"/bfnrt\\'))),
+        f'"\\\\u" [0-9a-ce-fA-CE-F] {_HEX} {_HEX} {_HEX}',
+        f'"\\\\u" [dD] [0-7] {_HEX} {_HEX}',
+    ]
+)
 INTEGER = '"-"? ("0" | [1-9] [0-9]{0,14})'
 # 15 digits are exact in a double; an exponent of two digits neither overflows nor vanishes.
 NUMBER = '"-"? ("0" | [1-9] [0-9]{0,14}) ("." [0-9]{1,15})? ([eE] [+\\u002d]? [0-9]{1,2})?'
@@ -36,8 +43,8 @@ def spell_raw(characters: Ranges) -> str:
 
 
 def string(rules: Rules, least: int = 0, most: int | None = None) -> str:
-    """Return an expression for a string of `least` to `most` characters."""
-    return f"{literal(chr(34))} {repeat(rules.add(CHAR), least, most)} {literal(chr(34))}"
+    """Return the rule of a string of `least` to `most` characters."""
+    return rules.add(f"{literal(chr(34))} {repeat(CHAR, least, most)} {literal(chr(34))}")
 
 
 def constant(value: Any) -> str:
@@ -78,7 +85,7 @@ def other_name(rules: Rules, taken: Iterable[str]) -> str:
 def _unlike(rules: Rules, tree: dict[str, Any]) -> str:
     """Return the rule of what goes on after a common beginning, but not to the end of a name in `tree`."""
     anything = rules.add(f"{char_class(JSON_PLAIN)}*")
-    letters = [char for char in tree if char and JSON_PLAIN == union(JSON_PLAIN, single(char))]
+    letters = [char for char in tree if char and union(JSON_PLAIN, single(char)) == JSON_PLAIN]
     others = intersection(JSON_PLAIN, complement(union(*map(single, letters))))
     options = [] if "" in tree else ['""']
     options.append(f"{char_class(others)} {anything}")

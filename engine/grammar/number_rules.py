@@ -15,7 +15,7 @@ _TOP = Decimal(10) ** MAX_DIGITS - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a number must satisfy. low and high: inclusive, or open; None = none. multiple: what it is a multiple of."""
+    """What a number must satisfy. low and high: inclusive unless open; None = none. multiple: what divides it."""
 
     low: Decimal | None = None
     high: Decimal | None = None

@@ -1,0 +1,104 @@
+"""Grammars by xgrammar, which is loaded when the first one is wanted: it is an extra."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from engine.errors import GrammarError, InvalidRequestError
+from engine.grammar.base import CompiledGrammar, GrammarState
+from engine.report import Ints
+
+MAX_TOKEN_TIME = 1.0  # seconds of CPU for one token: ambiguous grammars grow dearer with each
+
+
+class Vocabulary:
+    """The tokens of one model, made ready for xgrammar. Raises `InvalidRequestError` when that is not installed."""
+
+    def __init__(self, tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        """tokens: what each id adds to a text, as many as logits are wide; tokens that are empty are never drawn."""
+        if not eos_token_ids:
+            raise InvalidRequestError(
+                "structured output needs a model with an end-of-sequence token", "structured", "not_supported"
+            )
+        try:
+            self.library: Any = importlib.import_module("xgrammar")
+        except ModuleNotFoundError as error:
+            raise InvalidRequestError(
+                "structured output needs the extra: pip install squadron[structured]", "structured", "not_supported"
+            ) from error
+        self.num_words = -(-len(tokens) // 32)  # of a mask
+        ends = set(eos_token_ids)
+        shown = [b"" if token in ends else text for token, text in enumerate(tokens)]
+        kind = self.library.VocabType.RAW
+        self._info = self.library.TokenizerInfo(
+            shown, kind, vocab_size=len(shown), stop_token_ids=sorted(ends), add_prefix_space=False
+        )
+
+    def compile(self, text: str) -> XgrGrammar:
+        """Return the grammar `text` (GBNF) made ready. Raises `InvalidRequestError` when it cannot be read."""
+        compiler = self.library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        try:
+            compiled = compiler.compile_grammar(text)
+        except RuntimeError as error:  # xgrammar's only kind of error
+            raise InvalidRequestError(f"the grammar cannot be used: {_reason(error)}", "structured") from error
+        return XgrGrammar(self.library, compiled)
+
+
+class XgrGrammar(CompiledGrammar):
+    """A grammar compiled by xgrammar. num_bytes: what it holds in memory."""
+
+    def __init__(self, library: Any, compiled: Any) -> None:
+        self._library = library
+        self._compiled = compiled
+        self.num_bytes: int = compiled.memory_size_bytes
+
+    @override
+    def state(self) -> GrammarState:
+        return _State(self._library.GrammarMatcher(self._compiled))
+
+
+class _State(GrammarState):
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._spent = 0.0  # seconds of CPU since the last token
+
+    @override
+    def accept(self, token_id: int) -> bool:
+        if self.finished:
+            return False
+        begun = time.thread_time()
+        taken: bool = self._matcher.accept_token(token_id)
+        spent = self._spent + time.thread_time() - begun
+        self._spent = 0.0
+        if taken and spent > MAX_TOKEN_TIME:
+            raise GrammarError(f"the grammar is too ambiguous: it took {spent:.1f} s for one token")
+        return taken
+
+    @override
+    def fill(self, bits: Ints) -> None:
+        if self.finished:
+            bits[:] = 0
+            return
+        begun = time.thread_time()
+        row = torch.from_numpy(bits.view(np.int32)[None])
+        if not self._matcher.fill_next_token_bitmask(row):
+            bits[:] = -1
+        self._spent = time.thread_time() - begun
+
+    @property
+    @override
+    def finished(self) -> bool:
+        ended: bool = self._matcher.is_terminated()
+        return ended
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return what xgrammar says without the place in its sources: `[time] file:line: reason`."""
+    return str(error).rsplit(".cc:", 1)[-1].split(": ", 1)[-1].strip()[:500]
