@@ -98,7 +98,7 @@ class HelperProcess:
         self._link = mine
         if self._closed or not mine.poll(START_TIME):
             self.kill()
-            raise InvalidRequestError("the compiler of grammars did not start", "structured", "internal_error")
+            raise InvalidRequestError("the grammar compiler did not start", "structured", "internal_error")
         first: Answer = mine.recv()
         if first != READY:
             self.kill()
