@@ -109,8 +109,8 @@ class HelperProcess:
 class GrammarService(GrammarCompiler):
     """Compiles for all requests of one model, in one thread: callers take turns, equal ones are served at once.
 
-    Each grammar is tried out in the helper first, so that one that takes for ever, or all memory, ends the helper and
-    is refused; then it is compiled here, which is known to be short. (Handing the compiled form over would be simpler,
+    Each grammar is tried out in the helper first: one that takes for ever, or all memory, ends the helper and
+    is refused; then it is compiled here, which is known to be short. (The compiled form could be handed over instead,
     but its size grows with the square of the number of rules.)
     """
 
