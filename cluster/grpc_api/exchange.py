@@ -7,7 +7,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -63,9 +63,10 @@ async def exchange(
         context.set_trailing_metadata((("x-request-id", rpc.shown_id),))
         answered(method, grpc.StatusCode.OK.name)
     except asyncio.CancelledError:
-        answered(method, grpc.StatusCode.CANCELLED.name)
-        log.info("request %s (client id %r): the client left, or its deadline passed", rpc.id, rpc.client_id)
+        _left(rpc, answered)
         raise
+    except grpc.aio.InternalError:  # nothing can be written any more: the news that the client left comes later
+        _left(rpc, answered)
     except InvalidRequestError as error:
         await _fail(context, from_invalid_request(renamed(error)), rpc, answered)
     except ApiError as error:
@@ -76,9 +77,15 @@ async def exchange(
         await _fail(context, sorry, rpc, answered)
 
 
+def _left(rpc: Exchange, answered: Answered) -> None:
+    answered(rpc.method, grpc.StatusCode.CANCELLED.name)
+    log.info("request %s (client id %r): the client left, or its deadline passed", rpc.id, rpc.client_id)
+
+
 async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Exchange, answered: Answered) -> None:
     error.request_id = rpc.id
     code = status_code(error)
     log.info("request %s (client id %r): %s %s", rpc.id, rpc.client_id, code.name, error.code)
     answered(rpc.method, code.name)
-    await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))
+    with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
+        await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))

@@ -56,9 +56,14 @@ def chat_fields(request: pb.ChatRequest) -> Fields:
 
 
 def embedding_fields(request: pb.EmbedRequest) -> Fields:
-    """Return the fields of a request for embeddings; raises `InvalidRequestError` for an input that is empty."""
+    """Return the fields of a request for embeddings."""
     fields = _scalars(request)
-    return {**fields, "input": [_input(one, i) for i, one in enumerate(request.input)]}
+    texts, ids = fields.pop("texts", None), fields.pop("token_ids", None)
+    if texts is not None:
+        fields["input"] = list(texts.texts)
+    elif ids is not None:
+        fields["input"] = [list(one.ids) for one in ids.lists]
+    return fields
 
 
 def shown(request: pb.GenerateRequest | pb.ChatRequest) -> tuple[bool, bool]:
@@ -135,14 +140,6 @@ def _tool_choice(choice: pb.ToolChoice) -> Any:
     if choice.WhichOneof("choice") == "function":
         return {"type": "function", "function": {"name": choice.function}}
     return choice.mode
-
-
-def _input(one: pb.EmbedInput, index: int) -> str | list[int]:
-    kind = one.WhichOneof("input")
-    if kind is None:
-        param = f"input[{index}]"
-        raise InvalidRequestError(f"{param} must have text or token_ids", param, "missing_parameter")
-    return one.text if kind == "text" else list(one.token_ids.ids)
 
 
 def _refuse_unknown(message: Message, path: str) -> None:

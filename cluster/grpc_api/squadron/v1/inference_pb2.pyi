@@ -322,18 +322,23 @@ class ToolCallDelta(_message.Message):
     arguments: str
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
-class EmbedInput(_message.Message):
-    __slots__ = ("text", "token_ids")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    token_ids: TokenIds
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+class Texts(_message.Message):
+    __slots__ = ("texts",)
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TokenIdLists(_message.Message):
+    __slots__ = ("lists",)
+    LISTS_FIELD_NUMBER: _ClassVar[int]
+    lists: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, lists: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("model", "input", "dimensions", "pooling", "add_special_tokens", "priority", "cache_salt", "user")
+    __slots__ = ("model", "texts", "token_ids", "dimensions", "pooling", "add_special_tokens", "priority", "cache_salt", "user")
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    INPUT_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -341,14 +346,15 @@ class EmbedRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     USER_FIELD_NUMBER: _ClassVar[int]
     model: str
-    input: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    texts: Texts
+    token_ids: TokenIdLists
     dimensions: int
     pooling: str
     add_special_tokens: bool
     priority: int
     cache_salt: str
     user: str
-    def __init__(self, model: _Optional[str] = ..., input: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., pooling: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., texts: _Optional[_Union[Texts, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIdLists, _Mapping]] = ..., dimensions: _Optional[int] = ..., pooling: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., user: _Optional[str] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("request_id", "embeddings", "usage")

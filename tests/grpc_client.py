@@ -1,0 +1,148 @@
+"""A gRPC server around a fake source, and a client as somebody would write one: stubs, metadata, typed errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from cluster.grpc_api.figures import GrpcFigures
+from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.service import GrpcServices
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from cluster.metrics import Metrics
+from cluster.openai.served_model import ServedModel
+from cluster.tenants.tenancy import Tenancy
+from tests.openai_app import MODEL
+
+LIMIT = 64 * 1024
+
+
+@dataclass
+class Told:
+    """What a stream told: all of each choice, and how the call ended."""
+
+    request_id: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, int] = field(default_factory=dict)
+    logprobs: list = field(default_factory=list)
+    usage: pb.Usage | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the only choice."""
+        return self.texts[0]
+
+    def add(self, response: pb.GenerateResponse | pb.ChatResponse) -> None:
+        """Take the next response."""
+        self.request_id = response.request_id or self.request_id
+        for delta in response.deltas:
+            text = delta.text if isinstance(delta, pb.GenerateDelta) else delta.content
+            self.texts[delta.choice] = self.texts.get(delta.choice, "") + text
+            self.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
+            self.logprobs.extend(delta.logprobs)
+            if delta.finish_reason:
+                assert delta.choice not in self.reasons, "a choice ended twice"
+                self.reasons[delta.choice] = delta.finish_reason
+        if response.HasField("usage"):
+            assert self.usage is None, "usage was told twice"
+            self.usage = response.usage
+
+
+async def gathered(call, on_response: Callable[[int], None] = lambda _: None) -> Told:
+    """Read a stream to its end. on_response: hears how many responses have come."""
+    told, count = Told(), 0
+    while (response := await call.read()) is not grpc.aio.EOF:
+        count += 1
+        told.add(response)
+        on_response(count)
+    return told
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error as a client reads it from `google.rpc.Status` in the trailing metadata."""
+
+    status: grpc.StatusCode
+    code: str
+    message: str
+    param: str | None
+    request_id: str
+    retryable: bool
+    retry_after: float | None
+
+    @classmethod
+    def of(cls, error: grpc.RpcError) -> Refusal:
+        """Read the details; fails where there are none."""
+        trailing = dict(error.trailing_metadata())
+        status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+        assert (status.code, status.message) == (error.code().value[0], error.details())
+        info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        assert status.details[0].Unpack(info)
+        assert info.domain == "squadron"
+        wait = retry.retry_delay.ToSeconds() if len(status.details) > 1 and status.details[1].Unpack(retry) else None
+        if wait is not None:
+            wait = retry.retry_delay.ToSeconds()
+            assert trailing["retry-after"] == str(wait)
+        told = info.metadata
+        assert trailing["x-request-id"]
+        return cls(
+            error.code(),
+            info.reason,
+            status.message,
+            told.get("param"),
+            told["request_id"],
+            told["retryable"] == "true",
+            wait,
+        )
+
+
+async def refusal_of(call) -> Refusal:
+    """Return how a call fails; an answer is the test's failure."""
+    try:
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                continue
+        else:
+            await call
+    except grpc.RpcError as error:
+        return Refusal.of(error)
+    raise AssertionError("the call was answered")
+
+
+@dataclass
+class Served:
+    """A running server and how to reach it."""
+
+    server: GrpcServer
+    channel: grpc.aio.Channel
+    metrics: Metrics
+
+    @property
+    def stub(self) -> InferenceStub:
+        """The generated client."""
+        return InferenceStub(self.channel)
+
+
+@contextlib.asynccontextmanager
+async def serving_grpc(
+    source, model: ServedModel, tenancy: Tenancy | None = None, **changes
+) -> AsyncIterator[Served]:
+    """Serve on a free loopback port with everything a test does not care about filled in."""
+    metrics = Metrics(MODEL)
+    given = {"ready": lambda: True, "replicas": list, "max_message_bytes": LIMIT} | changes
+    door = tenancy or Tenancy.open_to_all(source)
+    answered = GrpcFigures(MODEL, metrics).answered
+    server = GrpcServer(ListenAddress(), GrpcServices(model, door, metrics, answered=answered, **given))
+    await server.start()
+    options = [("grpc.max_send_message_length", -1)]
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=options) as channel:
+            yield Served(server, channel, metrics)
+    finally:
+        await server.stop(0)
