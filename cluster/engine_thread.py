@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 
@@ -24,8 +25,8 @@ Command = Callable[[], object]
 class Core(Protocol):
     """What the thread needs of `engine.core.EngineCore`; only the thread calls it."""
 
-    def add(self, request: Request) -> None:
-        """Take in a request. Raises `InvalidRequestError`."""
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Take in a request and the grammar that its output must match. Raises `InvalidRequestError`."""
 
     def abort(self, request_id: str) -> bool:
         """End a request; False if it is not live."""
@@ -120,9 +121,9 @@ class EngineThread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Have the engine run `request`; `on_rejected` is called if it refuses."""
-        self._command(lambda: self._add(request))
+        self._command(lambda: self._add(request, grammar))
 
     def abort(self, request_id: str) -> None:
         """Have the engine end a request; unknown ids are passed over."""
@@ -177,9 +178,9 @@ class EngineThread:
             if len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
                 self._delivered.wait(IDLE_TICK)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, grammar: CompiledGrammar | None) -> None:
         try:
-            self._core.add(request)
+            self._core.add(request, grammar)
         except InvalidRequestError as error:
             refusal = error
         except EngineDeadError:

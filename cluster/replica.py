@@ -23,6 +23,8 @@ from cluster.start_error import ReplicaStartError
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, SquadronError
 from engine.fingerprint import model_fingerprint
+from engine.grammar.process import GrammarService
+from engine.tokenizer import Tokenizer
 from parallel.errors import ParallelError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._deadline = HEALTH_FACTOR * config.step_timeout
-        self._core = ReplicaCore(_engine(self._group), facts, on_dead=self._on_dead)
+        self._core = ReplicaCore(_engine(self._group), facts, on_dead=self._on_dead, grammars=_grammars(self._group))
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if self._group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
@@ -102,6 +104,13 @@ def _end_process() -> NoReturn:
 def _engine(group: StartedGroup) -> EngineCore:
     info = group.info
     return EngineCore(info.config, group.executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+
+
+def _grammars(group: StartedGroup) -> GrammarService:
+    info, config = group.info, group.info.config
+    return GrammarService(
+        lambda: Tokenizer(config.tokenizer or config.model).vocabulary(info.vocab_size), info.eos_token_ids
+    )
 
 
 def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> ReplicaFacts:

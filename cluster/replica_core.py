@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineThread
+from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
     Abort,
@@ -26,7 +27,9 @@ from cluster.router_session import RouterSession, Run
 from cluster.runs import Runs
 from cluster.translation import clipped, load_of, submitted_request
 from engine.errors import InvalidRequestError
+from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
+from engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class ReplicaCore:
 
     on_dead: called once with the reason when the engine cannot go on; the process should then end.
     incarnation: number of this life of the replica; random unless given.
+    grammars: compiles what outputs must match, and is closed with this; None = such requests are refused.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class ReplicaCore:
         times: ReplicaTimes | None = None,
         on_dead: Callable[[str], None] | None = None,
         incarnation: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.facts = facts
         self.incarnation = secrets.randbits(62) if incarnation is None else incarnation
@@ -53,6 +58,7 @@ class ReplicaCore:
         self._on_dead = on_dead
         self._loop = asyncio.get_running_loop()
         self._engine = EngineThread(core, self._loop, self)
+        self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected)
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs = Runs()
         self._cached = CachedBlocks()
@@ -97,6 +103,7 @@ class ReplicaCore:
         self._ticker.cancel()
         for session in list(self._sessions.values()):
             self._end_session(session, CLOSED, "the replica stops")
+        await self._grammars.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
 
@@ -194,7 +201,14 @@ class ReplicaCore:
             self._reject(session, submit.stream, error)
             return
         self._runs.start(session, submit.stream, request)
-        self._engine.add(request)
+        if request.params.structured is None:
+            self._engine.add(request)
+        else:
+            self._grammars.begin(request, request.params.structured)
+
+    def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> None:
+        if self._runs.get(request.request_id) is not None:  # nobody has ended it meanwhile
+            self._engine.add(request, grammar)
 
     def _abort(self, run: Run | None) -> None:
         if run is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+from typing_extensions import override
+
 from engine.errors import GrammarError, InvalidRequestError
 from engine.report import Ints
 from engine.request import Request
@@ -44,6 +46,29 @@ class CompiledGrammar(ABC):
         return state
 
 
+class PreparedGrammar(CompiledGrammar):
+    """A compiled grammar with the states of one request worked out beforehand: adding the request then costs nothing.
+
+    Raises `GrammarError` if one of the logs does not match.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, request: Request) -> None:
+        self._grammar = grammar
+        self._states: dict[tuple[int, ...], list[GrammarState]] = {}
+        for log in _logs(request).values():
+            self._states.setdefault(tuple(log), []).append(grammar.resume(log))
+
+    @override
+    def state(self) -> GrammarState:
+        return self.resume(())
+
+    @override
+    def resume(self, token_ids: Iterable[int]) -> GrammarState:
+        log = tuple(token_ids)
+        ready = self._states.get(log)
+        return ready.pop() if ready else self._grammar.resume(log)
+
+
 class GrammarCompiler(ABC):
     """Makes grammars ready for the vocabulary of one model."""
 
@@ -64,5 +89,9 @@ def grammar_states(request: Request, grammar: CompiledGrammar | None) -> dict[in
         if request.params.structured is not None:
             raise InvalidRequestError("structured output is not available here", "structured", "not_supported")
         return {}
-    logs = dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume
-    return {choice: grammar.resume(log) for choice, log in logs.items()}
+    return {choice: grammar.resume(log) for choice, log in _logs(request).items()}
+
+
+def _logs(request: Request) -> dict[int, tuple[int, ...]]:
+    """Return the output so far of each choice that is to run."""
+    return dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume

@@ -19,6 +19,7 @@ from cluster.replica_facts import ReplicaTimes
 from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
+from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 from tests.unit.cluster_lab import GatedExecutor, LabReplica, until
@@ -322,7 +323,7 @@ class BrittleCore:
         self.work = False
         self.closed = threading.Event()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         if self.on_add is not None:
             raise self.on_add
         self.work = True
