@@ -11,10 +11,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import psutil
 import pytest
 
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.cluster.harness import eventually
 
 START_SECONDS = 120.0
@@ -90,7 +93,7 @@ def served(home: Path) -> Iterator[Command]:
     """The demo model as one replica of two ranks, on a port of its own choosing."""
     command = Command(
         *("serve", "demo", "-tp", "2", "--port", "0", "--kv-cache-memory-bytes", str(64 * 2**20)),
-        *("--device", "cpu", "--served-model-name", "shown"),
+        *("--device", "cpu", "--served-model-name", "shown", "--grpc-port", "0"),
         home=home,
     )
     try:
@@ -120,6 +123,14 @@ def test_the_printed_curl_can_be_pasted(served: Command) -> None:
     assert answer.status_code == 200, answer.text
     assert answer.text.rstrip().endswith("data: [DONE]")
     assert answer.text.count("data: {") > 5
+
+
+def test_the_printed_grpc_address_answers(served: Command) -> None:
+    address = re.search(r"^gRPC: (127\.0\.0\.1:\d+), service squadron\.v1\.Inference$", served.text, re.MULTILINE)[1]
+    with grpc.insecure_channel(address) as channel:
+        stub = InferenceStub(channel)
+        assert stub.Health(pb.HealthRequest(), timeout=10).ready
+        assert stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10).model == "shown"
 
 
 def test_chat_from_a_pipe_talks_to_it(served: Command) -> None:
