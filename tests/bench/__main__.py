@@ -1,6 +1,6 @@
 """`make bench`: run the benchmarks, print a table, write bench.json.
 
-    python -m tests.bench [--only host_step channel router openai_stream served offline] [--output bench.json]
+    python -m tests.bench [--only host_step channel router openai_stream grpc_stream served offline] [--output bench.json]
 
 With `--only`, figures of the others stay in the file as they were.
 """
@@ -20,7 +20,7 @@ from rich.table import Column, Table
 
 from tests.bench.machine import provenance
 
-MODULES = ("host_step", "channel", "router", "openai_stream", "served", "offline")
+MODULES = ("host_step", "channel", "router", "openai_stream", "grpc_stream", "served", "offline")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ HEADLINES = {
     "channel_4kb_us": Headline("channel", ("ring_4kb_us",), "us", "at most 20"),
     "router_tokens_per_s_32": Headline("router", ("router_tokens_per_s_32",), "tokens/s", "at least 20,000"),
     "wire_tokens_per_s_32": Headline("openai_stream", ("wire_tokens_per_s_32",), "tokens/s", "at least 20,000"),
+    "grpc_tokens_per_s_32": Headline("grpc_stream", ("grpc_tokens_per_s_32",), "tokens/s", "at least 10,000"),
     "router_added_ttft_ms": Headline("served", ("router_added_ttft_ms_1",), "ms", ""),
     "served_tokens_per_s_32": Headline("served", ("served_tokens_per_s_32",), "tokens/s", ""),
     "offline_demo_tokens_per_s": Headline("offline", ("offline_demo_tokens_per_s",), "tokens/s", ""),
