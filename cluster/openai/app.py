@@ -53,7 +53,7 @@ def build_app(
 
     source: where tokens come from. ready: the body of `/ready`; its `ready` says whether requests can be served
     (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys, quotas and the fair gate around
-    `source`; None = no bounds, and `api_key` is required on all but `/health` and `/ui` when set. max_body_bytes:
+    `source`; None = no bounds, and `api_key` is required on all but `/health` when set. max_body_bytes:
     larger requests get a 413 before they are held. names_answers: False where what carries the app puts
     `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value to clients).
     """

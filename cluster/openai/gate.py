@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,10 +17,13 @@ from cluster.errors import ApiError
 from cluster.metrics import Metrics
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
+from cluster.tenants.keys import as_bearer
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import OPEN, Tenant
 
-OPEN_PATHS = frozenset({"/health", "/ui"})  # the page holds no data: it asks for all with the key
+OPEN_PATHS = frozenset({"/health"})
+PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
+_ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger("squadron.openai")
 
@@ -67,7 +71,8 @@ class Gate:
             exchange["tenant"] = tenant.name
             visit = await self._tenancy.visit(tenant) if scope["method"] == "POST" else None
         except ApiError as error:
-            await _refuse(error, exchange, send_named)
+            asks = error.code == "unauthorized" and _path(scope) in PAGES
+            await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
             return
         if visit is None:
             await self._app(scope, receive, send_named)
@@ -79,7 +84,12 @@ class Gate:
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         if _path(scope) in OPEN_PATHS:
             return OPEN
-        return self._tenancy.tenant_of(headers.get("authorization", ""))
+        given = headers.get("authorization", "")
+        # What a browser adds by itself counts only on the way to a page and from it: other sites' pages could have
+        # it sent as well. Source: W3C Fetch Metadata, which all browsers of today send and no page can forge.
+        if _path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
+            given = as_bearer(given)
+        return self._tenancy.tenant_of(given)
 
     def _route_label(self, scope: Scope) -> str:
         """The route of a path without parameters: clients must not be able to make up labels."""
@@ -94,11 +104,13 @@ class Gate:
         return rate_headers(await self._tenancy.quotas.states(tenant))
 
 
-async def _refuse(error: ApiError, exchange: dict[str, str], send: Send) -> None:
+async def _refuse(
+    error: ApiError, exchange: dict[str, str], send: Send, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
     error.request_id = exchange["id"]
     tenant = exchange.get("tenant", "unknown")
     log.info("request %s of tenant %s: refused at the door: %s", exchange["id"], tenant, error.code)
-    await Answer(send).error(error)
+    await Answer(send).error(error, headers)
 
 
 def _path(scope: Scope) -> str:

@@ -115,14 +115,14 @@ class Answer:
         """Send the last frames of a stream and end it."""
         await self._send({"type": "http.response.body", "body": data})
 
-    async def error(self, error: ApiError) -> None:
+    async def error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send the one terminal error: as the answer, or as the last event of a stream that already runs."""
         error.message = error.message[:_MAX_MESSAGE]
         if self._streaming:
             await self.end(error_frame(error.body()))
             return
         retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
-        await self.json(error.status, json.encode(error.body()), retry)
+        await self.json(error.status, json.encode(error.body()), [*retry, *headers])
 
     async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.status = status

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -105,6 +106,18 @@ def bearer_key(authorization: str) -> str:
     """Return the key in the value of an `Authorization` header or metadata field, "" when there is none."""
     scheme, _, key = authorization.partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def as_bearer(authorization: str) -> str:
+    """Return `Basic` credentials, whose password is the key, in the `Bearer` form; anything else as it is."""
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return authorization
+    try:
+        _, _, password = b64decode(encoded.strip(), validate=True).decode().partition(":")
+    except ValueError:
+        return ""
+    return f"Bearer {password}"
 
 
 def _by_name(tenant: Tenant) -> str:

@@ -18,8 +18,7 @@ _INLINE = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL)
 def ui_route() -> Route:
     """Return the route of the page.
 
-    The page holds no secret and reads no data itself, so it is open: a browser cannot send a key when it goes to an
-    address. What the page then asks for needs the key like any other request.
+    Where keys are set, it needs one like all routes: the browser asks its user, and sends it with what the page asks.
     """
     page = page_html()
     headers = page_headers(page)

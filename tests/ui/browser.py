@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Coroutine
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -135,6 +136,8 @@ class Tab:
     def __init__(self, browser: Browser, session: str, context: str) -> None:
         self.errors: list[str] = []
         self.urls: list[str] = []
+        self._password = ""
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._browser = browser
         self._session = session
         self._context = context
@@ -143,9 +146,21 @@ class Tab:
         """Send one command to this tab."""
         return await self._browser.send(method, self._session, **params)
 
+    async def answer_prompt(self, password: str) -> None:
+        """Let the browser's own prompt for name and password be answered from now on."""
+        self._password = password
+        await self.send("Fetch.enable", handleAuthRequests=True)
+
     def note(self, method: str, params: dict[str, Any]) -> None:
         """Remember one event."""
-        if method == "Runtime.exceptionThrown":
+        if method == "Fetch.requestPaused":
+            self._later(self.send("Fetch.continueRequest", requestId=params["requestId"]))
+        elif method == "Fetch.authRequired":
+            given = {"response": "ProvideCredentials", "username": "me", "password": self._password}
+            self._later(
+                self.send("Fetch.continueWithAuth", requestId=params["requestId"], authChallengeResponse=given)
+            )
+        elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
@@ -154,6 +169,11 @@ class Tab:
             self.errors.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
         elif method == "Network.requestWillBeSent":
             self.urls.append(params["request"]["url"])
+
+    def _later(self, sending: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(sending)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def open(self, url: str) -> None:
         """Go to an address."""

@@ -14,6 +14,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from cluster.errors import ApiError
+from cluster.tenants.keys import FixedKeys
+from cluster.tenants.tenancy import Tenancy
 from tests.openai_app import app_for, serving
 from tests.ui.browser import Browser, find_browser
 from tests.ui.served import ANSWER, Replicas, demo_model, metrics, speaker
@@ -41,16 +43,20 @@ async def browser(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def page(browser, app, *, errors=(), path="/ui", mount=""):
-    """A tab at the page. errors: parts of the only errors that its console may show, one each."""
+async def page(browser, app, *, errors=(), path="/ui", mount="", password=None):
+    """A tab at the page. errors: parts of the only errors that its console may show, one each; a text: of any."""
     outer = Starlette(routes=[Mount(mount, app)]) if mount else app
     async with serving(outer) as url:
         tab = await browser.tab()
+        if password is not None:
+            await tab.answer_prompt(password)
         await tab.open(url + mount + path)
         yield tab
         asked = [one for one in tab.urls if not one.startswith((f"{url}/", "data:"))]
         await tab.close()
     assert asked == []
+    if isinstance(errors, str):
+        errors = [errors] * len(tab.errors)
     assert len(tab.errors) == len(errors), tab.errors
     assert all(part in told for part, told in zip(errors, tab.errors, strict=True)), tab.errors
 
@@ -275,10 +281,23 @@ async def test_what_a_model_writes_is_text(browser, model):
         assert await tab.value("document.title") == "Squadron"
 
 
-async def test_the_key_is_asked_for_and_stays_in_the_tab(browser, model):
+async def test_the_key_that_the_browser_asked_for_serves_the_page_too(browser, model):
     source = speaker(model, "Welcome.")
-    served = app(model, source, api_key="sk-right")
-    async with page(browser, served, errors=["401", "401"]) as tab:
+    async with page(browser, app(model, source, api_key="sk-right"), password="sk-right") as tab:
+        await tab.until("document.querySelectorAll('.replica').length === 2")
+        await ask(tab, "Hi")
+        await tab.until("turns[0]?.answer === 'Welcome.'")
+        assert await tab.value("sessionStorage.getItem('squadron.key')") is None
+
+
+async def test_another_key_is_asked_for_when_one_is_refused_and_stays_in_the_tab(browser, model):
+    source = speaker(model, "Welcome.")
+    keys = FixedKeys.one("sk-first")
+    served = app(model, source, tenancy=Tenancy.open_to_all(source, keys))
+    async with page(browser, served, password="sk-first", errors="401") as tab:
+        await tab.until("document.querySelectorAll('.replica').length === 2")
+        keys.ring = FixedKeys.one("sk-right").ring
+        await ask(tab, "Hi")
         await tab.until("document.getElementById('key').open")
         await tab.fill("#key-value", "sk-wrong")
         await tab.key("Enter", 13)
@@ -287,7 +306,7 @@ async def test_the_key_is_asked_for_and_stays_in_the_tab(browser, model):
         await tab.key("Enter", 13)
         await tab.until("document.querySelectorAll('.replica').length === 2")
         await ask(tab, "Hi")
-        await tab.until("turns[0]?.answer === 'Welcome.'")
+        await tab.until("turns.at(-1).answer === 'Welcome.'")
         assert await tab.value("sessionStorage.getItem('squadron.key')") == "sk-right"
         assert await tab.value("localStorage.length") == 0
         assert not any("sk-" in url for url in tab.urls)

@@ -30,12 +30,12 @@ class Page(html.parser.HTMLParser):
             self.inline.append((self.cdata_elem, data))
 
 
-async def test_the_page_is_open_and_what_it_reads_is_not(tmp_path):
+async def test_the_page_is_shown_to_who_has_a_key(tmp_path):
     model = served_model(tmp_path)
     async with client_for(app_for(saying(model, "ok"), model, api_key="secret")) as client:
-        shown = await client.get("/ui")
-        refused = [(await client.get(path)).status_code for path in ("/metrics", "/v1/models", "/ui/", "/ui/x")]
-        posted = await client.post("/ui")
+        shown = await client.get("/ui", auth=("anyone", "secret"))
+        refused = [(await client.get(path)).status_code for path in ("/ui", "/metrics", "/v1/models", "/ui/x")]
+        posted = await client.post("/ui", auth=("anyone", "secret"))
     assert (shown.status_code, shown.text) == (200, page_html())
     assert shown.headers["content-type"] == "text/html; charset=utf-8"
     assert refused == [401] * 4

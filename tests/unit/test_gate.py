@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from base64 import b64encode
 
 import openai
 import pytest
@@ -57,7 +58,7 @@ async def ask(client, key, **changes):
 
 
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), bearer("sk-old"), {"x-api-key": "sk-free"}])
-async def test_every_route_but_health_and_the_empty_page_refuses_who_has_no_key(model, headers):
+async def test_every_route_but_health_refuses_who_has_no_key(model, headers):
     source = saying(model, "ok")
     app = app_for(source, model, tenancy=tenancy_for(source))
     routes = routes_of(app)
@@ -68,7 +69,26 @@ async def test_every_route_but_health_and_the_empty_page_refuses_who_has_no_key(
                 answer = await client.request(method, f"http://test{spelt}", headers={"host": "localhost", **headers})
                 assert (answer.status_code == 401) == (spelt not in OPEN_PATHS), (method, spelt)
     assert not source.requests
-    assert sorted(OPEN_PATHS) == ["/health", "/ui"], "the page holds nothing: it asks for everything with the key"
+    assert sorted(OPEN_PATHS) == ["/health"]
+
+
+def basic(key, **headers):
+    return {"authorization": "Basic " + b64encode(f"me:{key}".encode()).decode(), **headers}
+
+
+async def test_a_browser_may_send_the_key_its_own_way_to_the_page_and_from_it_only(model):
+    source = saying(model, "ok")
+    same, other = {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "cross-site"}
+    async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+        door = await client.get("/ui")
+        assert door.status_code == 401
+        assert door.headers["www-authenticate"].startswith("Basic ")
+        assert "www-authenticate" not in (await client.get("/v1/models")).headers
+        asked = [("/ui", basic("sk-free")), ("/ui", basic("sk-free", **other)), ("/ui", basic("sk-wrong"))]
+        asked += [("/v1/models", basic("sk-free", **given)) for given in (same, other, {})]
+        asked += [("/v1/models", {"authorization": "Basic \u00ff".encode("latin-1"), **same})]
+        answers = [(await client.get(path, headers=headers)).status_code for path, headers in asked]
+    assert answers == [200, 200, 401, 200, 401, 401, 401]
 
 
 async def test_an_expired_key_is_told_so(model):
