@@ -1,6 +1,7 @@
 """`make bench`: run the benchmarks, print a table, write bench.json.
 
-    python -m tests.bench [--only host_step channel router openai_stream grpc_stream served offline] [--output bench.json]
+    python -m tests.bench [--only host_step channel router openai_stream grpc_stream served offline]
+        [--output bench.json]
 
 With `--only`, figures of the others stay in the file as they were.
 """
