@@ -28,6 +28,7 @@ from engine.grammar.ebnf import Rules, either, repeat
 
 MAX_REPEAT = 100_000
 MAX_DEPTH = 64
+MAX_COUNTED = 200_000  # characters that counts stand for: counts within counts are what makes matching slow
 _SHORTHANDS = {
     "d": DIGIT,
     "w": WORD,
@@ -64,6 +65,7 @@ class _Parser:
         self._text = pattern
         self._at = 0
         self._depth = 0
+        self._counted_size = 0  # of all up to here
         self._split = False  # whether the alternatives read last were more than one
         self._spell = spell
         self._rules = rules
@@ -94,11 +96,18 @@ class _Parser:
     def _sequence(self) -> str:
         parts: list[str] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)$":
-            parts.append(self._counted(self._atom()))
+            before = self._counted_size
+            atom = self._atom()
+            parts.append(self._counted(atom, before))
         return " ".join(parts) or '""'
 
-    def _counted(self, atom: str) -> str:
+    def _counted(self, atom: str, before: int) -> str:
+        """Take how often `atom` comes, whose size was added to `before`."""
         least, most = self._counts()
+        size = max(1, self._counted_size - before)
+        self._counted_size = before + size * max(1, least if most is None else most)
+        if self._counted_size > MAX_COUNTED:
+            raise self._error(f"its counts multiply to more than {MAX_COUNTED} characters")
         if (least, most) == (1, 1):
             return atom
         self._take("?")  # lazy or greedy, the same texts match
@@ -128,6 +137,8 @@ class _Parser:
             return self._spell(self._class())
         if char in "*+?^" or _COUNTS.match(self._text, self._at):
             raise self._error("^ may stand at the beginning only" if char == "^" else f"{char!r} repeats nothing")
+        if self._text.startswith("{,", self._at):
+            raise self._error("'{,' counts in some dialects only; write {0, or \\\\{,")
         self._at += 1
         if char == ".":
             return self._spell(EVERYTHING_IN_LINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
@@ -98,12 +99,24 @@ def parse_schema(text: str) -> Schema:
     Raises `InvalidRequestError` naming what is no JSON schema, or would not be kept to, by its JSON pointer.
     """
     try:
-        schema = json.loads(text, parse_constant=lambda name: refuse("", f"{name} is no JSON"))
+        schema = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        json.dumps(schema, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"json_schema is not JSON: {error}", "structured") from error
     _Walk().check(schema, "", 0)
     checked: Schema = schema
     return checked
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if not math.isfinite(number):
+        _no_number(digits[:40])
+    return number
 
 
 def refuse(pointer: str, problem: str, code: str = "invalid_value") -> NoReturn:

@@ -15,7 +15,7 @@ from engine.errors import GrammarError, InvalidRequestError
 from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.report import Ints
 
-MAX_TOKEN_TIME = 1.0  # seconds of CPU for one token: ambiguous grammars grow dearer with each
+MAX_TOKEN_TIME = 0.5  # seconds of CPU for one token: ambiguous grammars grow dearer with each
 
 
 class Vocabulary:

@@ -1,0 +1,215 @@
+"""Compiling is limited and killable, callers take turns, results are kept within bounds, no process is left."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+
+from engine.errors import GrammarError, InvalidRequestError
+from engine.grammar import helper, process
+from engine.grammar.base import PreparedGrammar, grammar_states
+from engine.grammar.process import CompileLimits, GrammarService
+from engine.request import Request
+from engine.sampling_params import SamplingParams, StructuredOutput
+from tests.grammar_walk import END, WORDS, allowed
+
+QUICK = StructuredOutput("regex", "[a-z]{1,9}")
+
+
+@pytest.fixture(scope="module")
+def service():
+    one = GrammarService(lambda: WORDS, [END], CompileLimits(deadline=20.0, room=1 << 30, kept=200_000))
+    yield one
+    pid = one.helper_pid
+    one.close()
+    one.close()
+    assert pid is None or not psutil.pid_exists(pid)
+
+
+def choice(*strings):
+    return StructuredOutput("choice", json.dumps(strings))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (StructuredOutput("regex", "[a-z]{1,3}"), "abc", "abcd"),
+        (StructuredOutput("json_object"), '{"a": [1, null]}', "[1]"),
+        (StructuredOutput("json_schema", '{"type": "integer", "minimum": 10}'), "12", "9"),
+        (choice("yes", 'n"o\n', "日本"), 'n"o\n', "no"),
+        (StructuredOutput("grammar", 'root ::= "(" root ")" | "x"\n'), "((x))", "((x)"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_each_kind_takes_what_matches_and_nothing_else(service, wanted, good, bad):
+    grammar = service.compile(wanted)
+    for text, fits in ((good, True), (bad, False)):
+        state = grammar.state()
+        assert all(state.accept(token) for token in [*text.encode(), END]) == fits
+        assert state.finished == fits
+    state = grammar.resume([*good.encode(), END])
+    assert not state.accept(ord("a"))
+    assert allowed(state) == []
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        StructuredOutput("regex", "("),
+        StructuredOutput("json_schema", '{"not": {}}'),
+        StructuredOutput("choice", '["a", 1]'),
+        StructuredOutput("choice", "[]"),
+        StructuredOutput("choice", "a"),
+        StructuredOutput("choice", '["\\ud800"]'),
+        StructuredOutput("choice", json.dumps([str(n) for n in range(1001)])),
+        StructuredOutput("grammar", "root ::= "),
+        StructuredOutput("grammar", "root ::= other\n"),
+        StructuredOutput("grammar", "root ::= root\n"),
+        StructuredOutput("grammar", "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    ],
+    ids=lambda wanted: f"{wanted.kind} {wanted.text[:12]!r}",
+)
+def test_what_cannot_be_read_is_refused_and_the_next_one_compiles(service, wanted):
+    with pytest.raises(InvalidRequestError) as caught:
+        service.compile(wanted)
+    assert caught.value.param == "structured"
+    assert str(caught.value)
+    assert service.compile(QUICK) is not None
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+b", "(a*)*(a*)*b", "[a-z]{1,100000}", "(a{0,400}b?){0,400}", "(a?){500}a{500}"]
+)
+def test_nasty_patterns_neither_hang_nor_grow(service, pattern):
+    begun = time.monotonic()
+    state = service.compile(StructuredOutput("regex", pattern)).state()
+    for _ in range(60):
+        token = allowed(state)[0]
+        state.accept(token)
+        if state.finished:
+            break
+    assert time.monotonic() - begun < 15
+
+
+def test_equal_wishes_are_compiled_once_and_kept(service):
+    wanted = choice("once", "only")
+    assert service.compile(wanted) is service.compile(choice("once", "only"))
+
+
+def test_what_is_kept_is_bounded_whatever_comes(service):
+    for number in range(300):
+        service.compile(choice(f"value {number}"))
+    assert service.num_bytes <= 200_000
+    first = service.submit(choice("value 299"))
+    assert first.done(), "the latest is kept"
+
+
+def test_a_helper_that_is_killed_is_replaced(service):
+    service.compile(choice("before"))
+    former = service.helper_pid
+    os.kill(former, signal.SIGKILL)
+    assert service.compile(choice("after the kill")) is not None
+    assert service.helper_pid not in (None, former)
+
+
+def hang(_vocabulary, wanted):
+    """A compile that never comes back, nor listens to anybody, for one word; the real one for others."""
+    if "hang" in wanted.text:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+        while True:
+            time.sleep(1)
+    if "die" in wanted.text:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "text", 'root ::= "x"\n', ""
+
+
+def hanging_serve(*args):
+    """The helper's main function with that compile."""
+    helper._answer = hang
+    helper.serve(*args)
+
+
+@pytest.fixture(scope="module")
+def hanging():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "serve", hanging_serve)
+        one = GrammarService(lambda: WORDS, [END], CompileLimits(deadline=0.5, waiting=3))
+        yield one
+        one.close()
+
+
+def test_a_compile_that_takes_too_long_is_killed_and_refused_by_name(hanging):
+    assert hanging.compile(choice("warm")) is not None
+    former = hanging.helper_pid
+    with pytest.raises(InvalidRequestError, match=r"choice was not compiled within 0\.5 s"):
+        hanging.compile(choice("hang"))
+    assert not psutil.pid_exists(former)
+    assert hanging.compile(choice("next")) is not None
+
+
+def test_a_compile_that_ends_its_process_is_tried_again_and_refused(hanging):
+    with pytest.raises(InvalidRequestError, match="ended its process"):
+        hanging.compile(choice("die"))
+    assert hanging.compile(choice("next one")) is not None
+
+
+def test_owners_take_turns_and_too_many_are_turned_away(hanging):
+    ended = []
+    hanging.compile(choice("warm again"))
+    mine = [hanging.submit(choice(f"hang {n}"), b"me") for n in range(2)]
+    other = hanging.submit(choice("other"), b"somebody else")
+    for name, future in (("me 0", mine[0]), ("me 1", mine[1]), ("other", other)):
+        future.add_done_callback(lambda _, name=name: ended.append(name))
+    refused = hanging.submit(choice("one too many"), b"third")
+    assert refused.exception().code == "busy"
+    for future in (*mine, other):
+        future.exception(timeout=30)
+    assert ended == ["me 0", "other", "me 1"]
+
+
+def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
+    """The last one to use the service."""
+    hanging.compile(choice("warm at last"))
+    others = {thread for thread in threading.enumerate() if thread is not hanging._thread}
+    pid = hanging.helper_pid
+    waiting = [hanging.submit(choice("hang on")), hanging.submit(choice("behind it"))]
+    hanging.close()
+    assert all(future.exception(timeout=1) is not None for future in waiting)
+    assert not psutil.pid_exists(pid)
+    assert hanging.submit(choice("late")).exception().code == "busy"
+    assert set(threading.enumerate()) <= others
+
+
+def test_without_the_extra_the_refusal_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    one = GrammarService(lambda: WORDS, [END])
+    with pytest.raises(InvalidRequestError, match=r"squadron\[structured\]") as caught:
+        one.compile(QUICK)
+    one.close()
+    assert (caught.value.param, caught.value.code) == ("structured", "not_supported")
+
+
+def test_a_model_without_an_end_cannot_have_structured_output():
+    one = GrammarService(lambda: WORDS, [])
+    with pytest.raises(InvalidRequestError, match="end-of-sequence"):
+        one.compile(QUICK)
+    one.close()
+
+
+def test_states_are_prepared_from_the_logs_of_each_choice(service):
+    grammar = service.compile(choice("abc", "abd"))
+    params = SamplingParams(n=2, structured=choice("abc", "abd"))
+    resumed = Request("r", (1,), params, resume={0: (97, 98), 1: (97, 98)})
+    states = grammar_states(resumed, PreparedGrammar(grammar, resumed))
+    assert states[0] is not states[1]
+    assert states[0].accept(ord("c"))
+    assert states[1].accept(ord("d"))
+    fresh = PreparedGrammar(grammar, Request("r", (1,), params))
+    assert fresh.state() is not fresh.state()
+    assert fresh.state().accept(97), "states beyond those prepared are made when asked for"
+    with pytest.raises(GrammarError, match=r"the 2\. of the output"):
+        PreparedGrammar(grammar, Request("r", (1,), params, resume={0: (97, 97)}))
