@@ -62,9 +62,7 @@ def repeat(body: str, least: int, most: int | None) -> str:
     """Return an expression for `body`, `least` to `most` times (None: any number of times)."""
     if most == 0:
         return '""'
-    if (least, most) == (1, 1):
-        return body
-    sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
+    sign = {(1, 1): " ", (0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
     return f"({body})" + (sign or f"{{{least},{'' if most is None else most}}}")
 
 

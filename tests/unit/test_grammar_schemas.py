@@ -48,6 +48,7 @@ KEPT = [
     {"type": "array", "items": INT, "uniqueItems": False},
     {"type": "string", "minLength": 2, "maxLength": 3},
     {"type": "string", "maxLength": 0},
+    {"type": "string", "minLength": 1, "maxLength": 1},
     {"minLength": 3},
     {"type": "string", "pattern": "^a"},
     {"type": "string", "pattern": "^(?:a|b)$"},
