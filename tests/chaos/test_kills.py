@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 
+import jsonschema
 import openai
 import psutil
 import pytest
@@ -13,6 +15,17 @@ from tests.cluster.harness import App, eventually, kill, replica_processes, work
 
 STREAMS = 16
 TOKENS = 120
+SCHEMA = {
+    "type": "array",
+    "minItems": 14,
+    "maxItems": 14,
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer", "maximum": 99}},
+        "required": ["name", "size"],
+        "additionalProperties": False,
+    },
+}
 
 
 def arguments(index: int) -> dict:
@@ -23,14 +36,22 @@ def arguments(index: int) -> dict:
     return {"model": "demo", "prompt": prompt, "max_tokens": TOKENS, "extra_body": extra, **sampling}
 
 
-async def stream_all(app: App, on_tokens: Callable[[int], None] = lambda _: None) -> list[tuple[str, str | None]]:
+def structured(index: int) -> dict:
+    """As `arguments`, and the output must be JSON of a schema that takes all of it."""
+    extra = {"structured_outputs": {"json": SCHEMA}}
+    return arguments(index) | {"max_tokens": 800, "extra_body": extra}
+
+
+async def stream_all(
+    app: App, on_tokens: Callable[[int], None] = lambda _: None, asked: Callable[[int], dict] = arguments
+) -> list[tuple[str, str | None]]:
     """Run all streams at once; `on_tokens` hears how many chunks have come in all."""
     seen = 0
 
     async def one(client: openai.AsyncOpenAI, index: int) -> tuple[str, str | None]:
         nonlocal seen
         text, reason = "", None
-        async for chunk in await client.completions.create(stream=True, **arguments(index)):
+        async for chunk in await client.completions.create(stream=True, **asked(index)):
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
             seen += 1
@@ -41,12 +62,19 @@ async def stream_all(app: App, on_tokens: Callable[[int], None] = lambda _: None
         return await asyncio.gather(*(one(client, index) for index in range(STREAMS)))
 
 
-@pytest.mark.parametrize("victims", [replica_processes, worker_processes], ids=["replica", "worker-rank"])
+@pytest.mark.parametrize(
+    ("victims", "asked"),
+    [(replica_processes, arguments), (worker_processes, arguments), (replica_processes, structured)],
+    ids=["replica", "worker-rank", "replica-structured"],
+)
 async def test_every_stream_survives_a_kill_token_exact(
-    demo_app: App, victims: Callable[[], list[psutil.Process]]
+    demo_app: App, victims: Callable[[], list[psutil.Process]], asked: Callable[[int], dict]
 ) -> None:
-    undisturbed = await stream_all(demo_app)
-    assert all(reason == "length" for _, reason in undisturbed)
+    undisturbed = await stream_all(demo_app, asked=asked)
+    if asked is structured:
+        for text, _ in undisturbed:
+            jsonschema.validate(json.loads(text), SCHEMA)
+    assert {reason for _, reason in undisturbed} == {"stop" if asked is structured else "length"}
     before = demo_app.metric("squadron_migrations_total")
     killed: list[int] = []
 
@@ -56,7 +84,7 @@ async def test_every_stream_survives_a_kill_token_exact(
             killed.append(victim.pid)
             kill(victim)
 
-    disturbed = await stream_all(demo_app, kill_one)
+    disturbed = await stream_all(demo_app, kill_one, asked)
     assert killed, "the streams ended before the kill"
     assert disturbed == undisturbed
     assert demo_app.metric("squadron_migrations_total") > before, "no stream had to move: the kill missed them"
