@@ -169,6 +169,16 @@ async def test_a_killed_router_is_told_and_never_looks_like_an_end(app: tuple[Ap
     await asyncio.to_thread(app[0].wait_whole)
 
 
+async def listening(port: int) -> int:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)
+        except grpc.RpcError as error:
+            assert error.code() == grpc.StatusCode.UNAVAILABLE
+            return 0
+    return 1
+
+
 async def test_a_deleted_app_lets_streams_finish(serve_port: int) -> None:
     """Serve counts only what comes through its own proxies: it is the router that waits for gRPC's."""
     from ray import serve
@@ -178,9 +188,12 @@ async def test_a_deleted_app_lets_streams_finish(serve_port: int) -> None:
     app = await asyncio.to_thread(lambda: deploy(serve_port, name, drain_timeout=20, **settings))
     assert app.ready()["ready"]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = InferenceStub(channel).Generate(generate("def main():\n", max_tokens=400, ignore_eos=True))
+        # More than fits into the connection's window: the stream ends only once it is read.
+        request = generate("def main():\n", logprobs=20, max_tokens=1000, ignore_eos=True)
+        call = InferenceStub(channel).Generate(request)
         assert (await call.read()).request_id
         serve.delete(name, _blocking=False)
+        await soon(lambda: listening(port), "the router takes no more calls", timeout=30)
         told = await gathered(call)
-    assert told.usage.completion_tokens == 400
+    assert told.usage.completion_tokens == len(told.logprobs) == 1000
     await asyncio.to_thread(eventually, lambda: name not in serve.status().applications, "the app is gone")
