@@ -12,6 +12,7 @@ from engine.admission import Admission
 from engine.boundary import Boundary
 from engine.config import EngineConfig
 from engine.grammar.base import GrammarState
+from engine.planner import Planner
 from engine.report import EngineStats, Finish, Ints
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
 from engine.roster import Roster
@@ -51,13 +52,13 @@ class Scheduler:
         self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
         self._boundary = Boundary(self._roster)
         self._updater = Updater(rows, self._roster, stops, self._boundary)
+        self._planner = Planner(self._roster, rows)
         self._rows = rows
         self._tables = rows.tables
         self._limit = admission.limit
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
-        self._counting: Index = np.arange(config.max_num_seqs)
         self._blocked: tuple[Sequence, int] | None = None  # head of the queue, and the blocks that it waits for
 
     # ---- between steps ------------------------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Scheduler:
         if roster.stale:
             query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in roster.running]]
             roster.refresh()
-        return self._plan(query_lens, grown) if roster.running else None
+        return self._planner.plan(query_lens, grown) if roster.running else None
 
     def _share_budget(self) -> Ints:
         """Return how many tokens each running sequence computes. [running]."""
@@ -233,68 +234,6 @@ class Scheduler:
         if self._rows.blocks.enable_prefix_caching:
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += hit
-
-    # ---- the schedule -------------------------------------------------------------------------------------------
-
-    def _plan(self, query_lens: Ints, grown: Index) -> Schedule:
-        roster = self._roster
-        sequences, slots, version = roster.running, roster.slots, roster.version
-        if not query_lens.all():
-            kept = query_lens.nonzero()[0]
-            sequences, slots, version = [sequences[row] for row in kept.tolist()], slots[kept], 0
-            query_lens = query_lens[kept]
-        num_computed = self._tables.num_computed[slots]
-        schedule = Schedule(
-            sequences=sequences,
-            slots=slots,
-            query_lens=query_lens,
-            num_computed=num_computed,
-            seq_lens=num_computed + query_lens,
-            samples=sequences,
-            sample_rows=self._counting[: len(sequences)],
-            sample_slots=slots,
-            num_tokens=len(sequences),
-            version=version,
-            decode=not roster.prefilling,
-            changed_rows=grown if grown.size else None,
-            copies=[(source, target) for target, source in self._rows.copies.items()],
-        )
-        if roster.prefilling:
-            self._choose_samples(schedule)
-        return schedule
-
-    def _choose_samples(self, schedule: Schedule) -> None:
-        """Let those draw whose last token is computed; a leader draws for its siblings too."""
-        rows = (schedule.seq_lens == self._tables.num_tokens[schedule.slots]).nonzero()[0]
-        if any(sequence.reads_prompt for sequence in self._roster.prefilling):
-            self._read_prompts(schedule)
-            rows = rows[[schedule.sequences[row].request.pooling is None for row in rows.tolist()]]
-        samples = [schedule.sequences[row] for row in rows.tolist()]
-        schedule.version = 0
-        schedule.num_tokens = int(schedule.query_lens.sum())
-        schedule.sample_slots = schedule.slots[rows]
-        schedule.forks = [leader for leader in samples if leader in self._roster.siblings]
-        if schedule.forks:
-            families = [[leader, *self._roster.siblings.get(leader, ())] for leader in samples]
-            rows = np.repeat(rows, [len(family) for family in families])
-            samples = [sequence for family in families for sequence in family]
-            schedule.sample_slots = np.array([sequence.slot for sequence in samples], np.intp)
-        schedule.samples, schedule.sample_rows = samples, rows
-
-    def _read_prompts(self, schedule: Schedule) -> None:
-        """Note what is wanted of prompts beside their next token."""
-        for row, sequence in enumerate(schedule.sequences):
-            if not sequence.reads_prompt or sequence.num_computed_tokens >= sequence.num_prompt_tokens:
-                continue
-            if sequence.request.pooling is not None:
-                whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
-                if whole or sequence.request.pooling == "mean":
-                    schedule.pooled.append((sequence, row))
-            else:
-                first = max(sequence.num_computed_tokens, sequence.num_scored_tokens - 1)
-                beyond = min(int(schedule.seq_lens[row]), sequence.num_prompt_tokens - 1)
-                if beyond > first:
-                    schedule.scores.append((sequence, first, beyond))
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
