@@ -17,7 +17,7 @@ from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
 from engine.errors import InvalidRequestError
 
-log = logging.getLogger("squadron.grpc")
+log = logging.getLogger(__name__)
 Answered = Callable[[str, str], None]
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 

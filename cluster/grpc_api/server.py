@@ -22,7 +22,7 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.tenants.tenancy import Tenancy
 from engine.errors import ConfigError
 
-log = logging.getLogger("squadron.grpc")
+log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 OPEN_METHODS = frozenset({f"/{SERVICE.full_name}/Health"})
 _KNOWN = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}

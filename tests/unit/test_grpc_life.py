@@ -8,8 +8,11 @@ import pytest
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
 from cluster.grpc_api.beside import BesideHttp
+from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from cluster.metrics import Metrics
 from cluster.tenants.fair_gate import UNBOUNDED, FairGate
 from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
@@ -246,6 +249,21 @@ async def test_a_stopping_server_lets_streams_finish_and_takes_no_more(model):
         told = await gathered(call)
         await stopping
     assert told.usage.completion_tokens == 6
+
+
+async def test_routers_of_one_machine_share_a_port_and_one_may_leave(model):
+    source = saying(model, "fine")
+    async with serving_grpc(source, model) as first:
+        address = ListenAddress(port=first.server.port)
+        services = GrpcServices(
+            model, Tenancy.open_to_all(source), Metrics(MODEL), lambda: False, list, lambda *_: None, 4096
+        )
+        second = GrpcServer(address, services)
+        await second.start()
+        await first.server.stop(0)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:
+            assert not (await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)).ready
+        await second.stop(0)
 
 
 async def test_the_server_lives_as_long_as_the_http_app(model):
