@@ -6,7 +6,7 @@ Names are those of the HTTP API, so that an error names the field that the clien
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -16,6 +16,7 @@ from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from engine.errors import InvalidRequestError
 
+MAX_PARTS = 4096  # what any list of messages in a request may hold; the validator's own limits are lower or equal
 M = TypeVar("M", bound=Message)
 Fields = dict[str, Any]
 
@@ -156,6 +157,15 @@ def _refuse_unknown(message: Message, path: str) -> None:
     for descriptor, value in message.ListFields():
         if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
             continue
-        for i, part in enumerate([value] if isinstance(value, Message) else value):
-            place = descriptor.name if isinstance(value, Message) else f"{descriptor.name}[{i}]"
-            _refuse_unknown(part, f"{path}{place}.")
+        if isinstance(value, Message):
+            _refuse_unknown(value, f"{path}{descriptor.name}.")
+            continue
+        _check_count(value, f"{path}{descriptor.name}")
+        for i, part in enumerate(value):
+            _refuse_unknown(part, f"{path}{descriptor.name}[{i}].")
+
+
+def _check_count(parts: Sized, param: str) -> None:
+    """Empty messages take two bytes each: millions of them fit into a request, and each costs a Python object."""
+    if len(parts) > MAX_PARTS:
+        raise InvalidRequestError(f"{param} must hold at most {MAX_PARTS} entries, not {len(parts)}", param)

@@ -96,6 +96,12 @@ WRONG = {
     "salt": (pb.GenerateRequest(model=MODEL, prompt="hi", cache_salt="x" * 257), INVALID, "cache_salt"),
     "label": (pb.GenerateRequest(model=MODEL, prompt="hi", request_id="a b"), INVALID, "request_id"),
     "no messages": (chat(), INVALID, "messages"),
+    "messages without end": (pb.ChatRequest(model=MODEL, messages=[pb.Message()] * 4097), INVALID, "messages"),
+    "inputs without end": (
+        pb.EmbedRequest(model=MODEL, token_ids=pb.TokenIdLists(lists=[pb.TokenIds()] * 4097)),
+        INVALID,
+        "token_ids.lists",
+    ),
     "role": (pb.ChatRequest(model=MODEL, messages=[pb.Message(role="me", content="x")]), INVALID, "messages[0].role"),
     "no content": (pb.ChatRequest(model=MODEL, messages=[pb.Message(role="user")]), INVALID, "messages[0].content"),
     "chat logprobs": (chat("hi", sampling=pb.Sampling(logprobs=21)), INVALID, "logprobs"),
