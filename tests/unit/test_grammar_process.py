@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -185,7 +187,7 @@ def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
 
 
 def test_without_the_extra_the_refusal_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
     one = GrammarService(lambda: WORDS, [END])
     with pytest.raises(InvalidRequestError, match=r"squadron\[structured\]") as caught:
         one.compile(QUICK)
@@ -213,3 +215,23 @@ def test_states_are_prepared_from_the_logs_of_each_choice(service):
     assert fresh.state().accept(97), "states beyond those prepared are made when asked for"
     with pytest.raises(GrammarError, match=r"the 2\. of the output"):
         PreparedGrammar(grammar, Request("r", (1,), params, resume={0: (97, 97)}))
+
+
+PARENT = """
+import os, signal, sys
+from engine.grammar.process import GrammarService
+from engine.sampling_params import StructuredOutput
+service = GrammarService(lambda: [b"a", b""], [1])
+service.compile(StructuredOutput("regex", "a{1,9}"))
+print(service.helper_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_helper_ends_with_a_parent_that_is_killed():
+    run = subprocess.run([sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL, run.stderr[-2000:]
+    try:
+        psutil.Process(int(run.stdout)).wait(timeout=10)
+    except psutil.NoSuchProcess:
+        return
