@@ -43,8 +43,15 @@ def spell_raw(characters: Ranges) -> str:
 
 
 def string(rules: Rules, least: int = 0, most: int | None = None) -> str:
-    """Return the rule of a string of `least` to `most` characters."""
-    return rules.add(f"{literal(chr(34))} {repeat(CHAR, least, most)} {literal(chr(34))}")
+    """Return the rule of a string of `least` to `most` characters, without escapes where they are counted.
+
+    xgrammar knows beforehand which tokens a counted class allows, and tries each token where it counts anything else:
+    4 us and 88 ms for a mask over a vocabulary of 128,000.
+    """
+    counted = (least, most) != (0, None)
+    return rules.add(
+        f"{literal(chr(34))} {repeat(char_class(JSON_PLAIN) if counted else CHAR, least, most)} {literal(chr(34))}"
+    )
 
 
 def constant(value: Any) -> str:
