@@ -17,7 +17,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 
-log = logging.getLogger("squadron.openai")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ OPEN_PATHS = frozenset({"/health"})
 PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
-log = logging.getLogger("squadron.openai")
+log = logging.getLogger(__name__)
 
 
 class Gate:
