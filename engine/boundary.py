@@ -32,8 +32,8 @@ class Boundary:
         self._broken.append((sequence, error))
 
     def is_marked(self, sequence: Sequence) -> bool:
-        """Whether work for `sequence` failed in this step."""
-        return any(broken is sequence for broken, _ in self._broken)
+        """Whether work for the request of `sequence` failed in this step: no part of it may end well any more."""
+        return any(broken.request is sequence.request for broken, _ in self._broken)
 
     def bury(self) -> None:
         """End the marked requests with ERROR. Only where no arrays of a step that hold their rows are in use."""

@@ -102,6 +102,8 @@ class Updater:
 
     def _end_if_done(self, sequence: Sequence, token: int) -> None:
         request = sequence.request
+        if self._boundary.is_marked(sequence):
+            return  # its last token is there, but not all else that was asked for
         if token in self._stops.of(request) and sequence.num_output_tokens > request.params.min_tokens:
             sequence.stop_token = token
             self._roster.finish(sequence, FinishReason.STOP)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequestError
+from engine.fake_executor import FakeExecutor
 from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.request import FinishReason
 from engine.sampler import sample
@@ -211,6 +212,23 @@ def test_a_grammar_that_fails_ends_its_own_request():
 
     driver, by = Driver(), request("by", 6)
     driver.core.add(structured("r"), Broken(5))
+    driver.run(by)
+    assert driver.reason("r") is FinishReason.ERROR
+    assert driver.tokens["by", 0] == expected(by)
+
+
+def test_an_end_that_the_grammar_does_not_allow_is_an_error():
+    class Deaf(FakeExecutor):
+        """Draws the end at once, whatever the masks say."""
+
+        def execute(self, inputs, sampling):
+            outputs = super().execute(inputs, sampling)
+            if sampling.masks is not None:
+                outputs.token_ids[sampling.masks()[0]] = EOS
+            return outputs
+
+    driver, by = Driver(executor=Deaf(64, 4, VOCAB)), request("by", 6)
+    driver.core.add(structured("r"), Ascending(5))
     driver.run(by)
     assert driver.reason("r") is FinishReason.ERROR
     assert driver.tokens["by", 0] == expected(by)

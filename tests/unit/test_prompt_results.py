@@ -158,3 +158,12 @@ def test_states_that_are_not_finite_end_their_own_request_and_stay_in_no_cache(b
     before = driver.computed
     driver.run(request("again", 9, max_tokens=1))
     assert driver.computed - before == 9
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_scores_that_are_not_finite_are_an_error_even_where_the_last_token_was_drawn(choices):
+    driver, by = Prompts(executor=Poisoned(64, 4, VOCAB)), request("by", 6)
+    driver.run(request("bad", 9, prompt_logprobs=0, max_tokens=1, n=choices), by)
+    for choice in range(choices):
+        assert driver.reason("bad", choice) is FinishReason.ERROR
+    assert driver.tokens["by", 0] == expected(by)
