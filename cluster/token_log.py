@@ -114,9 +114,13 @@ class TokenLog:
         """Return the choices that still run."""
         return [choice for choice in self.choices.values() if choice.finish_reason is None]
 
-    def resume(self) -> dict[int, tuple[int, ...]]:
-        """Return what another replica needs to go on: unfinished choice -> output tokens so far."""
-        return {choice.choice: tuple(choice.tokens) for choice in self.unfinished()}
+    def resume(self) -> dict[int, tuple[int, ...]] | None:
+        """Return what another replica needs to go on: unfinished choice -> output tokens so far.
+
+        None where no token came: begun anew, the choices share their prompt, and none runs ahead of what it tells.
+        """
+        logs = {choice.choice: tuple(choice.tokens) for choice in self.unfinished()}
+        return logs if any(choice.tokens for choice in self.choices.values()) else None
 
     def take(self) -> list[TokenChunk]:
         """Return one chunk for every choice that has news."""

@@ -54,6 +54,20 @@ async def test_each_prompt_token_is_told_once_over_a_kill(phase, n):
     assert tokens == oracle(asked)
 
 
+async def test_no_choice_runs_ahead_of_its_prompt_where_a_cache_has_that():
+    asked = scored("r", n=3)
+    async with Lab(long_prefill_token_threshold=8) as lab:
+        await lab.start("a", steps=1)
+        running = asyncio.create_task(collect(lab, asked))
+        await until(lambda: lab.dispatcher.counters.reports >= 1)
+        await lab.start("b")
+        await lab.collect(request("warm", 40))
+        lab.kill("a")
+        told, _, tokens = await running
+    assert told == undisturbed(asked)[0]
+    assert tokens == oracle(asked)
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 async def test_an_embedding_comes_once_over_a_kill(pooling):
     asked = replace(request("e", 40), pooling=pooling)

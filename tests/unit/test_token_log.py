@@ -50,6 +50,10 @@ def test_only_unfinished_choices_go_on_elsewhere():
     assert log.resume() == {0: (1, 2), 2: ()}
 
 
+def test_a_request_of_which_no_token_came_begins_anew_elsewhere():
+    assert TokenLog(request("r", 3, n=3)).resume() is None
+
+
 def test_choice_that_the_consumer_ended_says_no_more():
     log = TokenLog(request("r", 3, n=2))
     log.choices[0].tokens += [1, 2]
