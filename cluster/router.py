@@ -121,4 +121,5 @@ def _served_model(config: ClusterConfig) -> ServedModel:
         reasoning_parser=None if reasoning is None else REASONING_PARSERS.get(reasoning),
         pooling="mean" if config.embedding_pooling == "mean" else "last",
         matryoshka=matryoshka_of(read_json(folder.path / "config.json")),
+        by_priority=engine.scheduling_policy == "priority",
     )

@@ -83,7 +83,7 @@ def build_app(
         *_status_routes(metrics, ready),
         ui_route(),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _http_error})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
     return Gate(app, metrics, door, names_answers)
 
@@ -147,6 +147,14 @@ def _http_error(request: Request, error: Exception) -> Response:
         return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
     message = f"there is nothing at {request.url.path[:200]!r}; the API is under /v1"
     return _error(request, ApiError("not_found", message, status=error.status_code))
+
+
+def _inside_error(request: Request, _: Exception) -> Response:
+    """A failure that no endpoint expected; whoever runs the app is told of it as well, and logs it."""
+    return _error(request, ApiError("internal_error", "the server failed; its log has more"))
+
+
+_ERRORS = {HTTPException: _http_error, Exception: _inside_error}
 
 
 def _error(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

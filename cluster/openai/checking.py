@@ -14,6 +14,7 @@ from cluster.openai.refusals import Refusal
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 
+MAX_PRIORITY = 2**31 - 1
 _NO_REFUSALS: Mapping[str, Refusal] = {}
 T = TypeVar("T", bound=Fields)
 
@@ -33,6 +34,19 @@ def checked_fields(schema: type[T], fields: Mapping[str, Any], refused: Mapping[
         return schema.model_validate(given)
     except ValidationError as error:
         raise _type_error(error) from None
+
+
+def check_priority(priority: int, model: ServedModel) -> None:
+    """Raise `InvalidRequestError` for a priority out of range, and for one that the server would not heed."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequestError(f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
+    if priority and not model.by_priority:
+        raise InvalidRequestError(
+            "priority is not supported by this server, where requests run in order of arrival "
+            "(--scheduling-policy fcfs); leave it out or send 0",
+            "priority",
+            "unsupported_parameter",
+        )
 
 
 def refuse_other_models(name: str, model: ServedModel) -> None:

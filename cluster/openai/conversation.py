@@ -12,6 +12,7 @@ from cluster.openai.schema import ChatFields, TokenizeFields
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 
+_MESSAGE_LOOP = re.compile(r"\bfor\s+(\w+)\s+in\s+\w*messages\b")
 ChatPrompt = ChatFields | TokenizeFields  # the fields that make a prompt out of messages
 
 
@@ -58,7 +59,7 @@ def _message(message: Message, param: str, template: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     one: dict[str, Any] = {"role": role, "content": message.content}
     if message.name is not None:
-        _refuse_unread("name", f"{param}.name", template)
+        _refuse_unread(_names_read(template), f"{param}.name", template)
         one["name"] = message.name
     if message.reasoning_content is not None:
         _only_from("assistant", "reasoning_content", message, param)
@@ -88,6 +89,12 @@ def _only_from(role: str, field: str, message: Message, param: str) -> None:
     if message.role != role:
         name = f"{param}.{field}"
         raise InvalidRequestError(f"{name} is allowed only in messages with role {role!r}", name)
+
+
+def _names_read(template: str) -> str:
+    """The pattern of a message's name as the template would read it: tools and their calls have names too."""
+    variables = "|".join({"message", *_MESSAGE_LOOP.findall(template)})
+    return rf"""(?:{variables})(?:\.name|\.get\(\s*["']name|\[\s*["']name)"""
 
 
 def _refuse_unread(variable: str, param: str, template: str) -> None:

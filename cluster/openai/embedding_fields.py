@@ -55,7 +55,9 @@ class EmbeddingFields(Fields):
         "last: the state of the last token; mean: of all; default: the server's --embedding-pooling"
     )
     add_special_tokens: bool = note("whether the tokenizer adds its own (BOS)", default=True)
-    priority: int = note("smaller runs earlier, where the server schedules by priority", -_MAX, _MAX, default=0)
+    priority: int = note(
+        "smaller runs earlier; where the server does not schedule by priority, only 0", -_MAX, _MAX, default=0
+    )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
 
 

@@ -18,7 +18,7 @@ from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import RequestTrack
 from cluster.openai.base_endpoint import Endpoint
-from cluster.openai.checking import checked_fields, refuse_other_models
+from cluster.openai.checking import check_priority, checked_fields, refuse_other_models
 from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Prompt
 from cluster.openai.http import Answer
@@ -31,7 +31,6 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 MAX_AT_ONCE = 64  # inputs of one call that run at a time: one call must not fill the queues of all replicas
-_MAX_PRIORITY = 2**31 - 1
 _MAX_SALT_BYTES = 256
 _NOTHING = SamplingParams(max_tokens=1)
 Vector = NDArray[np.float32]
@@ -65,8 +64,7 @@ def embedding_call(fields: Mapping[str, Any], model: ServedModel) -> EmbeddingCa
     checked = checked_fields(EmbeddingFields, fields, REFUSED_EMBEDDING)
     refuse_other_models(checked.model, model)
     _check_dimensions(checked.dimensions, model)
-    if not -_MAX_PRIORITY <= checked.priority <= _MAX_PRIORITY:
-        raise InvalidRequestError(f"priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
+    check_priority(checked.priority, model)
     salt = (checked.cache_salt or "").encode()
     if len(salt) > _MAX_SALT_BYTES:
         raise InvalidRequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes", "cache_salt")

@@ -35,10 +35,19 @@ def _text(value: Any) -> str:
 
 def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    raise PydanticCustomError("content_part", "may hold parts of type 'text' only: this model reads no other input")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise PydanticCustomError(
+            "content_part", "must hold parts of type 'text' only: this model reads no other input"
+        )
+    more = next((name for name, value in part.items() if name not in ("type", "text") and value is not None), None)
+    if more is not None:
+        raise PydanticCustomError(
+            "content_part_field",
+            "must hold parts of type and text alone; {name} is not supported",
+            {"name": more[:100]},
+        )
+    text: str = part["text"]
+    return text
 
 
 def _few_messages(value: Any) -> Any:

@@ -135,12 +135,17 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
     )
 
 
+def _seed(call: Call, number: int) -> int:
+    """A seed that the client gave is that of each prompt; without one, equal prompts must not draw alike."""
+    return call.seed if call.params.seed is not None else (call.seed + number) % 2**63
+
+
 def _request(call: Call, params: SamplingParams, number: int, ids: list[int], count: int) -> Request:
     return Request(
         request_id=call.request_id if count == 1 else f"{call.request_id}-{number}",
         prompt_token_ids=tuple(ids),
         params=params,
-        seed=call.seed,
+        seed=_seed(call, number),
         priority=call.priority,
         cache_salt=call.cache_salt,
     )

@@ -67,7 +67,9 @@ class GenerationFields(Fields):
     stream_options: StreamOptions | None = note("include_usage, continuous_usage_stats; only with stream")
     user: Label | None = note("a label: changes nothing, is not stored")
     request_id: str | None = note("echoed in the answer and, without such a header, as x-request-id; never a key")
-    priority: int = note("smaller runs earlier, where the server schedules by priority", -_MAX, _MAX, default=0)
+    priority: int = note(
+        "smaller runs earlier; where the server does not schedule by priority, only 0", -_MAX, _MAX, default=0
+    )
     cache_salt: str | None = note("only requests with the same salt share cached prefixes; at most 256 bytes")
     return_token_ids: bool = note("token_ids of choices and prompt_token_ids", default=False)
 

@@ -24,6 +24,7 @@ class ServedModel:
     tool_parser: of the calls that it writes when it is free to; None = `tool_choice` "auto" is refused.
     reasoning_parser: of what it thinks before it answers; None = thinking is part of the content.
     pooling: how the states of a text become its embedding, where a request does not say.
+    by_priority: whether requests run by their priority; where not, one that is set is refused.
     matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
 
@@ -37,6 +38,7 @@ class ServedModel:
     reasoning_parser: type[ReasoningParser] | None = None
     pooling: Pooling = "last"
     matryoshka: tuple[int, ...] | None = None
+    by_priority: bool = True
 
     @property
     def longest_sequence(self) -> int:

@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from cluster.errors import ApiError
 from cluster.openai.call import Call, PromptOptions
-from cluster.openai.checking import checked_fields, refuse_other_models
+from cluster.openai.checking import MAX_PRIORITY, check_priority, checked_fields, refuse_other_models
 from cluster.openai.conversation import conversation_of
 from cluster.openai.reasoning.parsers import ReasoningParser
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION
@@ -30,7 +30,6 @@ from engine.sampling_params import SamplingParams, StructuredOutput
 _SAMPLING = [
     field.name for field in dataclasses.fields(SamplingParams) if field.name in GenerationFields.model_fields
 ]
-_MAX_PRIORITY = 2**31 - 1
 _MAX_SALT_BYTES = 256
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -64,7 +63,7 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
         echo_only=echo_only,
         structured_param=param,
         prompt_options=_prompt_options(checked, add_special_tokens=True),
-        **_common("cmpl-", checked, params),
+        **_common("cmpl-", checked, params, model),
     )
 
 
@@ -87,7 +86,7 @@ def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
         tool_use=use,
         thinking=thinking,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
-        **_common("chatcmpl-", checked, params),
+        **_common("chatcmpl-", checked, params, model),
     )
 
 
@@ -96,11 +95,10 @@ def _sampling_params(checked: GenerationFields, **more: Any) -> SamplingParams:
     return SamplingParams(**{**given, **more})
 
 
-def _common(prefix: str, checked: GenerationFields, params: SamplingParams) -> dict[str, Any]:
+def _common(prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
     options = checked.stream_options
     _check_stream(checked)
-    if not -_MAX_PRIORITY <= checked.priority <= _MAX_PRIORITY:
-        raise InvalidRequestError(f"priority must be between -{_MAX_PRIORITY} and {_MAX_PRIORITY}", "priority")
+    check_priority(checked.priority, model)
     salt = (checked.cache_salt or "").encode()
     if len(salt) > _MAX_SALT_BYTES:
         raise InvalidRequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes", "cache_salt")
@@ -135,7 +133,7 @@ def _check_stream(checked: GenerationFields) -> None:
 
 def _prompt_options(checked: GenerationFields, add_special_tokens: bool) -> PromptOptions:
     keep = checked.truncate_prompt_tokens
-    if keep is not None and keep != -1 and not 1 <= keep <= _MAX_PRIORITY:
+    if keep is not None and keep != -1 and not 1 <= keep <= MAX_PRIORITY:
         raise InvalidRequestError(
             f"truncate_prompt_tokens must be at least 1, or -1 for as many as fit, not {keep}",
             "truncate_prompt_tokens",
@@ -174,7 +172,7 @@ def _chat_max_tokens(checked: ChatFields) -> int | None:
         raise InvalidRequestError(
             "max_tokens and max_completion_tokens are one setting: send only max_completion_tokens", "max_tokens"
         )
-    if new is not None and not 1 <= new <= _MAX_PRIORITY:
+    if new is not None and not 1 <= new <= MAX_PRIORITY:
         raise InvalidRequestError(f"max_completion_tokens must be at least 1, not {new}", "max_completion_tokens")
     return old if new is None else new
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from base64 import b64encode
 
+import httpx
 import openai
 import pytest
 from hypothesis import given
@@ -274,3 +275,14 @@ def test_salts_differ_where_tenant_or_salt_do(one, other, salt, another):
     assert (tenant_salt(Tenant(one), salt) == tenant_salt(Tenant(other), another)) == same
     assert len(tenant_salt(Tenant(one), salt)) == 32
     assert tenant_salt(OPEN, salt) == salt
+
+
+async def test_a_route_that_fails_answers_with_a_typed_error(model):
+    app = app_for(saying(model, "ok"), model, ready=lambda: {}["no such figure"])
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        answer = await client.get("/ready")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (500, "internal_error", "server_error")
+    assert answer.headers["x-request-id"] == error["request_id"]
+    assert "no such figure" not in answer.text

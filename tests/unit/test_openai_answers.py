@@ -225,6 +225,15 @@ async def test_requests_without_seed_get_different_ones(model):
     assert source.requests[0].seed != source.requests[1].seed
 
 
+async def test_equal_prompts_without_seed_are_drawn_differently_and_with_one_alike(model):
+    source = saying(model, "ok")
+    await post(source, model, "completions", prompt=["a", "a", "a"], temperature=1)
+    assert len({request.seed for request in source.requests}) == 3
+    source = saying(model, "ok")
+    await post(source, model, "completions", prompt=["a", "a"], temperature=1, seed=7)
+    assert [request.seed for request in source.requests] == [7, 7]
+
+
 async def test_content_parts_and_developer_messages_are_read(model):
     source = saying(model, "ok")
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
@@ -248,3 +257,12 @@ async def test_max_completion_tokens_is_todays_max_tokens(model):
     answer = await post(source, model, "chat/completions", messages=CHAT, max_completion_tokens=2)
     assert source.requests[0].params.max_tokens == 2
     assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_priority_that_changes_nothing_is_refused(tmp_path):
+    model = served_model(tmp_path, by_priority=False)
+    for path, fields in (("completions", {"prompt": "a"}), ("embeddings", {"input": "a"})):
+        answer = await post(saying(model, "ok"), model, path, priority=1, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+        answer = await post(saying(model, "ok"), model, path, priority=0, **fields)
+        assert answer.status_code == 200, answer.text

@@ -152,6 +152,7 @@ async def test_an_answer_can_be_sent_back_as_it_came(model):
 
 
 BAD = [
+    ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages[0].name"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "["}}]}]},
      "messages[0].tool_calls[0].function.arguments"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),

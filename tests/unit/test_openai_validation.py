@@ -150,6 +150,11 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, 400, "messages[0].reasoning_content"),
     ({"messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}, 400, "messages[0].reasoning_content"),
     ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, 400, "messages[0].name"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
+        400,
+        "messages[0].content",
+    ),
     ({"messages": [{"role": "user", "content": "x " * 400}]}, 400, "messages"),
     ({"logprobs": 3}, 400, "logprobs"),
     ({"top_logprobs": 3}, 400, "top_logprobs"),

@@ -102,6 +102,7 @@ def _part(param: str, part: Any) -> dict[str, str]:
         raise InvalidRequestError(
             f"{param} must be a part of type 'input_text' or 'output_text': this model reads no other input", param
         )
+    _refuse_others(param, part, {"text", "annotations", "logprobs"})  # the last two come with parts that were outputs
     return {"type": "text", "text": part["text"]}
 
 
