@@ -241,7 +241,7 @@ async def test_nobody_at_the_address_is_told_at_once():
 FIRST_MESSAGES = [
     (b"\xc1 no message", "must be a Hello"),
     (encode(Ping()), "must be a Hello"),
-    (encode(Hello("r", 999)), "protocol 2, the router 999"),
+    (encode(Hello("r", 999)), "protocol 3, the router 999"),
 ]
 
 
