@@ -67,9 +67,13 @@ class Chat:
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._model = options.model or ""
         self._messages: list[dict[str, str]] = []
+        self._unanswered = 0
 
-    def run(self, lines: TextIO) -> None:
-        """Talk until /exit or the end of `lines`; from a pipe each line is one message, and no prompt is shown."""
+    def run(self, lines: TextIO) -> bool:
+        """Talk until /exit or the end of `lines`; from a pipe each line is one message, and no prompt is shown.
+
+        Returns whether all that was piped in was answered; of a person's messages that person saw it.
+        """
         interactive = lines.isatty()
         with self._client:
             self._model = self._model or self._first_model()
@@ -79,6 +83,7 @@ class Chat:
             for line in _typed(self._console) if interactive else lines:
                 if not self.take(line.strip()):
                     break
+        return interactive or not self._unanswered
 
     def take(self, line: str) -> bool:
         """Act on one line; return whether the conversation goes on."""
@@ -109,6 +114,7 @@ class Chat:
         except (ChatError, httpx.HTTPError) as error:
             self._console.print(f"\nError: {error or type(error).__name__}", style="red", markup=False)
             self._messages.pop()
+            self._unanswered += 1
             return
         self._messages.append({"role": "assistant", "content": answer.text})
 
@@ -180,8 +186,9 @@ def sse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 def _refusal(response: httpx.Response) -> str:
+    hint = " (here: --api-key or SQUADRON_API_KEY)" if response.status_code == 401 else ""
     try:
-        return str(response.json()["error"]["message"])
+        return str(response.json()["error"]["message"]) + hint
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code} {response.reason_phrase}"
 

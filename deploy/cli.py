@@ -96,7 +96,8 @@ def chat(
     from deploy.chat import Chat, ChatOptions
 
     key = api_key or Environment.read().api_key
-    Chat(ChatOptions(url, model, system, max_tokens, temperature, key)).run(sys.stdin)
+    if not Chat(ChatOptions(url, model, system, max_tokens, temperature, key)).run(sys.stdin):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -118,6 +118,7 @@ class Server:
         """Say where the model is served and how to ask it."""
         config = self._config
         self._phases.total(f"{self._url}/v1   model {config.model_id}")
+        self.say(f"Page: {self._url}/ui" + (", where the password is an API key" if config.api_key else ""))
         if config.grpc_port is not None:
             self.say(f"gRPC: {connect_host(config.host)}:{config.grpc_port}, service squadron.v1.Inference")
         if not is_loopback(config.host) and not config.api_key:
@@ -126,7 +127,7 @@ class Server:
                 "or SQUADRON_API_KEY."
             )
         self.say("\n" + curl(self._url, config) + "\n")
-        self.say("`squadron chat` in another terminal talks to it. Ctrl-C stops it.")
+        self.say(f"`squadron chat --url {self._url}` in another terminal talks to it. Ctrl-C stops it.")
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""

@@ -143,9 +143,10 @@ def _http_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         raise error
     if error.status_code == 405:
-        message = f"{request.method} is not allowed here"
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not allowed here; use {allowed}"
         return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
-    message = f"there is nothing at {request.url.path[:200]!r}; the API is under /v1"
+    message = f"there is nothing at {request.url.path[:200]!r}; /openapi.json lists what there is, /ui is a page"
     return _error(request, ApiError("not_found", message, status=error.status_code))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
 
@@ -33,7 +33,7 @@ def checked_fields(schema: type[T], fields: Mapping[str, Any], refused: Mapping[
     try:
         return schema.model_validate(given)
     except ValidationError as error:
-        raise _type_error(error) from None
+        raise _type_error(error, schema) from None
 
 
 def check_priority(priority: int, model: ServedModel) -> None:
@@ -72,15 +72,28 @@ def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[
     raise InvalidRequestError(f"unknown field {name[:100]}{hint}", name[:100], "unknown_parameter")
 
 
-def _type_error(error: ValidationError) -> InvalidRequestError:
+def _type_error(error: ValidationError, schema: type[Fields]) -> InvalidRequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = _path(first["loc"])
     if first["type"] == "missing":
-        return InvalidRequestError(f"{param} is missing", param, "missing_parameter")
+        hint = "; GET /v1/models tells which there is" if param == "model" else ""
+        return InvalidRequestError(f"{param} is missing{hint}", param, "missing_parameter")
     if first["type"] == "extra_forbidden":
-        return InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
+        hint = _neighbours(first["loc"], schema)
+        return InvalidRequestError(f"{param} is not supported; {hint}", param, "unknown_parameter")
     message = first["msg"] if first["msg"].startswith("must ") else _as_demand(first["msg"])
     return InvalidRequestError(f"{param} {message}", param, "invalid_type")
+
+
+def _neighbours(location: tuple[int | str, ...], schema: type[Fields]) -> str:
+    """What may stand in place of the unknown field at `location`, where a field of the request holds it directly."""
+    field = schema.model_fields.get(str(location[0])) if len(location) == 2 else None
+    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    for kind in kinds:
+        if isinstance(kind, type) and issubclass(kind, Fields):
+            names = [one.alias or name for name, one in kind.model_fields.items()]
+            return "use one of " + ", ".join(names)
+    return "leave it out"
 
 
 def _as_demand(message: str) -> str:

@@ -54,7 +54,8 @@ at `/openapi.json`.
 - Streams are OpenAI's: first a delta with the role, one terminal chunk per choice, with `include_usage` a chunk with
   empty `choices`, then `[DONE]`. An error in mid-stream is a data event with the error object, and no `[DONE]`.
 - Errors are `{"error": {message, type, param, code, retryable, request_id}}`; `x-request-id` is on every answer,
-  `Retry-After` on 429 and 503.
+  `Retry-After` on 429 and 503. Logs name a request by its id (`id` of an answer, `request_id` of an error) and the
+  client's own `x-request-id`.
 - `finish_reason` is `stop`, `length` or `tool_calls`.
 """
 

@@ -67,14 +67,25 @@ EXTENSIONS: Mapping[str, Refusal] = {
     "kv_transfer_params": Refusal(({},), "the router places requests"),
     "vllm_xargs": Refusal(({},)),
     "lora_path": Refusal(),
+    "extra_body": Refusal(({},), "send what is in it beside the other fields: the openai package does so"),
 }
 CHAT_EXTENSIONS: Mapping[str, Refusal] = {
     "chat_template": Refusal((), "the model's own template is used"),
     "documents": Refusal(([],), "put them into a message"),
     "echo": Refusal((False,), "use completions, which has it"),
+    "prompt": _use("messages, or completions"),
     "include_reasoning": Refusal((True,), "take no notice of reasoning_content"),
     "separate_reasoning": Refusal((True,), "the server's --reasoning-parser says whether it is"),
     "thinking_token_budget": Refusal((), "use max_completion_tokens"),
 }
-REFUSED_COMPLETION: Mapping[str, Refusal] = {**OPENAI_COMPLETION, **EXTENSIONS}
+# Fields of the other endpoint.
+COMPLETION_EXTENSIONS: Mapping[str, Refusal] = {
+    "max_completion_tokens": _use("max_tokens"),
+    "messages": _use("prompt, or chat completions"),
+    "response_format": _use("structured_outputs, or chat completions"),
+    "tool_choice": _use("chat completions", ("none",)),
+    "tools": _use("chat completions", ([],)),
+    "top_logprobs": _use("logprobs, which is a number here"),
+}
+REFUSED_COMPLETION: Mapping[str, Refusal] = {**OPENAI_COMPLETION, **EXTENSIONS, **COMPLETION_EXTENSIONS}
 REFUSED_CHAT: Mapping[str, Refusal] = {**OPENAI_CHAT, **EXTENSIONS, **CHAT_EXTENSIONS}

@@ -26,6 +26,7 @@ Work = Callable[[Mapping[str, Any], ServedModel], dict[str, Any]]
 REFUSED_TOKENIZE = {
     "chat_template": Refusal((), "the model's own template is used"),
     "mm_processor_kwargs": Refusal(),
+    "text": Refusal((), "use prompt"),
 }
 
 

@@ -75,7 +75,7 @@ def _tool_choice(value: Any) -> ToolChoice:
         if isinstance(function, dict) and set(function) == {"name"} and isinstance(function["name"], str):
             return NamedTool(name=function["name"])
     raise PydanticCustomError(
-        "tool_choice", "must be 'none', 'auto', 'required' or {{'type': 'function', 'function': {{'name': ...}}}}"
+        "tool_choice", "must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
     )
 
 

@@ -125,6 +125,12 @@ def test_the_printed_curl_can_be_pasted(served: Command) -> None:
     assert answer.text.count("data: {") > 5
 
 
+def test_the_printed_page_is_there(served: Command) -> None:
+    page = re.search(r"^Page: (http://127\.0\.0\.1:\d+/ui)$", served.text, re.MULTILINE)[1]
+    assert "<title>Squadron</title>" in httpx.get(page, timeout=10).text
+    assert f"squadron chat --url {page.removesuffix('/ui')}`" in served.text
+
+
 def test_the_printed_grpc_address_answers(served: Command) -> None:
     address = re.search(r"^gRPC: (127\.0\.0\.1:\d+), service squadron\.v1\.Inference$", served.text, re.MULTILINE)[1]
     with grpc.insecure_channel(address) as channel:

@@ -106,6 +106,18 @@ def test_a_refused_message_is_shown_and_not_kept(server):
     assert len(server.bodies[-1]["messages"]) == 1
 
 
+def test_a_piped_message_without_an_answer_makes_the_command_fail(server):
+    url = f"http://127.0.0.1:{server.server_port}"
+    assert Chat(ChatOptions(url), Console(file=io.StringIO())).run(io.StringIO("hi\n"))
+    server.status = 400
+    assert not Chat(ChatOptions(url), Console(file=io.StringIO())).run(io.StringIO("hi\n"))
+
+
+def test_a_refused_key_names_the_option(server):
+    server.status = 401
+    assert "--api-key or SQUADRON_API_KEY" in talk(server, "hi\n")
+
+
 def test_a_stream_that_breaks_off_is_not_taken_for_an_answer(server):
     server.events = server.events[:2]
     assert "broke off" in talk(server, "hi\n")

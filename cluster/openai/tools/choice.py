@@ -75,7 +75,7 @@ class ToolUse:
         if self.parser is None:
             raise InvalidRequestError(
                 "tool_choice 'auto' needs a parser for this model's calls, and the server was started without "
-                "--tool-call-parser; use 'required', a named function or 'none'",
+                "--tool-call-parser; use 'none' or, if its chat template reads tools, 'required' or a named function",
                 "tool_choice",
                 "unsupported_parameter",
             )
