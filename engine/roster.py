@@ -88,6 +88,7 @@ class Roster:
         siblings = self.siblings.pop(leader)
         for sibling in siblings:
             self._rows.fork(leader, sibling)
+            sibling.num_scored_tokens = leader.num_scored_tokens  # the leader told of the prompt for all
             sibling.status = SequenceStatus.RUNNING
         if leader.num_computed_tokens % self._rows.blocks.block_size:
             self.tail_sharers.update(dict.fromkeys([leader, *siblings]))

@@ -99,6 +99,13 @@ def test_preempted_prompts_are_told_once():
     assert [driver.told[f"r{number}"] for number in range(6)] == [reference()] * 6
 
 
+def test_a_preempted_choice_does_not_tell_of_the_prompt_again():
+    driver = Prompts(num_blocks=17, enable_prefix_caching=False)
+    driver.run(request("r", 20, n=3, prompt_logprobs=2, max_tokens=24, ignore_eos=True))
+    assert driver.core.stats().preemptions
+    assert driver.told["r"] == reference()
+
+
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 @pytest.mark.parametrize("length", [1, 4, 20])
 def test_a_pooled_prompt_ends_with_its_state_and_draws_no_token(pooling, length):
