@@ -55,7 +55,10 @@ class Replicas:
         return lease
 
 
-@pytest.mark.parametrize("end", [RuntimeError("the replica has died"), asyncio.CancelledError(), StopAsyncIteration()])
+ENDS = [RuntimeError("the replica has died"), asyncio.CancelledError(), StopAsyncIteration()]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: type(end).__name__)
 async def test_a_search_that_ends_with_its_replica_is_followed_by_another(end, monkeypatch):
     context = SimpleNamespace(get_node_id=lambda: "node")
     monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
