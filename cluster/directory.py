@@ -48,8 +48,11 @@ class ReplicaDirectory:
             try:
                 async with asyncio.timeout(LEASE_PATIENCE):
                     announcement = await anext(lease)
-            except Exception as error:
-                # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again.
+            except (Exception, asyncio.CancelledError) as error:
+                if _is_cancelled():
+                    raise
+                # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again. It also
+                # cancels a call that was on its way to a replica that died, which looks like the end of this task.
                 logger.debug("no lease: %r", error)
                 lease.cancel()
                 await asyncio.sleep(RETRY_SECONDS)
@@ -97,6 +100,12 @@ class ReplicaDirectory:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the register of replicas failed", exc_info=error)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody ended the running task, and not only what it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _either(*waits: Coroutine[Any, Any, None]) -> None:

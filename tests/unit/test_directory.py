@@ -1,0 +1,74 @@
+"""The register of replicas goes on searching whatever becomes of one search."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import directory
+from cluster.directory import ReplicaDirectory
+
+
+class Lease:
+    """A lease call that ends in one way."""
+
+    def __init__(self, end: BaseException | None) -> None:
+        self._end = end
+        self.cancelled = False
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if self._end is None:
+            await asyncio.Event().wait()
+        if isinstance(self._end, asyncio.CancelledError):
+            waited_for = asyncio.get_running_loop().create_future()
+            waited_for.cancel()
+            await waited_for
+        raise self._end
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Replicas:
+    """A deployment handle: hands out the leases it was given, then one that stays open."""
+
+    def __init__(self, *ends: BaseException) -> None:
+        self.leases = [Lease(end) for end in ends] + [Lease(None)]
+        self.asked = 0
+        self.lease = SimpleNamespace(remote=self._ask)
+        self.all_asked = asyncio.Event()
+
+    def options(self, stream: bool):
+        assert stream
+        return self
+
+    def _ask(self, *_, watch):
+        lease = self.leases[self.asked]
+        self.asked += 1
+        if self.asked == len(self.leases):
+            self.all_asked.set()
+        return lease
+
+
+ENDS = [RuntimeError("the replica has died"), asyncio.CancelledError(), StopAsyncIteration()]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: type(end).__name__)
+async def test_a_search_that_ends_with_its_replica_is_followed_by_another(end, monkeypatch):
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    monkeypatch.setattr(directory, "RETRY_SECONDS", 0.001)
+    replicas = Replicas(end, end)
+    register = ReplicaDirectory("router", replicas, SimpleNamespace())
+    async with asyncio.timeout(5):
+        await replicas.all_asked.wait()
+    assert [lease.cancelled for lease in replicas.leases] == [True, True, False]
+    (search,) = register._tasks
+    search.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await search
