@@ -14,10 +14,14 @@ from engine.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class PromptResult:
-    """One prompt. logprobs: of its tokens from the second on, as far as they have come."""
+    """One prompt. logprobs: of its tokens from the second on, as far as they have come.
+
+    placed: the same of a whole prompt that is echoed, once that was asked for; its choices share it.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    placed: list[PlacedLogprob] | None = None
 
 
 class Opening:
@@ -47,11 +51,17 @@ class Opening:
             return Delta(delta.choice, delta.text, delta.token_ids, logprobs, delta.finish_reason)
         self._opened = True
         if self._params.logprobs is not None:
-            logprobs = [*self._placed(), *logprobs]
+            logprobs = [*self.placed(), *logprobs]
         return Delta(delta.choice, self._text + delta.text, delta.token_ids, logprobs, delta.finish_reason)
 
-    def _placed(self) -> Iterator[PlacedLogprob]:
-        """The prompt's tokens and where each begins; the first has no log-probability."""
+    def placed(self) -> list[PlacedLogprob]:
+        """Return the prompt's tokens and where each begins; takes milliseconds for a long prompt, once."""
+        if self._prompt.placed is None:
+            self._prompt.placed = list(self._place())
+        return self._prompt.placed
+
+    def _place(self) -> Iterator[PlacedLogprob]:
+        """The first token has no log-probability."""
         ids = self._prompt.token_ids
         # A text as it was sent has none of the special tokens that the tokenizer added.
         (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=self._as_sent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
@@ -9,9 +10,9 @@ from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.base_endpoint import Endpoint, Services
 from cluster.openai.call import Call
 from cluster.openai.collected import Collected
-from cluster.openai.deltas import Delta
+from cluster.openai.deltas import Delta, Usage
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
-from cluster.openai.generation import Generation
+from cluster.openai.generation import MANY_LOGPROBS, Generation
 from cluster.openai.http import Answer
 from cluster.openai.prompts import Parse
 from cluster.openai.validation import parse_chat, parse_completion
@@ -51,7 +52,7 @@ class GenerationEndpoint(Endpoint):
             if call.stream:
                 await self._stream(call, generation, deltas, frames, answer)
             else:
-                await self._whole(generation, deltas, frames, answer)
+                await self._whole(call, generation, deltas, frames, answer)
 
     async def _stream(
         self,
@@ -65,18 +66,37 @@ class GenerationEndpoint(Endpoint):
         async for delta in deltas:
             if call.continuous_usage:
                 frames.tell_usage(generation.usage)
-            await answer.events(frames.delta(delta))
+            if len(delta.logprobs) > MANY_LOGPROBS:
+                await answer.events(await asyncio.to_thread(frames.delta, delta))
+            else:
+                await answer.events(frames.delta(delta))
         usage = frames.usage(generation.usage) if call.include_usage else b""
         await answer.end(usage + DONE)
 
     async def _whole(
-        self, generation: Generation, deltas: AsyncGenerator[Delta, None], frames: Frames, answer: Answer
+        self,
+        call: Call,
+        generation: Generation,
+        deltas: AsyncGenerator[Delta, None],
+        frames: Frames,
+        answer: Answer,
     ) -> None:
         collected = [Collected() for _ in range(generation.num_choices)]
         async for delta in deltas:
             collected[delta.choice].add(delta)
-        choices = [frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)]
-        await answer.json(200, frames.body(choices, generation.usage))
+        usage = generation.usage
+
+        def body() -> bytes:
+            return frames.body([frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)], usage)
+
+        many = _num_logprobs(call, usage) > MANY_LOGPROBS
+        await answer.json(200, await asyncio.to_thread(body) if many else body())
+
+
+def _num_logprobs(call: Call, usage: Usage) -> int:
+    """Tokens of a whole answer whose log-probabilities are told, at least."""
+    output = usage.completion_tokens if call.params.logprobs is not None else 0
+    return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 
 
 @asynccontextmanager

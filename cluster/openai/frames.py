@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import json
+from msgspec import Raw, json
 
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, Usage
@@ -39,6 +39,7 @@ class Frames(ABC):
         self._call = call
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._scores: dict[int, Raw] = {}  # of prompts, encoded once for all their choices
         self._heads: dict[int, bytes] = {}  # of the choices that were begun: a frame up to its text
         self._tells_ids = call.return_token_ids
         echoed = {"request_id": call.client_id} if call.client_id else {}
@@ -108,11 +109,17 @@ class Frames(ABC):
         """Fields that tell of the prompt, where the request asks for them."""
         extras: dict[str, Any] = {}
         if self._call.prompt_logprobs is not None:
-            scored = self._prompts[number].logprobs
-            extras["prompt_logprobs"] = prompt_logprobs(scored, self._tokenizer, self._call.prompt_logprobs)
+            extras["prompt_logprobs"] = self._prompt_scores(number, self._call.prompt_logprobs)
         if self._call.return_token_ids:
             extras["prompt_token_ids"] = list(self._prompts[number].token_ids)
         return extras
+
+    def _prompt_scores(self, number: int, top: int) -> Raw:
+        if number not in self._scores:
+            told = prompt_logprobs(self._prompts[number].logprobs, self._tokenizer, top)
+            # Entry by entry, for other threads get no turn while one long text is encoded.
+            self._scores[number] = Raw(b"[" + b",".join(map(_encode, told)) + b"]")
+        return self._scores[number]
 
     def _has_more_than_text(self, delta: Delta) -> bool:
         return bool(delta.logprobs) or (self._call.return_token_ids and bool(delta.token_ids))

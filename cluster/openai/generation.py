@@ -18,6 +18,7 @@ from engine.detokenizer import TextStream
 from engine.request import Request
 from engine.tokenizer import Tokenizer
 
+MANY_LOGPROBS = 512  # from so many tokens on, telling their log-probabilities takes milliseconds: worth a thread
 _PROMPT_END = 16  # tokens of a prompt that tell whether its answer starts with thinking
 
 
@@ -33,6 +34,11 @@ class Choice:
         self._stream = stream
         self._opening = opening
         self._parser = parser
+
+    def prepare(self) -> None:
+        """Work out what the first delta will tell of an echoed prompt, so that `take` does not take long."""
+        if self._opening is not None:
+            self._opening.placed()
 
     @property
     def num_tokens(self) -> int:
@@ -115,6 +121,8 @@ class Generation:
             for i, (stream, opening) in enumerate(begun)
         ]
         self._open = len(self._choices)
+        scored = call.echo and call.params.logprobs is not None
+        self._long_echo = scored and max(len(one.prompt_token_ids) for one in requests) > MANY_LOGPROBS
         self._cached = [0] * len(requests)
 
     @property
@@ -138,6 +146,10 @@ class Generation:
         try:
             async with aclosing(self._chunks()) as chunks:
                 async for number, chunk in chunks:
+                    if chunk.prompt_logprobs:
+                        self.prompts[number].logprobs += chunk.prompt_logprobs
+                    if self._long_echo and (chunk.token_ids or chunk.finish_reason):
+                        await asyncio.to_thread(self._choices[number * self._n + chunk.choice].prepare)
                     delta = self._take(number, chunk)
                     if delta is not None:
                         yield delta
@@ -154,10 +166,8 @@ class Generation:
         """Return what a chunk brings to a choice, None for nothing or when a stop string ended it already."""
         index = number * self._n + chunk.choice
         choice = self._choices[index]
-        if chunk.prompt_logprobs:
-            self.prompts[number].logprobs += chunk.prompt_logprobs
-            if not chunk.token_ids and chunk.finish_reason is None:
-                return None
+        if chunk.prompt_logprobs and not chunk.token_ids and chunk.finish_reason is None:
+            return None
         if choice.done:
             return None
         self._cached[number] = chunk.num_cached_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cluster.openai.deltas import PlacedLogprob
@@ -46,12 +46,16 @@ def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, t
     }
 
 
-def prompt_logprobs(scored: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int) -> list[dict[str, Any] | None]:
+def prompt_logprobs(
+    scored: Sequence[TokenLogprob], tokenizer: Tokenizer, top: int
+) -> Iterator[dict[str, Any] | None]:
     """vLLM's format: null for the first token of the prompt, then an object from ids to log-probabilities each.
 
     The prompt's own token comes first. rank: 1 is the most likely; null when the token is not among the `top`.
     """
-    return [None, *[_ranked(one, tokenizer, top) for one in scored]]
+    yield None
+    for one in scored:
+        yield _ranked(one, tokenizer, top)
 
 
 def _ranked(one: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, Any]:

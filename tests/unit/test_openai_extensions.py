@@ -1,6 +1,7 @@
 """What goes beyond plain text: prompts echoed and scored, token ids, running usage, biases, formats, labels."""
 
 import json
+import threading
 
 import pytest
 from openai.types import Completion
@@ -8,6 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from cluster.errors import ApiError
 from engine.sampling_params import StructuredOutput
+from engine.tokenizer import Tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -233,3 +235,35 @@ async def test_whole_answers_with_everything_fit_the_openai_types(model):
     asked = {"messages": CHAT, "logprobs": True, "top_logprobs": 2}
     chat = await post(saying(model, "ok"), model, "chat/completions", **asked, **everything)
     ChatCompletion.model_validate(chat.json(), strict=True)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt_logprobs": 1, "n": 2}, {"echo": True, "logprobs": 1}, {"echo": True, "logprobs": 1, "stream": True}],
+    ids=["scored", "echoed", "streamed"],
+)
+async def test_many_log_probabilities_are_written_beside_the_event_loop(tmp_path, monkeypatch, fields):
+    model, threads = served_model(tmp_path, max_model_len=4096), set()
+    spell, place = Tokenizer.token_bytes, Tokenizer.text_streams
+
+    def spelled(tokenizer, token):
+        threads.add(threading.current_thread())
+        return spell(tokenizer, token)
+
+    def placed(tokenizer, params, prompt=None):
+        if prompt is None:  # of an echo
+            threads.add(threading.current_thread())
+            return place(tokenizer, params)
+        return place(tokenizer, params, prompt)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", spelled)
+    monkeypatch.setattr(Tokenizer, "text_streams", placed)
+    answer = await post(saying(model, ""), model, "completions", prompt=[65, 66] * 1000, max_tokens=1, **fields)
+    assert answer.status_code == 200, answer.text
+    assert threads
+    assert threading.main_thread() not in threads
+    if "prompt_logprobs" in fields:
+        choices = answer.json()["choices"]
+        assert [len(choice["prompt_logprobs"]) for choice in choices] == [2000, 2000]
+    else:
+        assert answer.text.count('"text_offset"') == 1
