@@ -67,7 +67,7 @@ def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[
         raise InvalidRequestError(
             f"{name} is not supported by this server; {refusal.instead}", name, "unsupported_parameter"
         )
-    near = difflib.get_close_matches(name[:100], schema.model_fields, n=1)
+    near = difflib.get_close_matches(name[:100], schema.model_fields, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise InvalidRequestError(f"unknown field {name[:100]}{hint}", name[:100], "unknown_parameter")
 

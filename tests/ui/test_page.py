@@ -290,6 +290,16 @@ async def test_the_key_that_the_browser_asked_for_serves_the_page_too(browser, m
         assert await tab.value("sessionStorage.getItem('squadron.key')") is None
 
 
+async def test_a_key_in_the_address_opens_the_page_and_what_it_asks_for(browser, model):
+    served = app(model, speaker(model), api_key="sk-a")
+    async with serving(served) as url:
+        tab = await browser.tab()
+        await tab.open(url.replace("://", "://x:sk-a@") + "/ui")
+        await tab.until("document.querySelectorAll('.replica').length === 2")
+        await tab.until("document.getElementById('model').value")
+        await tab.close()
+
+
 async def test_another_key_is_asked_for_when_one_is_refused_and_stays_in_the_tab(browser, model):
     source = speaker(model, "Welcome.")
     keys = FixedKeys.one("sk-first")
