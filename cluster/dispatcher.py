@@ -268,6 +268,8 @@ class Dispatcher:
         if row.reason == FinishReason.ABORT:
             self._attempts.detach(live)
             self._attempts.move(live)
+        elif row.reason == FinishReason.ERROR and row.code:
+            self._attempts.fail(live, ApiError(row.code, row.message))
         elif row.reason == FinishReason.ERROR:
             self._break_off(choice, f"replica {member.replica_id} ended it: {row.message}")
         elif row.num_tokens != len(choice.tokens):

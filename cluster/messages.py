@@ -121,12 +121,16 @@ class Load(_Message, frozen=True):
 
 
 class FinishRow(_Message, frozen=True):
-    """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included."""
+    """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
+
+    code: of an error that the request itself caused, so that no other replica could do better.
+    """
 
     stream: Count
     reason: Name
     num_tokens: Count
     message: Text = ""
+    code: Text = ""
 
 
 class LogprobRow(_Message, frozen=True):

@@ -101,7 +101,9 @@ class Runs:
         lane = self._lanes.get(sequence) or self._lane(sequence)
         if lane is None:
             return
-        row = FinishRow(lane.key, finish.reason.value, sequence.num_output_tokens, clipped(finish.message))
+        row = FinishRow(
+            lane.key, finish.reason.value, sequence.num_output_tokens, clipped(finish.message), finish.code
+        )
         lane.session.finishes.append(row)
         self.drop_lane(lane)
         if not lane.run.lanes:

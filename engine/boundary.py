@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from engine.errors import InvalidRequestError
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
 
@@ -40,6 +41,10 @@ class Boundary:
         while self._broken:
             sequence, error = self._broken.pop()
             request_id = sequence.request.request_id
+            if isinstance(error, InvalidRequestError):
+                logger.info("request %s cannot go on: %s", request_id, error.code)
+                self._roster.finish_request(request_id, FinishReason.ERROR, str(error), error.code)
+                continue
             logger.error("request %s failed in the engine", request_id, exc_info=error)
             message = f"the engine failed on this request ({type(error).__name__})"
             self._roster.finish_request(request_id, FinishReason.ERROR, message)

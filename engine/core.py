@@ -30,6 +30,7 @@ from engine.report import (
 from engine.request import Request, Sequence
 from engine.rows import Rows
 from engine.sampling_inputs import SamplingTable
+from engine.sampling_params import SamplingParams
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
 from engine.stops import StopTokens
@@ -120,7 +121,7 @@ class EngineCore:
         outputs = self._execute(inputs, sampling)
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
         pooled = take_pooled(schedule, outputs, self._scheduler.mark)
-        self._scheduler.update(schedule, outputs.token_ids, _failures(outputs))
+        self._scheduler.update(schedule, outputs.token_ids, _failures(schedule, outputs))
         if is_poisoned(outputs):
             # Whatever made the logits bad may sit in blocks that others would find.
             self._blocks.clear_cache()
@@ -239,11 +240,22 @@ class EngineCore:
         return logprobs
 
 
-def _failures(outputs: StepOutputs) -> dict[int, Exception]:
+def _failures(schedule: Schedule, outputs: StepOutputs) -> dict[int, Exception]:
     """Return why rows of a step gave no token."""
+    if not (outputs.failed or outputs.stuck):
+        return {}
     poisoned = PoisonedLogitsError("the model's logits were not finite")
-    stuck = GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
-    return dict.fromkeys(outputs.failed, poisoned) | dict.fromkeys(outputs.stuck, stuck)
+    failures: dict[int, Exception] = dict.fromkeys(outputs.failed, poisoned)
+    return failures | {row: _stuck(schedule.samples[row].request.params) for row in outputs.stuck}
+
+
+def _stuck(params: SamplingParams) -> Exception:
+    """Without a grammar, which may have failed, nothing but what the client asked for can be the reason."""
+    if params.structured is not None:
+        return GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
+    return InvalidRequestError(
+        "allowed_token_ids, bad_words and min_tokens together leave no token to draw", code="no_token_left"
+    )
 
 
 def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -183,11 +183,12 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one sequence."""
+    """The end of one sequence. code: of an ERROR that the request itself caused, "" for any other end."""
 
     sequence: Sequence
     reason: FinishReason
     message: str = ""
+    code: str = ""
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ class Roster:
         self.waiting.push(victim)
         return victim
 
-    def finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End a sequence, free what it holds, and note its one `Finish`."""
         self.waiting.remove(sequence)
         self.siblings.pop(sequence, None)
@@ -120,12 +120,12 @@ class Roster:
         family.remove(sequence)
         if not family:
             del self._families[request_id]
-        self._ended.append(Finish(sequence, reason, message))
+        self._ended.append(Finish(sequence, reason, message, code))
 
-    def finish_request(self, request_id: str, reason: FinishReason, message: str = "") -> None:
+    def finish_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End whatever of a request is alive."""
         for sequence in self._families.get(request_id, []).copy():
-            self.finish(sequence, reason, message)
+            self.finish(sequence, reason, message, code)
 
     def finish_choice(self, request_id: str, choice: int, reason: FinishReason) -> bool:
         """End one choice that has drawn a token; its request's others go on. False if there is no such choice."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.errors import ApiError
 from cluster.messages import PromptRow, Report
 from engine.request import Request
 from tests.unit.cluster_lab import Lab, oracle, until
@@ -95,3 +96,14 @@ async def test_what_is_told_of_a_prompt_at_the_wrong_place_ends_the_request_with
         replica.links[0].inject(late)
         with pytest.raises(Exception, match="could not be completed"):
             await running
+
+
+async def test_rules_that_leave_no_token_are_the_clients_error_and_nobody_elses():
+    async with Lab() as lab:
+        await lab.start("a")
+        bad = request("bad", 5, allowed_token_ids=(5,), bad_words=("five",), bad_words_ids=((5,),))
+        by = asyncio.create_task(lab.collect(request("by", 9)))
+        with pytest.raises(ApiError, match="leave no token") as caught:
+            await lab.collect(bad)
+        assert (caught.value.status, caught.value.code, caught.value.retryable) == (400, "no_token_left", False)
+        assert await by == oracle(request("by", 9))
