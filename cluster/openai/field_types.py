@@ -5,6 +5,7 @@ A wrong value raises with a message that reads on after "FIELD must ...".
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -18,6 +19,7 @@ MAX_LABEL = 1024  # characters of a client's own ids
 MAX_METADATA = 512  # characters of each of its labels
 Prompt = str | list[int]
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling each: two biases of one token would hide one another
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 
 
@@ -83,7 +85,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
 def _token_id(key: Any) -> int:
     if type(key) is int:
         return key
-    if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11):
+    if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
         raise PydanticCustomError("bias_id", "must have token ids as its keys, not {key}", {"key": repr(key)[:40]})
     return int(key)
 

@@ -274,6 +274,10 @@ BAD = [
     ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": "x", "name": "Bob"}]}, "input[0].name"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "cache_control": {}}]}]},
+        "input[0].content[0].cache_control",
+    ),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}, "input[0].output"),

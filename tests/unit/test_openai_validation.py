@@ -76,6 +76,7 @@ BAD_FIELDS = [
     ({"logit_bias": {"5": float("nan")}}, 400, "logit_bias"),
     ({"logit_bias": {"x": 1}}, 400, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, 400, "logit_bias"),
+    ({"logit_bias": {"5": 1, "05": 2}}, 400, "logit_bias"),
     ({"logit_bias": {"5": True}}, 400, "logit_bias"),
     ({"logit_bias": {"1000000": 1}}, 400, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
