@@ -5,6 +5,7 @@ Commands import what they need when they run: Ray and torch take seconds, which 
 
 from __future__ import annotations
 
+import shutil
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -20,11 +21,13 @@ from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
 
+WIDE = 110  # columns; in fewer, typer's tables of help cut the names of flags short
 app = typer.Typer(
     name="squadron",
     help="Serve large language models on Ray, so that every token survives.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
+    rich_markup_mode="rich" if shutil.get_terminal_size().columns >= WIDE else None,
 )
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

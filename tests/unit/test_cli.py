@@ -180,3 +180,9 @@ def test_what_the_user_set_is_left_alone(bare, monkeypatch):
     prepare_local_ray()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
     assert not (bare / ".ray").exists()
+
+
+def test_a_narrow_terminal_cuts_no_flag_short():
+    shown = squadron("serve", "--help", COLUMNS="80").stdout
+    assert "--long-prefill-token-threshold" in shown
+    assert "…" not in shown
