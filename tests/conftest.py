@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,10 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.cluster.harness import App
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which the tests of Ctrl-C would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A busy machine must not fail a property: examples have no deadline of their own, tests have pytest's.
 settings.register_profile("squadron", deadline=None, suppress_health_check=[HealthCheck.too_slow])
