@@ -2,9 +2,10 @@
 
     python -m tests.bench.served [--rounds 40]
 
-The demo model on one rank, the same prompts and the same lengths twice: by `EngineCore` in a process of its own, all
-requests added at once, and by the OpenAI endpoint of a real Ray Serve app, each request a stream of its own. A client
-on the same cores reads raw sockets. Prompts differ from round to round, so that no prefix is cached.
+The demo model on one rank and one CPU thread, the same prompts and the same lengths twice: by `EngineCore` in a
+process of its own, all requests added at once, and by the OpenAI endpoint of a real Ray Serve app, each request a
+stream of its own. A client on the same cores reads raw sockets. Prompts differ from round to round, so that no
+prefix is cached.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import statistics
 import time
 from multiprocessing.connection import Connection
 
+import torch
+
 from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -27,6 +30,7 @@ from engine.sampling_params import SamplingParams
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 200
 STREAMS = (1, 8, 32)
+NUM_THREADS = 1  # what Ray gives to a replica with `--cpus-per-worker 1`
 Figures = dict[str, float]
 
 
@@ -37,6 +41,7 @@ def prompt(number: int) -> list[int]:
 
 def bare(rounds: int, pipe: Connection) -> None:
     """Send the figures of the engine alone."""
+    torch.set_num_threads(NUM_THREADS)
     executor, info = build_executor(EngineConfig(str(demo_model_path()), device="cpu"))
     core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
     figures: Figures = {}
