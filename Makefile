@@ -1,6 +1,7 @@
 # make serve   install into .venv and serve the built-in demo model: two replicas, each a tensor-parallel pair
 # make test    the same environment, all tests          make lint    ruff, mypy, import-linter
 # make bench   the table of figures, and bench.json     make clean   remove the environment and caches
+# make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
 #
 # VENV=path puts the environment elsewhere, PYTHON=path picks the interpreter (3.11 or later),
 # EXTRAS=test,lint,gpu adds flash-attn and triton, ARGS="..." is handed to squadron or pytest.
@@ -11,7 +12,7 @@ EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
-.PHONY: install serve test lint bench clean
+.PHONY: install serve test lint bench soak clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -39,6 +40,9 @@ lint: install
 
 bench: install
 	"$(BIN)/python" -m tests.bench $(ARGS)
+
+soak: install
+	"$(BIN)/python" -m tests.bench.soak $(ARGS)
 
 clean:
 	[ ! -f "$(VENV)/pyvenv.cfg" ] || rm -rf "$(VENV)"

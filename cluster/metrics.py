@@ -201,6 +201,9 @@ _REPLICA_GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("num_requests_waiting", "Sequences that wait to run.", lambda stats: stats.num_waiting),
     ("kv_cache_usage_perc", "Share of the KV blocks in use, 1 = all.", lambda stats: stats.kv_usage),
     ("outstanding_prompt_tokens", "Prompt tokens still to compute.", lambda stats: stats.outstanding_tokens),
+    ("kv_blocks_total", "KV blocks; what is neither free nor cached is held.", lambda stats: stats.kv_blocks_total),
+    ("kv_blocks_free", "KV blocks that hold nothing.", lambda stats: stats.kv_blocks_free),
+    ("kv_blocks_cached", "KV blocks that only the prefix cache knows.", lambda stats: stats.kv_blocks_cached),
 )
 _REPLICA_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_query_tokens),

@@ -24,6 +24,7 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.readiness import ready_body
+from cluster.request_figures import RequestCollector
 from cluster.start_error import ReplicaStartError
 from cluster.tenants.fair_gate import UNBOUNDED, FairGate, FairGateConfig
 from cluster.tenants.keys import KeySource
@@ -59,6 +60,8 @@ class Router:
         self._dispatcher = Dispatcher(times)
         self._directory = ReplicaDirectory(self._router_id, self._replicas, self._dispatcher)
         metrics = Metrics(self._model.model_id, self._figures)
+        dispatcher = self._dispatcher
+        metrics.register(RequestCollector(self._model.model_id, dispatcher.counters, lambda: dispatcher.num_live))
         tenancy = _tenancy(config, self._dispatcher, self._keys)
         app = build_app(
             self._dispatcher,

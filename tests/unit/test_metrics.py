@@ -3,7 +3,9 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.counters import DispatcherCounters
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.request_figures import RequestCollector
 from engine.report import EngineStats
 
 
@@ -84,3 +86,20 @@ def test_two_apps_in_one_process_do_not_share_figures():
     one.track(5, 2).tokens(0, 1)
     assert value(one, "prompt_tokens_total") == 5
     assert value(two, "prompt_tokens_total") == 0
+
+
+def test_requests_that_were_taken_in_add_up_and_lost_links_are_told_by_reason():
+    counters = DispatcherCounters(accepted=9, stale_rows=2, stale_reports=1)
+    counters.outcomes.update(completed=4, aborted=1, replica_lost=1)
+    counters.links_lost.update(lost=2)
+    metrics = Metrics("demo")
+    metrics.register(RequestCollector("demo", counters, lambda: 3))
+    assert value(metrics, "requests_accepted_total") == 9
+    assert value(metrics, "requests_live") == 3
+    ended = [v for (name, *_), v in samples(metrics).items() if name == "squadron_requests_ended_total"]
+    assert sum(ended) == 6
+    assert value(metrics, "requests_ended_total", outcome="replica_lost") == 1
+    assert value(metrics, "links_lost_total", reason="lost") == 2
+    assert value(metrics, "stale_rows_total") == 3
+    counters.accepted = 10
+    assert value(metrics, "requests_accepted_total") == 10

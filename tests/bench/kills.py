@@ -1,0 +1,134 @@
+"""What a client sees of kill -9: the comparison that a user would make, and the long form with random kills.
+
+    python -m tests.bench.kills [--runs 3] [--streams 32] [--tokens 200]     one replica killed after a second
+    python -m tests.bench.kills --kills 200 [--seed 1] [--streams 32]        random kills under streams without end
+
+The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy on loopback. Every stream is
+compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and without a
+finish reason: what a client takes for an answer. `back` is the time until all replicas serve again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from tests.bench.machine import provenance
+from tests.bench.random_kills import DIFFERS, SAME, RandomKiller, until_back, verdict
+from tests.chaos.streams import ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
+from tests.cluster.harness import App, deploy, kill, replica_processes, start_ray, start_serve
+
+KILL_AFTER = 1.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One run: streams by what became of them. back_s: until all replicas served again.
+
+    next_token_s: the longest that any stream under way waited, from the kill to its next token.
+    """
+
+    same: int
+    differs: int
+    error: int
+    short: int
+    hang: int
+    back_s: float
+    next_token_s: float
+
+
+@contextmanager
+def served_demo(**settings: Any) -> Iterator[App]:
+    """A Ray and an app of our own: two replicas of the demo model, each a tensor-parallel pair."""
+    import ray
+    from ray import serve
+
+    start_ray()
+    try:
+        defaults = {"model": "demo", "replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
+        yield deploy(start_serve(), **defaults | settings)
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+async def compare_once(app: App, streams: int, tokens: int) -> Comparison:
+    """Run the streams undisturbed, then again with a replica killed after a second."""
+    asked = [greedy_or_seeded(index, tokens) for index in range(streams)]
+    async with client_of(app.url) as client:
+        oracle = await read_all(client, asked)
+        if failed := [stream.error for stream in oracle if stream.kind != WHOLE]:
+            raise RuntimeError(f"the undisturbed run failed: {failed[:3]}")
+        running = asyncio.create_task(read_all(client, asked))
+        await asyncio.sleep(KILL_AFTER)
+        victim = replica_processes()[0]
+        killed_at = time.monotonic()
+        kill(victim)
+        back = asyncio.create_task(until_back(app, victim.pid, killed_at))
+        disturbed = await running
+    if all(stream.times[-1:] < [killed_at] for stream in disturbed):
+        raise RuntimeError("all streams ended before the kill: ask for more tokens")
+    count = Counter(verdict(stream, same) for stream, same in zip(disturbed, oracle, strict=True))
+    waits = [wait for stream in disturbed if (wait := stream.longest_wait(killed_at)) is not None]
+    outcomes = (count[SAME], count[DIFFERS], count[ERROR], count[SHORT], count[HANG])
+    return Comparison(*outcomes, await back, max(waits, default=0.0))
+
+
+def comparison_table(runs: Sequence[Comparison]) -> Table:
+    """Lay out the runs."""
+    names = ("whole and same", "differs", "error", "silently short", "hanging", "all replicas back", "next token")
+    table = Table("run", *(Column(name, justify="right") for name in names), title="kill -9 of a replica after 1 s")
+    for number, run in enumerate(runs, start=1):
+        counts = (run.same, run.differs, run.error, run.short, run.hang)
+        table.add_row(str(number), *map(str, counts), f"{run.back_s:.1f} s", f"{run.next_token_s:.2f} s")
+    return table
+
+
+def figures_table(figures: dict[str, Any], title: str = "random kills") -> Table:
+    """Lay out a report."""
+    table = Table("figure", "value", title=title)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    return table
+
+
+def main() -> None:
+    """Run, print, and fail where a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=0, help="random kills instead of the comparison")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    with served_demo() as app:
+        if options.kills:
+            killer = RandomKiller(app, options.kills, options.streams, options.tokens, options.seed)
+            report = asyncio.run(killer.run())
+            figures = report.figures()
+            table, kept = figures_table(figures), report.promise_kept and report.exact_share >= 0.99
+        else:
+            runs = [asyncio.run(compare_once(app, options.streams, options.tokens)) for _ in range(options.runs)]
+            figures = {"runs": [asdict(run) for run in runs]}
+            table, kept = comparison_table(runs), all(run.same == options.streams for run in runs)
+    Console().print(table)
+    if options.output:
+        options.output.write_text(json.dumps(provenance() | figures, indent=2) + "\n")
+    sys.exit(None if kept else "a stream was not whole and the same: see the table")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The short form of `make soak` (FAULTS 43): streams, aborts and kills by a seed, with every invariant on."""
+
+from __future__ import annotations
+
+from tests.bench.random_kills import SAME
+from tests.bench.soak import ABORTED, Soak, slope_of
+from tests.cluster.harness import App
+
+
+async def test_streams_aborts_and_random_kills_break_no_promise(demo_app: App) -> None:
+    report = await Soak(demo_app, seconds=14, streams=12, tokens=120, seed=7, kill_every=7).run()
+    assert not report.problems
+    assert report.kills, "nothing was killed"
+    assert report.outcomes[ABORTED], "nobody gave up"
+    assert report.outcomes[SAME] >= 0.95 * (report.outcomes.total() - report.outcomes[ABORTED])
+    assert report.samples > 20
+
+
+def test_a_leak_shows_as_a_slope_and_a_warm_up_does_not() -> None:
+    flat = [(float(at), 300.0 + (at % 3) - 80.0 * (at < 30)) for at in range(300)]
+    assert abs(slope_of(flat) or 0.0) < 0.1
+    leaking = [(at, value + 0.05 * at) for at, value in flat]
+    slope = slope_of(leaking)
+    assert slope is not None
+    assert abs(slope - 3.0) < 0.1
+    assert slope_of(flat[:50]) is None, "too short to say"
