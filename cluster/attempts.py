@@ -47,7 +47,7 @@ class Attempts:
         self._next_stream += MAX_N
         try:
             resume = log.resume() if live.was_submitted else None
-            member.link.send(submit_message(log.request, stream, resume, log.num_scored))
+            member.link.send(submit_message(log.request, stream, resume, log.num_scored, self._loop.time()))
         except MessageTooLargeError as error:
             self.fail(live, ApiError("body_too_large", str(error), param="prompt"))
         except OverflowError as error:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
+from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
 from cluster.attempts import Attempts
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
@@ -54,6 +55,7 @@ class Dispatcher:
         self._fleet = Fleet(self._config, self, rng or Random())
         self._live: dict[str, LiveRequest] = {}
         self._attempts = Attempts(self._config, self._fleet, self.counters)
+        self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -174,7 +176,10 @@ class Dispatcher:
         if request.request_id in self._live:
             message = "the request id is in use"
             raise ApiError("duplicate_request", message, status=409, request_id=request.request_id)
+        if request.deadline is not None and request.deadline <= self._loop.time():
+            raise deadline_exceeded("the request's deadline passed before it could start")
         live = LiveRequest(TokenLog(request), self._loop.time())
+        self._deadlines.watch(live)
         self._live[request.request_id] = live
         self._quiet.clear()
         self.counters.accepted += 1
@@ -188,6 +193,7 @@ class Dispatcher:
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""
         self._attempts.end(live)
+        self._deadlines.forget(live)
         del self._live[live.request_id]
         if live.log.error is not None:
             self.counters.outcomes[live.log.error.code] += 1
@@ -198,6 +204,9 @@ class Dispatcher:
             self.counters.outcomes["aborted"] += 1
         if not self._live:
             self._quiet.set()
+
+    def _expire(self, live: LiveRequest) -> None:
+        self._attempts.fail(live, deadline_exceeded())
 
     def _observe(self, live: LiveRequest) -> None:
         now = self._loop.time()

@@ -20,6 +20,7 @@ STATUS_BY_CODE = {
     "model_changed": 503,
     "shutting_down": 503,
     "internal_error": 500,
+    "deadline_exceeded": 504,
 }
 
 

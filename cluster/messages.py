@@ -16,7 +16,7 @@ from msgspec import Meta
 from engine.errors import SquadronError
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -47,6 +47,7 @@ class Submit(_Message, tag=2, frozen=True):
     params: `SamplingParams` as msgpack, read apart from the message so that a bad value harms only its request.
     resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
     scored: prompt tokens whose log-probabilities are known from there.
+    timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
     """
 
     stream: Count
@@ -59,6 +60,7 @@ class Submit(_Message, tag=2, frozen=True):
     resume: dict[Choice, tuple[int, ...]] | None = None
     pooling: Literal["last", "mean"] | None = None
     scored: Count = 0
+    timeout: Annotated[float, Meta(ge=0)] | None = None
 
 
 class Abort(_Message, tag=3, frozen=True):

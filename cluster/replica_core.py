@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 
 from cluster.cached_blocks import CachedBlocks
@@ -196,7 +197,7 @@ class ReplicaCore:
             return
         engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
         try:
-            request = submitted_request(submit, engine_id)
+            request = submitted_request(submit, engine_id, time.monotonic())
         except InvalidRequestError as error:
             self._reject(session, submit.stream, error)
             return

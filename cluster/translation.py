@@ -18,9 +18,16 @@ _PARAMS_DECODER = msgspec.msgpack.Decoder(SamplingParams)
 
 
 def submit_message(
-    request: Request, stream: int, resume: dict[int, tuple[int, ...]] | None = None, scored: int | None = None
+    request: Request,
+    stream: int,
+    resume: dict[int, tuple[int, ...]] | None = None,
+    scored: int | None = None,
+    now: float = 0.0,
 ) -> Submit:
-    """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own."""
+    """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own.
+
+    now: seconds on the clock of its deadline.
+    """
     return Submit(
         stream,
         request.request_id,
@@ -32,11 +39,15 @@ def submit_message(
         request.resume if resume is None else resume,
         request.pooling,
         request.num_scored_tokens if scored is None else scored,
+        None if request.deadline is None else max(0.0, request.deadline - now),
     )
 
 
-def submitted_request(submit: Submit, engine_id: str) -> Request:
-    """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params."""
+def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Request:
+    """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params.
+
+    now: seconds on the engine's clock.
+    """
     try:
         params = _PARAMS_DECODER.decode(submit.params)
     except (msgspec.MsgspecError, ValueError) as error:
@@ -51,6 +62,7 @@ def submitted_request(submit: Submit, engine_id: str) -> Request:
         resume=submit.resume,
         pooling=submit.pooling,
         num_scored_tokens=submit.scored,
+        deadline=None if submit.timeout is None else now + submit.timeout,
     )
 
 

@@ -114,6 +114,7 @@ class EngineCore:
         Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
         """
         self._check_alive()
+        self._scheduler.expire(self._clock())
         planned = self._plan()
         if planned is None:
             return self._report(None, None)

@@ -49,6 +49,7 @@ class Request:
     cache_salt: secret that separates prefix caches (tenant); equal salts share blocks.
     pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
     num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
+    deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
     """
 
     request_id: str
@@ -61,6 +62,7 @@ class Request:
     resume: dict[int, tuple[int, ...]] | None = None
     pooling: Pooling | None = None
     num_scored_tokens: int = 0
+    deadline: float | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 from engine.admission import Admission
 from engine.boundary import Boundary
 from engine.config import EngineConfig
+from engine.deadlines import Deadlines
 from engine.grammar.base import GrammarState
 from engine.planner import Planner
 from engine.report import EngineStats, Finish, Ints
@@ -21,6 +22,7 @@ from engine.schedule import Index, Schedule
 from engine.stops import StopTokens
 from engine.updater import Updater
 
+DEADLINE_EXCEEDED = "deadline_exceeded"  # code of the error that ends a request whose deadline passed
 NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
 
@@ -53,6 +55,7 @@ class Scheduler:
         self._boundary = Boundary(self._roster)
         self._updater = Updater(rows, self._roster, stops, self._boundary)
         self._planner = Planner(self._roster, rows)
+        self._deadlines = Deadlines()
         self._rows = rows
         self._tables = rows.tables
         self._limit = admission.limit
@@ -77,6 +80,7 @@ class Scheduler:
         grammars: choice -> where its output stands in the grammar that it must match.
         """
         self._roster.add(request, now, grammars)
+        self._deadlines.watch(request)
 
     def abort(self, request_id: str) -> bool:
         """End all sequences of a request and free what they hold. False if there is no such request."""
@@ -84,6 +88,13 @@ class Scheduler:
         self._roster.finish_request(request_id, FinishReason.ABORT)
         self._roster.refresh()
         return known
+
+    def expire(self, now: float) -> None:
+        """End with an error what ran out of time, whether it waits or runs. now: seconds on the engine's clock."""
+        for request_id in self._deadlines.take_passed(now):
+            message = "the request's deadline passed"
+            self._roster.finish_request(request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
+        self._roster.refresh()
 
     def finish_choice(self, request_id: str, choice: int) -> bool:
         """End one choice that has drawn a token. False if there is no such choice."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from cluster.admission.deadline import HEADER, timeout_of
 from cluster.errors import ApiError, from_invalid_request
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
@@ -24,12 +25,24 @@ _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 @dataclass(slots=True)
 class Exchange:
-    """One RPC. id: made here, or the generation's own. client_id: the client's label, only echoed and logged."""
+    """One RPC. id: made here, or the generation's own. client_id: the client's label, only echoed and logged.
+
+    timeouts: what the client sent as `x-request-timeout-seconds`. remaining: seconds of its gRPC deadline, None
+    without one. arrival: on the event loop's clock.
+    """
 
     method: str
     authorization: str
     id: str
     client_id: str
+    timeouts: list[str]
+    remaining: float | None
+    arrival: float
+
+    def deadline(self) -> float | None:
+        """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
+        spans = [span for span in (timeout_of(self.timeouts), self.remaining) if span is not None]
+        return self.arrival + min(spans) if spans else None
 
     @property
     def shown_id(self) -> str:
@@ -57,6 +70,9 @@ async def exchange(
         metadata_value(metadata, "authorization"),
         f"req-{secrets.token_hex(16)}",
         label if _CLIENT_ID.fullmatch(label) else "",
+        [value for key, value in metadata or () if key == HEADER and isinstance(value, str)],
+        context.time_remaining(),
+        asyncio.get_running_loop().time(),
     )
     try:
         yield rpc

@@ -185,7 +185,7 @@ class InferenceService:
 
     async def _visit(self, rpc: Exchange) -> Visit:
         tenancy = self._services.tenancy
-        return await tenancy.visit(tenancy.tenant_of(rpc.authorization))
+        return await tenancy.visit(tenancy.tenant_of(rpc.authorization), rpc.deadline())
 
 
 def _replica_load(view: ReplicaView) -> pb.ReplicaLoad:

@@ -42,8 +42,9 @@ class Endpoint(ABC):
         answer = Answer(send)
         exchange = scope["state"]["exchange"]
         try:
-            body = await read_body(scope, receive, self._services.max_body_bytes)
-            await until_disconnect(receive, self._answer(body, answer, exchange, scope["state"]["visit"]))
+            visit: Visit = scope["state"]["visit"]
+            body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+            await until_disconnect(receive, self._answer(body, answer, exchange, visit))
         except ClientGone:
             log.info("request %s (client id %r): the client hung up", exchange["id"], exchange["client_id"])
         except InvalidRequestError as error:

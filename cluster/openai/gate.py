@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import secrets
@@ -13,12 +14,13 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.errors import ApiError
 from cluster.metrics import Metrics
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
 from cluster.tenants.keys import as_bearer
-from cluster.tenants.tenancy import Tenancy
+from cluster.tenants.tenancy import Tenancy, Visit
 from cluster.tenants.tenant import OPEN, Tenant
 
 OPEN_PATHS = frozenset({"/health"})
@@ -69,7 +71,7 @@ class Gate:
         try:
             tenant = state["tenant"] = self._tenant(scope, headers)
             exchange["tenant"] = tenant.name
-            visit = await self._tenancy.visit(tenant) if scope["method"] == "POST" else None
+            visit = await self._visit(tenant, headers) if scope["method"] == "POST" else None
         except ApiError as error:
             asks = error.code == "unauthorized" and _path(scope) in PAGES
             await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
@@ -80,6 +82,11 @@ class Gate:
         async with visit:
             state["visit"] = visit
             await self._app(scope, receive, send_named)
+
+    async def _visit(self, tenant: Tenant, headers: Headers) -> Visit:
+        seconds = timeout_of(headers.getlist(HEADER))
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + before_the_proxy(seconds)
+        return await self._tenancy.visit(tenant, deadline)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         if _path(scope) in OPEN_PATHS:

@@ -10,6 +10,7 @@ from msgspec import json
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
 from cluster.openai.frames import error_frame
 
@@ -27,8 +28,11 @@ class ClientGone(Exception):
     """The client hung up: there is nobody left to answer."""
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Return the request body; raises `ApiError` 413 before more than `limit` bytes are held, 415 for other types."""
+async def read_body(scope: Scope, receive: Receive, limit: int, deadline: float | None = None) -> bytes:
+    """Return the request body; raises `ApiError` 413 before more than `limit` bytes are held, 415 for other types.
+
+    deadline: of the whole request, on the event loop's clock (`deadline_exceeded`).
+    """
     headers = Headers(scope=scope)
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -38,10 +42,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
+    latest = asyncio.get_running_loop().time() + BODY_TIMEOUT
     try:
-        async with asyncio.timeout(BODY_TIMEOUT):
+        async with asyncio.timeout_at(latest if deadline is None else min(latest, deadline)):
             return await _read(receive, limit)
     except TimeoutError:
+        if deadline is not None and deadline < latest:
+            raise deadline_exceeded("the request's deadline passed before its body was there") from None
         raise ApiError("request_timeout", f"the body did not arrive in {BODY_TIMEOUT:g} s", status=408) from None
 
 

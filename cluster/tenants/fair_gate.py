@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import cast
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
@@ -87,13 +88,17 @@ class FairGate:
             return
         if self._queue.length(turn.tenant) >= self._config.max_waiting:
             raise self._overloaded(turn, f"{self._config.max_waiting} requests of this tenant wait already")
-        turn.called = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        turn.called = loop.create_future()
+        latest = loop.time() + self._config.max_wait
         self._queue.push(turn.tenant, turn, turn.cost)
         self._let_in()
         try:
-            async with asyncio.timeout(self._config.max_wait):
+            async with asyncio.timeout_at(latest if turn.deadline is None else min(latest, turn.deadline)):
                 await turn.called
         except TimeoutError:
+            if turn.deadline is not None and turn.deadline < latest:
+                raise deadline_exceeded("the request's deadline passed while it waited for its turn") from None
             raise self._overloaded(turn, f"the request waited {self._config.max_wait:g} s for its turn") from None
         finally:
             if not turn.inside:
@@ -144,6 +149,7 @@ class _Turn:
         self.tenant = tenant
         self.sequences = len(request.resume) if request.resume else request.params.n
         self.cost = len(request.prompt_token_ids) + self.sequences
+        self.deadline = request.deadline
         self.called: asyncio.Future[None] | None = None
         self.inside = False
         self._gate = gate

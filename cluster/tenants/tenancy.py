@@ -58,15 +58,18 @@ class Tenancy:
         if self._keys is not None:
             await self._keys.watch()
 
-    async def visit(self, tenant: Tenant) -> Visit:
-        """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`)."""
+    async def visit(self, tenant: Tenant, deadline: float | None = None) -> Visit:
+        """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`).
+
+        deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
+        """
         counts = self.counts_of(tenant)
         try:
             await self.quotas.enter(tenant)
         except ApiError as error:
             counts.requests[error.code] += 1
             raise
-        return Visit(self, tenant, counts)
+        return Visit(self, tenant, counts, deadline)
 
     def counts_of(self, tenant: Tenant) -> TenantCounts:
         """Return the tenant's figures, which may be added to."""
@@ -79,9 +82,10 @@ class Tenancy:
 class Visit:
     """One request of a tenant from the door to its end: `async with await tenancy.visit(tenant) as visit`."""
 
-    def __init__(self, tenancy: Tenancy, tenant: Tenant, counts: TenantCounts) -> None:
+    def __init__(self, tenancy: Tenancy, tenant: Tenant, counts: TenantCounts, deadline: float | None = None) -> None:
         self.tenant = tenant
-        self.source: TokenSource = _TenantSource(tenancy.gate, tenant)
+        self.deadline = deadline
+        self.source: TokenSource = _TenantSource(tenancy.gate, tenant, deadline)
         self._tenancy = tenancy
         self._counts = counts
         self._output_tokens = 0
@@ -125,16 +129,17 @@ class Visit:
 
 
 class _TenantSource:
-    """The token source as one tenant sees it: behind the gate, with a prefix cache of its own."""
+    """The token source as one visit sees it: behind the gate, with the tenant's prefix cache and one deadline."""
 
-    def __init__(self, gate: FairGate, tenant: Tenant) -> None:
+    def __init__(self, gate: FairGate, tenant: Tenant, deadline: float | None) -> None:
         self._gate = gate
         self._tenant = tenant
+        self._deadline = deadline
 
     def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
         """Run a request when it is the tenant's turn; see `TokenSource.generate`."""
         salt = tenant_salt(self._tenant, request.cache_salt)
-        return self._gate.generate(self._tenant.name, replace(request, cache_salt=salt))
+        return self._gate.generate(self._tenant.name, replace(request, cache_salt=salt, deadline=self._deadline))
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """End one choice."""

@@ -26,7 +26,7 @@ from cluster.link import (
 from cluster.links import tcp
 from cluster.links.faulty import FaultPlan, FaultyLink
 from cluster.links.local import connect_local
-from cluster.messages import Abort, Draining, Hello, Ping, Rejected, Welcome, encode
+from cluster.messages import PROTOCOL_VERSION, Abort, Draining, Hello, Ping, Rejected, Welcome, encode
 
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)
 Serve = Callable[[RouterLink], Awaitable[None]]
@@ -241,7 +241,7 @@ async def test_nobody_at_the_address_is_told_at_once():
 FIRST_MESSAGES = [
     (b"\xc1 no message", "must be a Hello"),
     (encode(Ping()), "must be a Hello"),
-    (encode(Hello("r", 999)), "protocol 3, the router 999"),
+    (encode(Hello("r", 999)), f"protocol {PROTOCOL_VERSION}, the router 999"),
 ]
 
 
