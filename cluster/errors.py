@@ -17,6 +17,8 @@ STATUS_BY_CODE = {
     "overloaded": 429,
     "no_replica": 503,
     "replica_lost": 503,
+    "router_lost": 503,
+    "no_router": 503,
     "model_changed": 503,
     "shutting_down": 503,
     "internal_error": 500,

@@ -17,6 +17,7 @@ from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.figures import GrpcFigures
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
+from cluster.ingress.check import IngressCheck
 from cluster.logs import log_to_serve
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.openai.app import build_app
@@ -72,7 +73,10 @@ class Router:
             max_body_bytes=config.max_body_bytes,
             names_answers=False,
         )
-        return app if config.grpc_port is None else self._with_grpc(app, metrics, tenancy, config.grpc_port)
+        self._ingress = IngressCheck(app)
+        if config.grpc_port is None:
+            return self._ingress
+        return self._with_grpc(self._ingress, metrics, tenancy, config.grpc_port)
 
     def _with_grpc(self, app: ASGIApp, metrics: Metrics, tenancy: Tenancy, port: int) -> ASGIApp:
         services = GrpcServices(
@@ -91,7 +95,7 @@ class Router:
         return BesideHttp(app, server, self._config.drain_timeout)
 
     def _ready(self) -> dict[str, Any]:
-        who = {"model": self._model.model_id, "router": self._router_id}
+        who = {"model": self._model.model_id, "router": self._router_id, "guarded": self._ingress.guarded}
         return who | ready_body(self._dispatcher, self._directory.announcements)
 
     def _figures(self) -> ClusterFigures:

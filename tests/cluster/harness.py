@@ -17,8 +17,11 @@ import ray
 from ray import serve
 
 from cluster.app import build
+from deploy.environment import LOCAL_RAY
 
 APP = "squadron"
+# What `squadron serve` sets for processes that die or hang.
+AS_SERVED = {name: value for name, value in LOCAL_RAY.items() if name.startswith(("RAY_SERVE_", "RAY_kill_"))}
 
 
 def free_port() -> int:
@@ -45,8 +48,8 @@ def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> An
 
 def start_ray() -> None:
     """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
+    os.environ.update(AS_SERVED)
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"] = "1"  # as `squadron serve` does
     ray.init(
         address="local",
         num_cpus=16,
@@ -131,6 +134,11 @@ def worker_processes() -> list[psutil.Process]:
 def router_processes(app: str = APP) -> list[psutil.Process]:
     """Processes of the routers, oldest first."""
     return processes(f"ray::ServeReplica:{app}:Router")
+
+
+def proxy_processes() -> list[psutil.Process]:
+    """Processes of Serve's HTTP proxy."""
+    return processes("ray::ProxyActor")
 
 
 def kill(process: psutil.Process) -> None:

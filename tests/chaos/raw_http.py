@@ -1,0 +1,97 @@
+"""One HTTP/1.1 exchange read byte by byte, and whether what came is whole as the protocol sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+READ_BYTES = 65536
+
+
+@dataclass
+class Exchange:
+    """What a client has of its answer.
+
+    framed: the body is complete by its own framing (Content-Length or the last chunk). ended: `time.monotonic()` of
+    the last byte or the end of the connection; None = it hung.
+    """
+
+    status: int = 0
+    body: bytes = b""
+    framed: bool = False
+    ended: float | None = None
+    _raw: bytes = field(default=b"", repr=False)
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """The typed error: of a whole refusal, or of the last event."""
+        last = self.body.rstrip().rpartition(b"\n\n")[2].rpartition(b"data: ")[2]
+        try:
+            error = json.loads(last)["error"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return error if isinstance(error, dict) else None
+
+    def take(self, data: bytes) -> None:
+        """Add what was received."""
+        self._raw += data
+        head, blank, rest = self._raw.partition(b"\r\n\r\n")
+        if not blank:
+            return
+        lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        self.status = int(lines[0].split()[1])
+        if headers.get("transfer-encoding") == "chunked":
+            self.body, self.framed = _dechunked(rest)
+        elif "content-length" in headers:
+            self.body, self.framed = rest, len(rest) == int(headers["content-length"])
+        else:
+            self.body = rest  # ends with the connection, so that nobody can tell that it is whole
+
+
+def _dechunked(rest: bytes) -> tuple[bytes, bool]:
+    body = b""
+    while True:
+        size, line_end, rest = rest.partition(b"\r\n")
+        if not line_end:
+            return body, False
+        length = int(size, 16)
+        if length == 0:
+            return body, rest == b"\r\n"
+        body += rest[:length]
+        if len(rest) < length + 2:
+            return body, False
+        rest = rest[length + 2 :]
+
+
+async def post(
+    port: int, path: str, asked: dict[str, Any], on_data: Callable[[], None] = lambda: None, timeout: float = 60
+) -> Exchange:
+    """Ask and read to the end, whatever end that is. A connection that is refused or reset is an end too."""
+    body = json.dumps(asked).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    exchange = Exchange()
+    try:
+        async with asyncio.timeout(timeout):
+            await _exchange(port, head.encode() + body, exchange, on_data)
+    except TimeoutError:
+        return exchange
+    except ConnectionError:
+        pass
+    exchange.ended = time.monotonic()
+    return exchange
+
+
+async def _exchange(port: int, request: bytes, exchange: Exchange, on_data: Callable[[], None]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        while not exchange.framed and (data := await reader.read(READ_BYTES)):
+            exchange.take(data)
+            on_data()
+    finally:
+        writer.close()

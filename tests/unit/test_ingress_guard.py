@@ -1,0 +1,196 @@
+"""The middleware around Serve's proxy: what a client gets when the router behind it is lost, in every phase."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+
+import httpx
+import openai
+import pytest
+
+from cluster.ingress.check import IngressCheck
+from cluster.ingress.guard import CALLBACK, LEARNING, MARK, RouterLossGuard, proxy_middlewares
+from tests.openai_app import serving
+
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+CHUNK = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+CHOICE = {"index": 0, "delta": {"content": "half"}, "finish_reason": None}
+FRAME = b"data: " + json.dumps(CHUNK | {"choices": [CHOICE]}).encode() + b"\n\n"
+
+
+def start(headers=EVENTS, status: int = 200) -> dict:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def part(body: bytes, more: bool = True) -> dict:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def proxy(*messages: dict | Exception) -> Callable[..., Awaitable[None]]:
+    """A proxy as Serve's: it passes on what its router sent, and returns when nothing more comes."""
+
+    async def app(scope, receive, send) -> None:
+        if not any(name == b"x-request-id" for name, _ in scope["headers"]):
+            scope["headers"] = [*scope["headers"], (b"x-request-id", b"made-by-serve")]
+        for message in messages:
+            if isinstance(message, Exception):
+                raise message
+            await send(message)
+
+    return app
+
+
+async def ask(app, headers=()) -> list[dict]:
+    """What one request to `app` sends to its client."""
+    sent: list[dict] = []
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    async def receive() -> dict:
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "path": "/v1/completions", "headers": list(headers)}
+    await RouterLossGuard(app)(scope, receive, send)
+    return sent
+
+
+async def test_a_stream_that_stops_gets_the_error_as_its_last_event() -> None:
+    sent = await ask(proxy(start(), part(FRAME)), [(b"x-request-id", b"mine")])
+    *before, last = sent
+    assert before == [start(), part(FRAME)]
+    assert not last.get("more_body")
+    error = json.loads(last["body"].removeprefix(b"data: "))["error"]
+    assert (error["code"], error["retryable"], error["request_id"]) == ("router_lost", True, "mine")
+    assert last["body"].endswith(b"\n\n")
+
+
+@pytest.mark.parametrize("died", [(), (RuntimeError("the proxy itself"),)], ids=["ended", "raised"])
+async def test_who_has_no_answer_yet_gets_a_typed_503(died: tuple) -> None:
+    head, body = await ask(proxy(*died))
+    assert head["status"] == 503
+    headers = dict(head["headers"])
+    assert headers[b"retry-after"] == b"1"
+    assert headers[b"x-request-id"] == b"made-by-serve"
+    assert headers[b"content-length"] == str(len(body["body"])).encode()
+    error = json.loads(body["body"])["error"]
+    assert (error["code"], error["request_id"]) == ("router_lost", "made-by-serve")
+    assert not body.get("more_body")
+
+
+async def test_numbered_events_are_ended_by_a_numbered_error() -> None:
+    frames = (
+        b'event: a\ndata: {"type":"a","sequence_number":7}\n\nevent: b\ndata: {"type":"b","sequence_number":8}\n\n'
+    )
+    last = (await ask(proxy(start(), part(frames), part(b""))))[-1]["body"]
+    kind, data, *_ = last.split(b"\n")
+    assert kind == b"event: error"
+    event = json.loads(data.removeprefix(b"data: "))
+    assert (event["type"], event["sequence_number"], event["code"]) == ("error", 9, "router_lost")
+
+
+async def test_whole_answers_pass_as_they_are() -> None:
+    stream = [start(), part(FRAME), part(b"data: [DONE]\n\n", more=False)]
+    assert await ask(proxy(*stream)) == stream
+    refusal = [start([(b"content-length", b"2")], 400), part(b"{}", more=False)]
+    assert await ask(proxy(*refusal)) == refusal
+
+
+async def test_nothing_is_told_to_a_client_that_left() -> None:
+    async def cancelled(scope, receive, send) -> None:
+        await send(start())
+        await receive()
+
+    assert await ask(cancelled) == [start()]
+
+
+async def test_a_proxy_that_knows_its_apps_not_yet_says_so_and_one_that_does_says_not_found() -> None:
+    now = 100.0
+    not_found = [start([(b"content-type", b"text/plain")], 404), part(b"Path '/v1/x' not found.", more=False)]
+    app = RouterLossGuard(proxy(*not_found), clock=lambda: now)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = await client.get("/v1/x")
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "no_router"
+        now += LEARNING
+        assert (await client.get("/v1/x")).status_code == 404
+
+
+async def test_a_body_of_a_given_length_is_cut_not_filled_up() -> None:
+    app = proxy(start([(b"content-type", b"application/json"), (b"content-length", b"100")]), part(b'{"half":'))
+    async with serving(RouterLossGuard(_with_lifespan(app))) as url:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        data = await asyncio.wait_for(reader.read(), 10)  # to the end of the connection
+        writer.close()
+    assert data.endswith(b'\r\n\r\n{"half":')
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+async def test_the_openai_client_raises_the_typed_error(route: str) -> None:
+    numbered = b'event: x\ndata: {"type":"response.output_text.delta","sequence_number":0,"delta":"half"}\n\n'
+    app = proxy(start(), part(FRAME if route == "chat" else numbered))
+    async with (
+        serving(RouterLossGuard(_with_lifespan(app))) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        if route == "chat":
+            messages = [{"role": "user", "content": "x"}]
+            stream = await client.chat.completions.create(model="m", messages=messages, stream=True)
+        else:
+            stream = await client.responses.create(model="m", input="x", stream=True)
+        with pytest.raises(openai.APIError, match="router was lost") as raised:
+            async for _ in stream:
+                pass
+    assert raised.value.code == "router_lost"
+
+
+async def test_a_router_tells_once_when_its_proxy_is_not_guarded(caplog: pytest.LogCaptureFixture) -> None:
+    app = IngressCheck(proxy(start(), part(b"", more=False)))
+    assert app.guarded is None
+    await ask(app)
+    assert app.guarded is True
+    with caplog.at_level(logging.WARNING):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            for _ in range(3):
+                await client.get("/")
+    assert app.guarded is False
+    assert len(caplog.records) == 1
+    assert CALLBACK in caplog.text
+
+
+async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
+    seen: list = []
+
+    async def app(scope, receive, send) -> None:
+        seen.extend(value for name, value in scope["headers"] if name == MARK)
+        await send(start())
+        await send(part(b"", more=False))
+
+    await ask(app, [(MARK, b"forged")])
+    assert seen == [b"1"]
+
+
+def test_serve_finds_the_middleware_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.ingress.guard.log_to_serve", lambda: None)  # it would change this process's loggers
+    module, name = CALLBACK.split(":")
+    assert module == proxy_middlewares.__module__
+    assert name == proxy_middlewares.__name__
+    assert [one.cls for one in proxy_middlewares()] == [RouterLossGuard]
+
+
+def _with_lifespan(app):
+    async def whole(scope, receive, send) -> None:
+        if scope["type"] == "lifespan":
+            for kind in ("startup", "shutdown"):
+                assert (await receive())["type"] == f"lifespan.{kind}"
+                await send({"type": f"lifespan.{kind}.complete"})
+            return
+        await app(scope, receive, send)
+
+    return whole
