@@ -11,9 +11,11 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster.config import ClusterConfig, parse_config
+from cluster.app_config import parse_app
+from cluster.config import ClusterConfig
 from cluster.discovery import LeaseRequestRouter
 from cluster.model_names import resolve_model
+from cluster.models.deployments import deployment_names
 from cluster.placement import ROUTER_CPUS, plan_placement
 from cluster.replica import Replica
 from cluster.router import Router
@@ -33,15 +35,20 @@ ROUTER_ANSWER = 2.0
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the app for `args`: the settings of `ClusterConfig`, by name, dashes or underscores.
+    """Return the app for `args`: the settings of `ClusterConfig`, by name, dashes or underscores, or `models`.
 
     Raises `ConfigError` naming the setting.
     """
-    config = parse_config(args)
-    resolve_model(config.model)
+    app = parse_app(args)
+    names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
-    settings = asdict(replace(config, served_model_name=config.model_id))
-    return _router(config).bind(settings, _replica(config).bind(settings | {"api_key": None}))
+    settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
+    replicas = []
+    for config, name, own in zip(app.models, names, settings, strict=True):
+        resolve_model(config.model)
+        title = config.model_id if app.listed else ""
+        replicas.append(_replica(config, name).bind(own | {"api_key": None}, title))
+    return _router(app.shared).bind(settings, replicas)
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -51,11 +58,11 @@ def uses_gpu(config: ClusterConfig) -> bool:
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
 
 
-def _replica(config: ClusterConfig) -> serve.Deployment:
+def _replica(config: ClusterConfig, name: str) -> serve.Deployment:
     bundles = plan_placement(config, uses_gpu(config)).bundles
     return serve.deployment(
         Replica,
-        name="Replica",
+        name=name,
         num_replicas=config.replicas,
         placement_group_bundles=list(bundles),
         placement_group_strategy="PACK",

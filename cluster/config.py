@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from cluster.model_names import resolve_model
@@ -21,6 +21,19 @@ Seconds = Annotated[float, Field(gt=0)]
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
 
 
+def _names(value: Any) -> Any:
+    """Names apart by commas, as on the command line, or a list of them, as in a file."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple):
+        return names
+    if not names or not all(isinstance(name, str) and name.strip() for name in names):
+        raise ValueError("must be one or more names, such as my-model,my-alias")
+    return tuple([name.strip() for name in names])
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
 def _pooling(name: str) -> str:
     if name not in POOLINGS:
         raise ValueError(f"must be one of {', '.join(POOLINGS)}")
@@ -28,28 +41,59 @@ def _pooling(name: str) -> str:
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
-class ClusterConfig(EngineConfig):
-    """Everything `squadron serve` can be told: the engine's settings and the cluster's around them.
+class ModelConfig(EngineConfig):
+    """What one model can be told: the engine's settings and those of its replicas.
 
-    served_model_name: the id that clients use; None = the last part of `model`.
-    replicas / routers: copies of the tensor-parallel group and of the front end.
-    host / port: where the HTTP proxy listens. Loopback unless told otherwise.
-    grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
-    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
-    api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
-        again when it changes. `api_key` is valid beside it.
+    served_model_name: the ids that clients may use, the first of them in answers; None = the last part of `model`.
+    replicas: copies of the tensor-parallel group.
+    cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
     max_inflight: sequences that one router hands to the replicas at once; None = its share of twice what their
         steps hold. More wait, each tenant in a line of its own, and tenants take turns.
-    max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router, and seconds that each
-        may (then 429).
-    max_body_bytes: largest request body.
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
         `tool_choice` "auto" is refused, while forced calls need none.
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
         part of the content.
     embedding_pooling: what an embedding is made of where the client does not say: `last`, the state of the last
         token, or `mean`, that of all.
-    cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
+    """
+
+    served_model_name: Names | None = None
+    replicas: Count = 1
+    cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
+    max_inflight: Count | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All ids under which the model is served."""
+        return self.served_model_name or (self.model.rstrip("/").split("/")[-1],)
+
+    @property
+    def model_id(self) -> str:
+        """The first of them, which answers and figures show."""
+        return self.names[0]
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The part that the engine sees."""
+        return EngineConfig(**{name: getattr(self, name) for name in config_fields()})
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
+class ClusterConfig(ModelConfig):
+    """Everything that `squadron serve` can be told of an app with one model; of several see `cluster.app_config`.
+
+    routers: copies of the front end.
+    host / port: where the HTTP proxy listens. Loopback unless told otherwise.
+    grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
+    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
+    api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
+        again when it changes. `api_key` is valid beside it.
+    max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
+        that each may (then 429).
+    max_body_bytes: largest request body.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
@@ -57,40 +101,23 @@ class ClusterConfig(EngineConfig):
         go on elsewhere.
     """
 
-    served_model_name: str | None = None
-    replicas: Count = 1
     routers: Count = 1
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     api_key: str | None = None
     api_key_file: str | None = None
-    max_inflight: Count | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
-    cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
 
     @property
-    def model_id(self) -> str:
-        """The id under which the model is served."""
-        return self.served_model_name or self.model.rstrip("/").split("/")[-1]
-
-    @property
     def inflight(self) -> int:
         """Sequences that one router hands to the replicas at once: enough that no step waits for the router."""
         return self.max_inflight or max(1, 2 * self.replicas * self.max_num_seqs // self.routers)
-
-    @property
-    def engine(self) -> EngineConfig:
-        """The part that the engine sees."""
-        return EngineConfig(**{name: getattr(self, name) for name in config_fields()})
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
@@ -100,7 +127,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     """
     settings = {key.replace("-", "_"): value for key, value in values.items()}
     for key in settings:
-        _refuse_unknown(key)
+        refuse_unknown(key, [f.name for f in fields(ClusterConfig)])
     if not settings.get("model"):
         raise ConfigError("model is missing: give a folder, a hub id or 'demo'", "model")
     try:
@@ -117,7 +144,7 @@ def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
     The name stays what clients see. Raises `ConfigError`.
     """
     config = parse_config(values)
-    return replace(config, model=resolve_model(config.model), served_model_name=config.model_id)
+    return replace(config, model=resolve_model(config.model), served_model_name=config.names)
 
 
 def flag(name: str) -> str:
@@ -132,8 +159,8 @@ def _check_parsers(config: ClusterConfig) -> None:
         REASONING_PARSERS.get(config.reasoning_parser)
 
 
-def _refuse_unknown(key: str) -> None:
-    known = [f.name for f in fields(ClusterConfig)]
+def refuse_unknown(key: str, known: Sequence[str]) -> None:
+    """Raise `ConfigError` with the nearest known name unless `key` is one."""
     if key in known:
         return
     near = difflib.get_close_matches(key, known, n=1)

@@ -33,67 +33,94 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFigures:
-    """What a router knows of its replicas. `migrations`: requests it moved to another replica since it started."""
+    """What a router knows of a model's replicas. `migrations`: requests it moved to another one since it started."""
 
     replicas: Sequence[ReplicaFigures] = field(default_factory=tuple)
     migrations: int = 0
 
 
 class Metrics:
-    """All metrics of one app. `figures` is asked at each scrape."""
+    """All metrics of one app: one set of families, in which each model has its own label."""
 
-    def __init__(
-        self,
-        model_name: str,
-        figures: Callable[[], ClusterFigures] = ClusterFigures,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._registry = CollectorRegistry()
-        self._registry.register(_ReplicaCollector(model_name, figures))
-        label = {"model_name": model_name}
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a token.").labels(
-            **label
-        )
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(**label)
-        success = self._counter("request_success", "Choices that ended, by reason.", "finished_reason")
-        self.finished = {
-            reason: success.labels(finished_reason=reason, **label) for reason in ("stop", "length", "abort", "error")
-        }
-        self._answers = self._counter("http_responses", "Answers, by route and status.", "route", "status")
-        self.time_to_first_token = self._seconds("time_to_first_token", "To the first token.", _FIRST_TOKEN, label)
-        self.inter_token_latency = self._seconds(
-            "inter_token_latency", "Between a request's deliveries of tokens, per token.", _PER_TOKEN, label
-        )
-        self.time_per_output_token = self._seconds(
-            "time_per_output_token", "Mean of a choice's tokens after its first.", _PER_TOKEN, label
-        )
-        self.e2e_latency = self._seconds("e2e_request_latency", "From arrival to the last token.", _WHOLE, label)
-        self._label = label
+        self.registry = CollectorRegistry()
+        self.families = Families(self.registry)
+        self._models: list[str] = []
+        self._collectors = _Collectors()
+        self.registry.register(self._collectors)
+
+    def of(self, model_name: str, figures: Callable[[], ClusterFigures] = ClusterFigures) -> ModelMetrics:
+        """Return the metrics of a model, which must be new. figures: of its replicas, asked at each scrape."""
+        if model_name in self._models:
+            raise ValueError(f"the model {model_name!r} has metrics already")
+        self._models.append(model_name)
+        self.register(_ReplicaCollector(model_name, figures))
+        return ModelMetrics(model_name, self.families, self.clock)
+
+    def label(self, model_name: str = "") -> str:
+        """Return the label of what was not asked of any model: with one model its name, else ""."""
+        return model_name or (self._models[0] if len(self._models) == 1 else "")
 
     def render(self) -> bytes:
         """Return the Prometheus text of all metrics."""
-        return generate_latest(self._registry)
+        return generate_latest(self.registry)
 
-    def answered(self, route: str, status: int) -> None:
-        """Count one HTTP answer."""
-        self._answers.labels(route=route, status=str(status), **self._label).inc()
-
-    def track(self, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None) -> RequestTrack:
-        """Start to follow one request. on_output: told the tokens of each choice, whichever way it ends."""
-        return RequestTrack(self, prompt_tokens, choices, on_output)
+    def answered(self, route: str, status: int, model_name: str = "") -> None:
+        """Count one HTTP answer. model_name: that was asked, "" where none was."""
+        self.families.answers.labels(route=route, status=str(status), model_name=self.label(model_name)).inc()
 
     def register(self, collector: Collector) -> None:
-        """Show another collector's metrics with these."""
-        self._registry.register(collector)
+        """Show another collector's metrics with these. Several may tell of the same family, each of its own model."""
+        self._collectors.all.append(collector)
+
+
+class Families:
+    """What is counted and timed, each by `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that got a token.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.success = self._counter("request_success", "Choices that ended, by reason.", "finished_reason")
+        self.answers = self._counter("http_responses", "Answers, by route and status.", "route", "status")
+        self.time_to_first_token = self._seconds("time_to_first_token", "To the first token.", _FIRST_TOKEN)
+        self.inter_token_latency = self._seconds(
+            "inter_token_latency", "Between a request's deliveries of tokens, per token.", _PER_TOKEN
+        )
+        self.time_per_output_token = self._seconds(
+            "time_per_output_token", "Mean of a choice's tokens after its first.", _PER_TOKEN
+        )
+        self.e2e_latency = self._seconds("e2e_request_latency", "From arrival to the last token.", _WHOLE)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"squadron_{name}", text, ["model_name", *labels], registry=self._registry)
 
-    def _seconds(self, name: str, text: str, buckets: Sequence[float], label: dict[str, str]) -> Histogram:
+    def _seconds(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         full = f"squadron_{name}_seconds"
-        histogram = Histogram(full, f"{text} Seconds.", ["model_name"], buckets=buckets, registry=self._registry)
-        return histogram.labels(**label)
+        return Histogram(full, f"{text} Seconds.", ["model_name"], buckets=buckets, registry=self._registry)
+
+
+class ModelMetrics:
+    """The metrics of one model, ready to count."""
+
+    def __init__(self, model_name: str, families: Families, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        label = {"model_name": model_name}
+        self.prompt_tokens = families.prompt_tokens.labels(**label)
+        self.generation_tokens = families.generation_tokens.labels(**label)
+        self.finished = {
+            reason: families.success.labels(finished_reason=reason, **label)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        self.time_to_first_token = families.time_to_first_token.labels(**label)
+        self.inter_token_latency = families.inter_token_latency.labels(**label)
+        self.time_per_output_token = families.time_per_output_token.labels(**label)
+        self.e2e_latency = families.e2e_latency.labels(**label)
+
+    def track(self, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None) -> RequestTrack:
+        """Start to follow one request. on_output: told the tokens of each choice, whichever way it ends."""
+        return RequestTrack(self, prompt_tokens, choices, on_output)
 
 
 class RequestTrack:
@@ -102,7 +129,7 @@ class RequestTrack:
     __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_on_output", "_prompt_tokens", "_tokens")
 
     def __init__(
-        self, metrics: Metrics, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None
+        self, metrics: ModelMetrics, prompt_tokens: int, choices: int, on_output: Callable[[int], None] | None = None
     ) -> None:
         self._metrics = metrics
         self._on_output = on_output
@@ -149,16 +176,33 @@ class RequestTrack:
             self.ended(choice, reason)
 
 
+class _Collectors(Collector):
+    """Asks all others when Prometheus asks us, and puts together what they say of the same family."""
+
+    def __init__(self) -> None:
+        self.all: list[Collector] = []
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance, so that registering asks nobody."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield each family once."""
+        families: dict[str, Metric] = {}
+        for collector in self.all:
+            for found in collector.collect():
+                family = families.setdefault(found.name, found)
+                if family is not found:
+                    family.samples.extend(found.samples)
+        return families.values()
+
+
 class _ReplicaCollector(Collector):
     """Asks for the replicas' figures when Prometheus asks us."""
 
     def __init__(self, model_name: str, figures: Callable[[], ClusterFigures]) -> None:
         self._model_name = model_name
         self._figures = figures
-
-    def describe(self) -> Iterable[Metric]:
-        """Tell nothing in advance, so that registering does not ask the replicas."""
-        return ()
 
     def collect(self) -> Iterable[Metric]:
         """Yield gauges and counters, one sample per replica."""

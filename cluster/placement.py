@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 
 ROUTER_CPUS = 0.25
@@ -11,27 +13,35 @@ ROUTER_CPUS = 0.25
 
 @dataclass(frozen=True)
 class Placement:
-    """Resources of one app.
+    """Resources of one model.
 
     bundles: one per rank of a replica; the replica itself (rank 0, the driver worker) sits in bundle 0.
     """
 
     bundles: tuple[dict[str, float], ...]
     replicas: int
+
+    def total(self, kind: str) -> float:
+        """Resources of a kind ("CPU", "GPU") of all its replicas."""
+        return self.replicas * sum(bundle.get(kind, 0.0) for bundle in self.bundles)
+
+
+@dataclass(frozen=True)
+class AppPlacement:
+    """Resources of one app."""
+
+    models: tuple[Placement, ...]
     routers: int
 
     @property
     def cpus(self) -> float:
         """CPUs of the whole app."""
-        return self._total("CPU") + self.routers * ROUTER_CPUS
+        return sum(model.total("CPU") for model in self.models) + self.routers * ROUTER_CPUS
 
     @property
     def gpus(self) -> float:
         """GPUs of the whole app."""
-        return self._total("GPU")
-
-    def _total(self, kind: str) -> float:
-        return self.replicas * sum(bundle.get(kind, 0.0) for bundle in self.bundles)
+        return sum(model.total("GPU") for model in self.models)
 
 
 def plan_placement(config: ClusterConfig, use_gpu: bool) -> Placement:
@@ -40,4 +50,9 @@ def plan_placement(config: ClusterConfig, use_gpu: bool) -> Placement:
     if use_gpu:
         bundle["GPU"] = 1.0
     bundles = tuple(dict(bundle) for _ in range(config.tensor_parallel_size))
-    return Placement(bundles, config.replicas, config.routers)
+    return Placement(bundles, config.replicas)
+
+
+def plan_app(app: AppConfig, use_gpu: Callable[[ClusterConfig], bool]) -> AppPlacement:
+    """Return what all models need together. use_gpu: whether a model runs on GPUs."""
+    return AppPlacement(tuple([plan_placement(one, use_gpu(one)) for one in app.models]), app.shared.routers)

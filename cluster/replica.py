@@ -36,9 +36,12 @@ LINK_PATIENCE = 5.0  # seconds that a router may hold a lease without a link
 
 
 class Replica:
-    """Serve builds one per replica, in bundle 0 of its placement group. Everything in it ends with any rank of it."""
+    """Serve builds one per replica, in bundle 0 of its placement group. Everything in it ends with any rank of it.
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    title: what errors call its model, "" where there is no other.
+    """
+
+    def __init__(self, settings: dict[str, Any], title: str = "") -> None:
         log_to_serve()
         self._id = serve.get_replica_context().replica_id.unique_id
         try:
@@ -46,7 +49,7 @@ class Replica:
             self._group = start_group(config)
             facts = _facts(self._id, config, self._group)
         except (SquadronError, ParallelError) as error:
-            raise ReplicaStartError.of(error) from error
+            raise ReplicaStartError.of(error, title) from error
         self._loop = asyncio.get_running_loop()
         self._config = config
         self._deadline = HEALTH_FACTOR * config.step_timeout

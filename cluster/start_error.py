@@ -17,10 +17,13 @@ class ReplicaStartError(RuntimeError):
     """
 
     @classmethod
-    def of(cls, error: Exception) -> ReplicaStartError:
-        """Wrap an error of the engine (`ConfigError`, `CheckpointError`, `ShardingError`, ...)."""
+    def of(cls, error: Exception, model: str = "") -> ReplicaStartError:
+        """Wrap an error of the engine (`ConfigError`, `CheckpointError`, `ShardingError`, ...).
+
+        model: which could not start, where there are several.
+        """
         flag = error.flag if isinstance(error, ConfigError) else ""
-        message = " ".join(str(error).split())
+        message = " ".join(f"model {model}: {error}".split() if model else str(error).split())
         return cls(f"squadron: {type(error).__name__}: {flag}: {message}")
 
 

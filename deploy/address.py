@@ -50,7 +50,7 @@ def connect_host(host: str) -> str:
 
 
 def curl(url: str, config: ClusterConfig) -> str:
-    """Return a command to paste that asks the model something."""
+    """Return a command to paste that asks a model something."""
     key = ' -H "Authorization: Bearer $SQUADRON_API_KEY"' if config.api_key else ""
     body = {
         "model": config.model_id,

@@ -37,7 +37,9 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A folder, a hub id, or 'demo'. May stand in --config as `model:` instead."),
+        typer.Argument(
+            help="A folder, a hub id, or 'demo'. May stand in --config instead, as `model:` or in `models:`."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -67,15 +69,15 @@ def serve(
     settings = merge_settings(config, chosen)
     with_keys = with_key_file(settings, local=environment.ray_address is None)
     if dry_run:
-        from deploy.plan import describe_plan, make_plan
+        from deploy.plan import describe_plans, make_plans
 
-        print(describe_plan(make_plan(settings)))
+        print(describe_plans(settings, make_plans(settings)))
         return
     if environment.ray_address is None:
         prepare_local_ray()
-    from deploy.serve import Options, serve_model
+    from deploy.serve import Options, serve_app
 
-    serve_model(with_keys, Options(environment.ray_address, wait_for_nodes, verbose))
+    serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose))
 
 
 app.add_typer(keys)

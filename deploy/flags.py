@@ -15,7 +15,8 @@ import typer
 import yaml
 from typer.core import TyperCommand
 
-from cluster.config import POOLINGS, ClusterConfig, flag, parse_config
+from cluster.app_config import AppConfig, parse_app
+from cluster.config import POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
@@ -51,7 +52,7 @@ OPEN_DEFAULTS = {
 HELP = {
     "Model": {
         "tokenizer": "Folder or hub id of the tokenizer.",
-        "served_model_name": "Model id that clients use.",
+        "served_model_name": "Model id that clients use; more than one apart by commas, answers show the first.",
         "dtype": "Type of weights and activations.",
         "max_model_len": "Most tokens of prompt and output of one sequence.",
         "seed": "Seed of requests that bring none.",
@@ -165,15 +166,29 @@ def load_settings(path: Path) -> dict[str, Any]:
     return {key.replace("-", "_"): value for key, value in values.items()}
 
 
-def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration of file and command line, which wins. Raises `ConfigError`."""
+def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
+    """Return the configuration of file and command line, which wins: over each of `models`, too.
+
+    Raises `ConfigError`.
+    """
     loaded = {} if path is None else load_settings(path)
     try:
-        return parse_config({**loaded, **chosen})
+        return parse_app(_overridden(loaded, chosen))
     except ConfigError as error:
         if path is not None and error.flag in loaded and error.flag not in chosen:
             raise ConfigError(f"{path}: {error}", error.flag) from None
         raise
+
+
+def _overridden(loaded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**loaded, **chosen}
+    if isinstance(models := values.get("models"), list):
+        values["models"] = [_without(entry, chosen) if isinstance(entry, dict) else entry for entry in models]
+    return values
+
+
+def _without(entry: Mapping[Any, Any], chosen: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in entry.items() if str(key).replace("-", "_") not in chosen}
 
 
 def in_flags(message: str) -> str:
@@ -209,6 +224,8 @@ def _plain(hint: Any) -> type:
     """Return int, float, str or bool from an annotation such as `Annotated[int, ...] | None`."""
     if get_origin(hint) is Annotated:
         return _plain(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return str  # names apart by commas
     if get_origin(hint) in (Union, UnionType):
         return _plain(next(part for part in get_args(hint) if part is not NoneType))
     kind: type = hint

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
 
-from cluster.config import ClusterConfig
+from cluster.app_config import AppConfig
 from cluster.tenants.key_file import KeyFile
 from cluster.tenants.key_text import parse_keys
 from cluster.tenants.keys import hash_key, new_key
@@ -55,15 +54,16 @@ def new(
     print(text, end="")
 
 
-def with_key_file(config: ClusterConfig, local: bool) -> ClusterConfig:
-    """Return `config` ready to serve with its key file, if it has one.
+def with_key_file(app: AppConfig, local: bool) -> AppConfig:
+    """Return `app` ready to serve with its key file, if it has one.
 
     The path is made absolute, and the command gets a key of its own, unless one is set, to ask whether the server is
     ready. local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
     """
+    config = app.shared
     if config.api_key_file is None:
-        return config
+        return app
     path = Path(config.api_key_file).absolute()
     if local:
         KeyFile(path)
-    return replace(config, api_key_file=str(path), api_key=config.api_key or new_key())
+    return app.with_shared(api_key_file=str(path), api_key=config.api_key or new_key())

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 import psutil
 import ray
 
-from cluster.placement import Placement
+from cluster.placement import AppPlacement
 from engine.errors import ConfigError
 
 # Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
@@ -95,16 +95,17 @@ class JoinedRay(RayCluster):
         ray.shutdown()
 
 
-def check_capacity(placement: Placement, free: dict[str, float], total: dict[str, float]) -> None:
+def check_capacity(placement: AppPlacement, free: dict[str, float], total: dict[str, float]) -> None:
     """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
-    ranks = f"{count(placement.replicas, 'replica')} x {count(len(placement.bundles), 'rank')}"
+    ranks = [f"{count(one.replicas, 'replica')} x {count(len(one.bundles), 'rank')}" for one in placement.models]
+    on_cpus = [f"{text} x {one.bundles[0]['CPU']:g}" for text, one in zip(ranks, placement.models, strict=True)]
     routers = count(placement.routers, "router")
     needs = (
-        ("GPU", placement.gpus, f"{ranks} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
+        ("GPU", placement.gpus, f"{', '.join(ranks)} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
         (
             "CPU",
             placement.cpus,
-            f"{ranks} x {placement.bundles[0]['CPU']:g} and {routers} need {placement.cpus:g}",
+            f"{', '.join(on_cpus)} and {routers} need {placement.cpus:g}",
             "or lower --cpus-per-worker",
         ),
     )

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import difflib
 import logging
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
-from cluster.placement import Placement, plan_placement
+from cluster.placement import AppPlacement, Placement, plan_placement
 from engine.checkpoint import read_json
 from engine.config import EngineConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ConfigError
 from engine.loader import check_sharding, open_model
 from engine.models.registry import architecture_of
 from engine.models.spec import DecoderSpec
 from engine.runner import resolve
+from parallel.errors import ShardingError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +50,48 @@ def make_plan(config: ClusterConfig) -> Plan:
     return Plan(config, resolve(config.engine, spec), spec)
 
 
-def describe_plan(plan: Plan) -> str:
+def make_plans(app: AppConfig) -> list[Plan]:
+    """Check all models. Raises what `make_plan` does, naming the place of the model where there are several."""
+    return [make_plan(config) if not app.listed else _planned(i, config) for i, config in enumerate(app.models)]
+
+
+def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:
     """Return the resolved configuration as YAML that `--config` takes, and as comments what it would place."""
-    config, spec, placement = plan.config, plan.spec, plan.placement
-    filled = {f.name: getattr(plan.resolved, f.name) for f in fields(EngineConfig)}
-    values = {**asdict(replace(config, served_model_name=config.model_id)), **filled}
+    filled = [
+        ClusterConfig(**{**asdict(plan.config), **asdict(plan.resolved), "served_model_name": plan.config.names})
+        for plan in plans
+    ]
+    values = replace(app, models=tuple(filled)).settings()
     if values["api_key"]:
         values["api_key"] = "***"
+    needs = AppPlacement(tuple([plan.placement for plan in plans]), app.shared.routers)
+    lines = [line for plan in plans for line in _facts(plan)]
+    lines.append(f"# Places {needs.routers} x router.")
+    lines.append(f"# Needs {needs.cpus:g} CPUs and {needs.gpus:g} GPUs.")
+    return yaml.safe_dump(values, sort_keys=False) + "\n".join(lines)
+
+
+def _planned(number: int, config: ClusterConfig) -> Plan:
+    path = f"models[{number}]"
+    try:
+        return make_plan(config)
+    except ConfigError as error:
+        raise placed_error(error, path) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    except ShardingError as error:
+        raise ShardingError(f"{path}: {error}") from error
+
+
+def _facts(plan: Plan) -> tuple[str, str]:
+    config, spec, placement = plan.config, plan.spec, plan.placement
     bundle = ", ".join(f"{kind}: {amount:g}" for kind, amount in placement.bundles[0].items())
-    lines = (
-        f"# Model: {spec.architecture}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
+    return (
+        f"# {config.model_id}: {spec.architecture}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
         f"vocabulary {spec.vocab_size:,}, {spec.num_heads} heads on {spec.num_kv_heads} KV heads.",
         f"# Places {placement.replicas} x {len(placement.bundles)} ranks (replicas x tensor-parallel size) "
-        f"in bundles of {{{bundle}}}, and {placement.routers} x router.",
-        f"# Needs {placement.cpus:g} CPUs and {placement.gpus:g} GPUs.",
+        f"in bundles of {{{bundle}}}.",
     )
-    return yaml.safe_dump(values, sort_keys=False) + "\n".join(lines)
 
 
 def _read_spec(model: str) -> DecoderSpec:

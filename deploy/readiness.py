@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -24,15 +25,18 @@ class StartError(SquadronError):
 
 
 class Readiness:
-    """Waits for `replicas` ready replicas of the app `name` whose HTTP endpoint is at `url`.
+    """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
 
+    wanted: id of each model -> how many there should be.
     note: called now and then with what Serve waits for, when it takes long.
     """
 
-    def __init__(self, name: str, url: str, api_key: str | None, replicas: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, url: str, api_key: str | None, wanted: Mapping[str, int], note: Callable[[str], None]
+    ) -> None:
         self._client = client_for(url, api_key)
         self._name = name
-        self._replicas = replicas
+        self._wanted = wanted
         self._note = note
 
     def wait(self) -> list[dict[str, Any]]:
@@ -45,7 +49,7 @@ class Readiness:
                     raise StartError(f"the app {self._name} was deleted while it started")
                 refuse_failed(status)
                 bodies = self._ready_replicas()
-                if len(bodies) >= self._replicas:
+                if not Counter(self._wanted) - Counter(body["model"] for body in bodies):
                     return bodies
                 if time.monotonic() > next_note:
                     self._note(_pending(status))

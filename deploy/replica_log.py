@@ -11,13 +11,17 @@ LOOKS = 2  # looks in a row that must miss a replica: routers need not hear of i
 
 
 class ReplicaLog:
-    """Compares what /ready lists with what it listed before. `say` is called with one line per change.
+    """Compares what /ready lists of a model with what it listed before. `say` is called with one line per change.
 
     present: the replicas that the start was announced with, as /ready shows them. wanted: how many there should be.
+    model: its id; "" = all that are listed are of one.
     """
 
-    def __init__(self, present: list[dict[str, Any]], wanted: int, say: Callable[[str], None]) -> None:
-        self._pids = {body["id"]: body["pids"] for body in present}
+    def __init__(
+        self, present: list[dict[str, Any]], wanted: int, say: Callable[[str], None], model: str = ""
+    ) -> None:
+        self._model = model
+        self._pids = self._own(present)
         self._missed = dict.fromkeys(self._pids, 0)
         self._wanted = wanted
         self._say = say
@@ -29,7 +33,7 @@ class ReplicaLog:
         except (httpx.HTTPError, ValueError):
             return
         if isinstance(body, dict) and isinstance(body.get("replicas"), list):
-            self.compare({replica["id"]: replica["pids"] for replica in body["replicas"]})
+            self.compare(self._own(body["replicas"]))
 
     def compare(self, seen: Mapping[str, list[int]]) -> None:
         """Take in the replicas, id -> pids by rank, that are ready now."""
@@ -47,9 +51,13 @@ class ReplicaLog:
         for name in new:
             self._say(f"Replica {self._named(name)} is ready: {len(seen)} of {self._wanted}.")
 
+    def _own(self, bodies: list[dict[str, Any]]) -> dict[str, list[int]]:
+        return {body["id"]: body["pids"] for body in bodies if not self._model or body["model"] == self._model}
+
     def _named(self, name: str) -> str:
         pids = self._pids[name]
-        return f"{name} (pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))})"
+        of = f" of {self._model}" if self._model else ""
+        return f"{name}{of} (pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))})"
 
     def _consequence(self, left: int) -> str:
         if not left:

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -18,13 +18,14 @@ from ray.serve.schema import LoggingConfig
 from rich.console import Console
 
 from cluster.app import build, uses_gpu
+from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.placement import plan_placement
+from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count
 from deploy.phases import PhaseLog
-from deploy.plan import make_plan
+from deploy.plan import make_plans
 from deploy.ray_output import without_death_notices
 from deploy.readiness import Readiness, StartError, client_for
 from deploy.replica_log import ReplicaLog
@@ -51,11 +52,11 @@ class Options:
     verbose: bool = False
 
 
-def serve_model(config: ClusterConfig, options: Options) -> None:
+def serve_app(app: AppConfig, options: Options) -> None:
     """Serve until told to stop. Raises `SquadronError` or `ParallelError` when it does not come up."""
     quiet = nullcontext() if options.verbose else without_death_notices()
     with Interrupts() as interrupts, quiet:
-        server = Server(config, options)
+        server = Server(app, options)
         grace = 0.0
         try:
             server.start(interrupts)
@@ -65,7 +66,7 @@ def serve_model(config: ClusterConfig, options: Options) -> None:
             if not server.ready:
                 server.say("Stopping before it was ready.")
                 raise SystemExit(128 + stop.number) from None
-            grace = CTRL_C_GRACE if stop.number == signal.SIGINT else config.drain_timeout
+            grace = CTRL_C_GRACE if stop.number == signal.SIGINT else app.shared.drain_timeout
             server.say(f"Stopping: running streams get {grace:g} s; Ctrl-C again does not wait.")
         finally:
             interrupts.stopping = True
@@ -75,10 +76,10 @@ def serve_model(config: ClusterConfig, options: Options) -> None:
 class Server:
     """One app on one Ray cluster, for as long as the command runs."""
 
-    def __init__(self, config: ClusterConfig, options: Options) -> None:
+    def __init__(self, app: AppConfig, options: Options) -> None:
         self.ready = False
         self._replicas: list[dict[str, Any]] = []  # as /ready showed them when all were up
-        self._config = config
+        self._app = app
         self._options = options
         self._console = Console(highlight=False, soft_wrap=True)
         self._phases = PhaseLog(self._console)
@@ -93,8 +94,8 @@ class Server:
     def start(self, interrupts: Interrupts) -> None:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
-            make_plan(self._config)
-            self._config = _with_ports(self._config)
+            make_plans(self._app)
+            self._app = _with_ports(self._app)
         elif self._config.grpc_port == 0:
             raise ConfigError(
                 "grpc_port: a cluster that is joined needs a port of your choice, such as 9000", "grpc_port"
@@ -110,14 +111,13 @@ class Server:
         began = time.perf_counter()
         with self._phases.waiting("Replicas"):
             self._replicas = self._readiness().wait()
-        ranks = f"{count(self._config.replicas, 'replica')} x {count(self._config.tensor_parallel_size, 'rank')}"
-        self._phases.replicas(self._replicas, time.perf_counter() - began, ranks)
+        self._tell_phases(time.perf_counter() - began)
         self.ready = True
 
     def announce(self) -> None:
         """Say where the model is served and how to ask it."""
-        config = self._config
-        self._phases.total(f"{self._url}/v1   model {config.model_id}")
+        config, names = self._config, self._app.names
+        self._phases.total(f"{self._url}/v1   model{'s' if len(names) > 1 else ''} {', '.join(names)}")
         self.say(f"Page: {self._url}/ui" + (", where the password is an API key" if config.api_key else ""))
         if config.grpc_port is not None:
             self.say(f"gRPC: {connect_host(config.host)}:{config.grpc_port}, service squadron.v1.Inference")
@@ -127,17 +127,22 @@ class Server:
                 "or SQUADRON_API_KEY."
             )
         self.say("\n" + curl(self._url, config) + "\n")
-        self.say(f"`squadron chat --url {self._url}` in another terminal talks to it. Ctrl-C stops it.")
+        choice = f" --model {names[0]}" if len(names) > 1 else ""
+        self.say(f"`squadron chat --url {self._url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
-        config = self._config
-        replicas = ReplicaLog(self._replicas, config.replicas, self.say)
-        with client_for(self._url, config.api_key) as client:
+        named = len(self._app.models) > 1
+        logs = [
+            ReplicaLog(self._replicas, config.replicas, self.say, config.model_id if named else "")
+            for config in self._app.models
+        ]
+        with client_for(self._url, self._config.api_key) as client:
             while True:
                 for _ in range(LOOKS_PER_STATUS):
                     time.sleep(LOOK_SECONDS)
-                    replicas.look(client)
+                    for log in logs:
+                        log.look(client)
                 self._check_app()
 
     def stop(self, grace: float) -> None:
@@ -154,8 +159,23 @@ class Server:
                 self._cluster.stop()
 
     @property
+    def _config(self) -> ClusterConfig:
+        """The settings that concern the whole app."""
+        return self._app.shared
+
+    @property
     def _url(self) -> str:
         return f"http://{connect_host(self._config.host)}:{self._config.port}"
+
+    def _tell_phases(self, waited: float) -> None:
+        """A block of lines for each model, under its name where there are several. They start side by side."""
+        named = len(self._app.models) > 1
+        for config in self._app.models:
+            own = [body for body in self._replicas if body["model"] == config.model_id]
+            ranks = f"{count(config.replicas, 'replica')} x {count(config.tensor_parallel_size, 'rank')}"
+            if named:
+                self.say(f"Model {config.model_id}")
+            self._phases.replicas(own, waited, ranks)
 
     def _check_app(self) -> None:
         try:
@@ -171,11 +191,11 @@ class Server:
         if address is not None:
             return JoinedRay(address, verbose)
         # Whether GPUs are used changes nothing about the CPUs.
-        return LocalRay(plan_placement(self._config, use_gpu=False).cpus, verbose)
+        return LocalRay(plan_app(self._app, lambda _: False).cpus, verbose)
 
     def _check_capacity(self) -> None:
         if not self._options.wait_for_nodes:
-            placement = plan_placement(self._config, uses_gpu(self._config))
+            placement = plan_app(self._app, uses_gpu)
             check_capacity(placement, ray.available_resources(), ray.cluster_resources())
 
     def _start_serve(self) -> None:
@@ -203,7 +223,7 @@ class Server:
             ) from None
 
     def _deploy(self) -> None:
-        target = serve.RunTarget(build(asdict(self._config)), name=APP, route_prefix="/")
+        target = serve.RunTarget(build(self._app.settings()), name=APP, route_prefix="/")
         self._deployed = True
         try:
             serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -211,8 +231,8 @@ class Server:
             raise StartError(f"Serve refused the app: {str(error).splitlines()[0]}") from error
 
     def _readiness(self) -> Readiness:
-        config = self._config
-        return Readiness(APP, self._url, config.api_key, config.replicas, self.say)
+        wanted = {config.model_id: config.replicas for config in self._app.models}
+        return Readiness(APP, self._url, self._config.api_key, wanted, self.say)
 
     def _delete(self, grace: float) -> None:
         serve.delete(APP, _blocking=False)
@@ -224,9 +244,10 @@ class Server:
             serve.shutdown()
 
 
-def _with_ports(config: ClusterConfig) -> ClusterConfig:
+def _with_ports(app: AppConfig) -> AppConfig:
     """Return the configuration with ports that are free now. Raises `ConfigError`."""
-    chosen = replace(config, port=free_port(config.host, config.port))
+    config = app.shared
+    chosen = app.with_shared(port=free_port(config.host, config.port))
     if config.grpc_port is None:
         return chosen
-    return replace(chosen, grpc_port=free_port(config.host, config.grpc_port, "grpc_port"))
+    return chosen.with_shared(grpc_port=free_port(config.host, config.grpc_port, "grpc_port"))

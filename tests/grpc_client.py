@@ -15,9 +15,10 @@ from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.metrics import Metrics
+from cluster.models.registry import Models
 from cluster.openai.served_model import ServedModel
 from cluster.tenants.tenancy import Tenancy
-from tests.openai_app import MODEL
+from tests.openai_app import front_for
 
 LIMIT = 64 * 1024
 
@@ -131,14 +132,26 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def serving_grpc(
-    source, model: ServedModel, tenancy: Tenancy | None = None, **changes
+    source, model: ServedModel, tenancy: Tenancy | None = None, limit: int = LIMIT, **changes
 ) -> AsyncIterator[Served]:
     """Serve on a free loopback port with everything a test does not care about filled in."""
-    metrics = Metrics(MODEL)
-    given = {"ready": lambda: True, "replicas": list, "max_message_bytes": LIMIT} | changes
-    door = tenancy or Tenancy.open_to_all(source)
-    answered = GrpcFigures(MODEL, metrics).answered
-    server = GrpcServer(ListenAddress(), GrpcServices(model, door, metrics, answered=answered, **given))
+    metrics = Metrics()
+    services = grpc_services(Models([front_for(source, model, metrics, **changes)]), metrics, tenancy, limit)
+    async with running_grpc(services, metrics) as served:
+        yield served
+
+
+def grpc_services(
+    models: Models, metrics: Metrics, tenancy: Tenancy | None = None, limit: int = LIMIT
+) -> GrpcServices:
+    """What a server is made of."""
+    return GrpcServices(models, tenancy or Tenancy(), GrpcFigures(metrics).answered, limit)
+
+
+@contextlib.asynccontextmanager
+async def running_grpc(services: GrpcServices, metrics: Metrics) -> AsyncIterator[Served]:
+    """Serve on a free loopback port."""
+    server = GrpcServer(ListenAddress(), services)
     await server.start()
     options = [("grpc.max_send_message_length", -1)]
     try:

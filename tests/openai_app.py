@@ -11,9 +11,14 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-from cluster.metrics import Metrics
+from cluster.metrics import ClusterFigures, Metrics
+from cluster.models.front import ModelFront
+from cluster.models.registry import Models
 from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
+from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.keys import FixedKeys
+from cluster.tenants.tenancy import Tenancy
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
@@ -35,10 +40,21 @@ def saying(model: ServedModel, *texts: str, **changes) -> FakeSource:
     return FakeSource(lambda _, choice: plans[choice % len(plans)], eos=eos, **changes)
 
 
-def app_for(source, model: ServedModel, **changes):
+def front_for(
+    source, model: ServedModel, metrics: Metrics, gate: FairGate | None = None, figures=ClusterFigures, **changes
+) -> ModelFront:
+    """A model whose tokens come from `source`."""
+    given = {"ready": lambda: True} | changes
+    return ModelFront(model, gate or FairGate.unbounded(source), metrics.of(model.model_id, figures), **given)
+
+
+def app_for(source, model: ServedModel, *, api_key=None, gate=None, figures=ClusterFigures, **changes):
     """The app with everything a test does not care about filled in."""
-    given = {"metrics": Metrics(MODEL), "ready": lambda: {"ready": True, "replicas": []}} | changes
-    return build_app(source, model, **given)
+    given = {"metrics": Metrics(), "ready": lambda: {"ready": True, "replicas": []}} | changes
+    if api_key is not None:
+        given["tenancy"] = Tenancy(FixedKeys.one(api_key))
+    models = Models([front_for(source, model, given["metrics"], gate, figures)])
+    return build_app(models, **given)
 
 
 def client_for(app) -> httpx.AsyncClient:

@@ -19,7 +19,7 @@ from cluster.grpc_api.status import status_code, status_message, trailing_metada
 from engine.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
-Answered = Callable[[str, str], None]
+Answered = Callable[[str, str, str], None]  # method, status, id of the model or ""
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -29,6 +29,7 @@ class Exchange:
 
     timeouts: what the client sent as `x-request-timeout-seconds`. remaining: seconds of its gRPC deadline, None
     without one. arrival: on the event loop's clock.
+    model: id of the one that is asked, "" before it is known.
     """
 
     method: str
@@ -38,6 +39,7 @@ class Exchange:
     timeouts: list[str]
     remaining: float | None
     arrival: float
+    model: str = ""
 
     def deadline(self) -> float | None:
         """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
@@ -62,7 +64,7 @@ def metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str
 async def exchange(
     method: str, context: grpc.aio.ServicerContext, answered: Answered
 ) -> AsyncGenerator[Exchange, None]:
-    """Run one RPC. Whatever it raises becomes its status; `answered` hears of the method and the status' name."""
+    """Run one RPC. Whatever it raises becomes its status; `answered` hears of it."""
     metadata = context.invocation_metadata()
     label = metadata_value(metadata, "x-request-id")
     rpc = Exchange(
@@ -77,7 +79,7 @@ async def exchange(
     try:
         yield rpc
         context.set_trailing_metadata((("x-request-id", rpc.shown_id),))
-        answered(method, grpc.StatusCode.OK.name)
+        answered(method, grpc.StatusCode.OK.name, rpc.model)
     except asyncio.CancelledError:
         _left(rpc, answered)
         raise
@@ -94,7 +96,7 @@ async def exchange(
 
 
 def _left(rpc: Exchange, answered: Answered) -> None:
-    answered(rpc.method, grpc.StatusCode.CANCELLED.name)
+    answered(rpc.method, grpc.StatusCode.CANCELLED.name, rpc.model)
     log.info("request %s (client id %r): the client left, or its deadline passed", rpc.id, rpc.client_id)
 
 
@@ -102,6 +104,6 @@ async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Exchang
     error.request_id = rpc.id
     code = status_code(error)
     log.info("request %s (client id %r): %s %s", rpc.id, rpc.client_id, code.name, error.code)
-    answered(rpc.method, code.name)
+    answered(rpc.method, code.name, rpc.model)
     with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
         await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))

@@ -8,16 +8,15 @@ from cluster.metrics import Metrics
 
 
 class GrpcFigures:
-    """Counts answers in `squadron_grpc_responses`, by method and status; shown with the metrics of the HTTP app."""
+    """Counts answers in `squadron_grpc_responses`, by model, method and status; shown with the metrics of the app."""
 
-    def __init__(self, model_name: str, metrics: Metrics) -> None:
-        self._model_name = model_name
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         labels = ["model_name", "method", "status"]
         self._answers = Counter(
-            "squadron_grpc_responses", "gRPC answers, by method and status.", labels, registry=None
+            "squadron_grpc_responses", "gRPC answers, by method and status.", labels, registry=metrics.registry
         )
-        metrics.register(self._answers)
 
-    def answered(self, method: str, status: str) -> None:
+    def answered(self, method: str, status: str, model: str = "") -> None:
         """Count one answer. method: of our service, or "other"; status: the name of a gRPC status code."""
-        self._answers.labels(model_name=self._model_name, method=method, status=status).inc()
+        self._answers.labels(model_name=self._metrics.label(model), method=method, status=status).inc()

@@ -14,15 +14,16 @@ from cluster.errors import ApiError
 from cluster.fleet import ReplicaView
 from cluster.grpc_api.exchange import Answered, Exchange, exchange
 from cluster.grpc_api.live_calls import LiveCalls
-from cluster.grpc_api.off_loop import OffLoop
 from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_fields, parsed, shown
 from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Responses, usage_message
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.metrics import Metrics
+from cluster.models.front import ModelFront
+from cluster.models.registry import Models
 from cluster.openai.call import Call
 from cluster.openai.deltas import Usage
-from cluster.openai.embeddings import EmbeddingCall, embedded, embedding_call
+from cluster.openai.embeddings import embedded, embedding_call
 from cluster.openai.generation import Generation
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.prompts import build_requests
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
@@ -35,15 +36,11 @@ from engine.request import Request
 class GrpcServices:
     """What the service shares with the HTTP app, and what it tells of the cluster.
 
-    ready: whether requests that come now are served. replicas: a snapshot. answered: hears of each answer, by method
-    and status.
+    answered: hears of each answer, by method, status and model.
     """
 
-    model: ServedModel
+    models: Models
     tenancy: Tenancy
-    metrics: Metrics
-    ready: Callable[[], bool]
-    replicas: Callable[[], Sequence[ReplicaView]]
     answered: Answered
     max_message_bytes: int
 
@@ -85,13 +82,16 @@ class InferenceService:
     async def Embed(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
         """Turn texts into vectors."""
         async with self._exchange("Embed", context) as rpc, await self._visit(rpc) as visit:
-            call = await self._off_loop.run(len(body), lambda: self._embedding_call(body))
+            request = await self._off_loop.run(len(body), lambda: parsed(pb.EmbedRequest, body))
+            fields = embedding_fields(request)
+            front = self._asked(fields, rpc, visit)
+            call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model))
             rpc.id = call.request_id
             await visit.charge_prompt(call.num_tokens)
-            track = self._services.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
+            track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
             async with self._live.running(call.request_id, visit.tenant.name):
                 vectors = await embedded(call, visit.source, track)
-            self._services.metrics.prompt_tokens.inc(call.num_tokens)
+            front.metrics.prompt_tokens.inc(call.num_tokens)
             return pb.EmbedResponse(
                 request_id=call.request_id,
                 embeddings=[pb.Embedding(values=vector) for vector in vectors],
@@ -106,10 +106,11 @@ class InferenceService:
             return pb.AbortResponse()
 
     async def GetModelInfo(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.GetModelInfoResponse:
-        """Tell of the served model."""
-        async with self._exchange("GetModelInfo", context):
-            parsed(pb.GetModelInfoRequest, body)
-            model = self._services.model
+        """Tell of a served model."""
+        async with self._exchange("GetModelInfo", context) as rpc:
+            request = parsed(pb.GetModelInfoRequest, body)
+            front = self._services.models.of({"model": request.model or None})
+            model, rpc.model = front.model, front.model_id
             return pb.GetModelInfoResponse(
                 model=model.model_id,
                 max_model_len=model.longest_sequence,
@@ -121,64 +122,45 @@ class InferenceService:
             )
 
     async def Health(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.HealthResponse:
-        """Tell whether requests that come now are served."""
+        """Tell whether requests that come now are served. Needs no key, so that it names no model."""
         async with self._exchange("Health", context):
-            parsed(pb.HealthRequest, body)
-            return pb.HealthResponse(ready=self._services.ready())
+            asked = parsed(pb.HealthRequest, body).model
+            models = self._services.models
+            if asked and asked not in models.names:
+                raise ApiError("model_not_found", "the model does not exist here", param="model")
+            fronts = [models.named(asked)] if asked else models
+            return pb.HealthResponse(ready=any(front.ready() for front in fronts))
 
     async def GetLoad(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
-        """Tell what the replicas do now."""
+        """Tell what the replicas do now, of one model or of all."""
         async with self._exchange("GetLoad", context):
-            parsed(pb.GetLoadRequest, body)
-            gate = self._services.tenancy.gate
-            replicas = [_replica_load(view) for view in self._services.replicas()]
-            return pb.GetLoadResponse(replicas=replicas, waiting=gate.num_waiting, inside=gate.num_inside)
+            asked = parsed(pb.GetLoadRequest, body).model
+            models = self._services.models
+            fronts = [models.named(asked)] if asked else list(models)
+            return pb.GetLoadResponse(
+                replicas=[_replica_load(view, front.model_id) for front in fronts for view in front.replicas()],
+                waiting=sum(front.gate.num_waiting for front in fronts),
+                inside=sum(front.gate.num_inside for front in fronts),
+            )
 
     async def _generate(self, kind: _Kind, body: bytes, context: grpc.aio.ServicerContext) -> None:
         method = "Generate" if kind is _GENERATE else "Chat"
         async with self._exchange(method, context) as rpc, await self._visit(rpc) as visit:
-            call, requests, told = await self._off_loop.run(len(body), lambda: self._accepted(kind, body))
+            fields, told = await self._off_loop.run(len(body), lambda: _read(kind, body))
+            front = self._asked(fields, rpc, visit)
+            call, requests = await self._off_loop.run(len(body), lambda: _built(kind, fields, front.model))
             rpc.id, rpc.client_id = call.request_id, rpc.client_id or call.client_id
             await visit.charge_prompt(sum([len(request.prompt_token_ids) for request in requests]))
-            responses = kind.responses(call, self._services.model.tokenizer, *told)
+            responses = kind.responses(call, front.model.tokenizer, *told)
             async with self._live.running(call.request_id, visit.tenant.name):
-                await self._stream(call, requests, responses, visit, context)
+                await _stream(front, call, requests, responses, visit, context)
 
-    async def _stream(
-        self,
-        call: Call,
-        requests: Sequence[Request],
-        responses: Responses,
-        visit: Visit,
-        context: grpc.aio.ServicerContext,
-    ) -> None:
-        """Write what comes as it comes; a client that reads slowly holds up nobody but itself."""
-        services = self._services
-        prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
-        track = services.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
-        generation = Generation(call, requests, services.model.tokenizer, visit.source, track)
-        try:
-            async with aclosing(generation.deltas()) as deltas:
-                await context.write(responses.first())
-                async for delta in deltas:
-                    response = responses.delta(delta)
-                    if response is not None:
-                        await context.write(response)
-            await context.write(responses.last(generation.usage))
-        except (ApiError, InvalidRequestError) as error:
-            if error.param == "structured":
-                error.param = call.structured_param or "tools"
-            raise
-
-    def _accepted(self, kind: _Kind, body: bytes) -> tuple[Call, list[Request], tuple[bool, bool]]:
-        """Check and tokenize a request."""
-        message: Any = parsed(kind.request, body)
-        told = shown(message)
-        call = kind.parse(kind.fields(message), self._services.model)
-        return call, build_requests(call, self._services.model), told
-
-    def _embedding_call(self, body: bytes) -> EmbeddingCall:
-        return embedding_call(embedding_fields(parsed(pb.EmbedRequest, body)), self._services.model)
+    def _asked(self, fields: Mapping[str, Any], rpc: Exchange, visit: Visit) -> ModelFront:
+        """Find out which model is asked."""
+        front = self._services.models.of(fields)
+        rpc.model = front.model_id
+        visit.ask(front.model_id, front.gate)
+        return front
 
     def _exchange(self, method: str, context: grpc.aio.ServicerContext) -> Any:
         return exchange(method, context, self._services.answered)
@@ -188,10 +170,50 @@ class InferenceService:
         return await tenancy.visit(tenancy.tenant_of(rpc.authorization), rpc.deadline())
 
 
-def _replica_load(view: ReplicaView) -> pb.ReplicaLoad:
+async def _stream(
+    front: ModelFront,
+    call: Call,
+    requests: Sequence[Request],
+    responses: Responses,
+    visit: Visit,
+    context: grpc.aio.ServicerContext,
+) -> None:
+    """Write what comes as it comes; a client that reads slowly holds up nobody but itself."""
+    prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
+    track = front.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
+    generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
+    try:
+        async with aclosing(generation.deltas()) as deltas:
+            await context.write(responses.first())
+            async for delta in deltas:
+                response = responses.delta(delta)
+                if response is not None:
+                    await context.write(response)
+        await context.write(responses.last(generation.usage))
+    except (ApiError, InvalidRequestError) as error:
+        if error.param == "structured":
+            error.param = call.structured_param or "tools"
+        raise
+
+
+def _read(kind: _Kind, body: bytes) -> tuple[Mapping[str, Any], tuple[bool, bool]]:
+    """Return a request's fields, and whether text and token ids are told."""
+    message: Any = parsed(kind.request, body)
+    told = shown(message)
+    return kind.fields(message), told
+
+
+def _built(kind: _Kind, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
+    """Check and tokenize a request."""
+    call = kind.parse(fields, model)
+    return call, build_requests(call, model)
+
+
+def _replica_load(view: ReplicaView, model_id: str) -> pb.ReplicaLoad:
     load = view.load
     return pb.ReplicaLoad(
         replica_id=view.replica_id,
+        model=model_id,
         ready=view.ready,
         running=load.num_running,
         waiting=load.num_waiting,

@@ -18,19 +18,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from cluster.errors import ApiError
-from cluster.generation import TokenSource
 from cluster.metrics import CONTENT_TYPE, Metrics
+from cluster.models.registry import Models
 from cluster.openai.base_endpoint import Services
 from cluster.openai.embeddings import EmbeddingsEndpoint
 from cluster.openai.endpoint import GenerationEndpoint
 from cluster.openai.gate import Gate
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.openapi import openapi
-from cluster.openai.prompts import RequestBuilder
 from cluster.openai.responses.endpoint import ResponsesEndpoint
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
-from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
 from cluster.ui.page import ui_route
 
@@ -39,28 +38,26 @@ ReadyBody = Mapping[str, Any]
 
 
 def build_app(
-    source: TokenSource,
-    model: ServedModel,
+    models: Models,
     metrics: Metrics,
     ready: Callable[[], ReadyBody],
     *,
-    api_key: str | None = None,
     tenancy: Tenancy | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     names_answers: bool = True,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
-    source: where tokens come from. ready: the body of `/ready`; its `ready` says whether requests can be served
-    (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys, quotas and the fair gate around
-    `source`; None = no bounds, and `api_key` is required on all but `/health` when set. max_body_bytes:
-    larger requests get a 413 before they are held. names_answers: False where what carries the app puts
-    `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value to clients).
+    models: what it serves, each by its name. metrics: of the app. ready: the body of `/ready`; its `ready` says
+    whether requests can be served (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys and
+    quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held. names_answers: False
+    where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value
+    to clients).
     """
-    builder = RequestBuilder(model)
-    door = tenancy or Tenancy.open_to_all(source, FixedKeys.one(api_key) if api_key is not None else None)
-    metrics.register(TenantCollector(model.model_id, door))
-    services = Services(model, source, builder, metrics, max_body_bytes)
+    off_loop = OffLoop()
+    door = tenancy or Tenancy()
+    metrics.register(TenantCollector(door, models))
+    services = Services(models, off_loop, max_body_bytes)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -69,7 +66,7 @@ def build_app(
         watcher.cancel()
         with suppress(asyncio.CancelledError):
             await watcher
-        builder.close()
+        off_loop.close()
 
     routes = [
         Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
@@ -78,9 +75,9 @@ def build_app(
         Route("/v1/responses", ResponsesEndpoint(services), methods=["POST"]),
         Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
         Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
-        *_model_routes(model),
+        *_model_routes(models),
         *_document_routes(),
-        *_status_routes(metrics, ready),
+        *_status_routes(metrics, models, ready),
         ui_route(),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
@@ -88,26 +85,27 @@ def build_app(
     return Gate(app, metrics, door, names_answers)
 
 
-def _model_routes(model: ServedModel) -> list[Route]:
-    card = {
-        "id": model.model_id,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "squadron",
-        "max_model_len": model.max_model_len,
-    }
-
+def _model_routes(models: Models) -> list[Route]:
     async def list_models(_: Request) -> Response:
-        return _json({"object": "list", "data": [card]})
+        cards = [_card(front.model, name) for front in models for name in front.model.names]
+        return _json({"object": "list", "data": cards})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        if name == model.model_id:
-            return _json(card)
-        message = f"the model {name[:100]!r} does not exist here; this server has {model.model_id!r}"
-        return _error(request, ApiError("model_not_found", message, param="model"))
+        return _json(_card(models.named(name).model, name))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "squadron",
+        "root": model.model_id,
+        "max_model_len": model.max_model_len,
+    }
 
 
 def _document_routes() -> list[Route]:
@@ -124,18 +122,28 @@ def _document_routes() -> list[Route]:
     return [Route("/openapi.json", show_document), Route("/version", show_version)]
 
 
-def _status_routes(metrics: Metrics, ready: Callable[[], ReadyBody]) -> list[Route]:
+def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBody]) -> list[Route]:
     async def health(_: Request) -> Response:
         return _json({"status": "live"})
 
-    async def is_ready(_: Request) -> Response:
-        body = ready()
+    async def is_ready(request: Request) -> Response:
+        body, asked = ready(), request.query_params.get("model")
+        if asked is not None:
+            front = models.named(asked)
+            body = {**body, "ready": front.ready(), "models": {front.model_id: front.ready()}}
         return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    """A refusal of a route that is no endpoint."""
+    if not isinstance(error, ApiError):
+        raise error
+    return _error(request, error)
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -155,7 +163,7 @@ def _inside_error(request: Request, _: Exception) -> Response:
     return _error(request, ApiError("internal_error", "the server failed; its log has more"))
 
 
-_ERRORS = {HTTPException: _http_error, Exception: _inside_error}
+_ERRORS = {HTTPException: _http_error, ApiError: _api_error, Exception: _inside_error}
 
 
 def _error(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:

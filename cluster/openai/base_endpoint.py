@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, from_invalid_request
-from cluster.generation import TokenSource
-from cluster.metrics import Metrics
+from cluster.models.front import ModelFront
+from cluster.models.registry import Models
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
-from cluster.openai.prompts import RequestBuilder
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.served_model import ServedModel
+from cluster.openai.validation import parse_json
 from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What the endpoints share: the model, where tokens come from, who tokenizes, who counts."""
+    """What the endpoints share: the models, who tokenizes, and how much a client may send."""
 
-    model: ServedModel
-    source: TokenSource
-    builder: RequestBuilder
-    metrics: Metrics
+    models: Models
+    off_loop: OffLoop
     max_body_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A request whose model is known. num_bytes: of its body. exchange: its ids and names, as `Gate` tells."""
+
+    front: ModelFront
+    fields: Mapping[str, Any]
+    num_bytes: int
+    exchange: dict[str, str]
+    visit: Visit
 
 
 class Endpoint(ABC):
@@ -44,7 +57,7 @@ class Endpoint(ABC):
         try:
             visit: Visit = scope["state"]["visit"]
             body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
-            await until_disconnect(receive, self._answer(body, answer, exchange, visit))
+            await until_disconnect(receive, self._take(body, answer, exchange, visit))
         except ClientGone:
             log.info("request %s (client id %r): the client hung up", exchange["id"], exchange["client_id"])
         except InvalidRequestError as error:
@@ -61,6 +74,21 @@ class Endpoint(ABC):
         log.info("request %s (client id %r): %s %s", exchange["id"], exchange["client_id"], error.status, error.code)
         await answer.error(error)
 
+    async def _take(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
+        """Find out which model is asked, and answer."""
+        services = self._services
+        fields = await services.off_loop.run(len(body), lambda: parse_json(body))
+        front = services.models.of(fields)
+        exchange["model"] = front.model_id
+        visit.ask(front.model_id, front.gate)
+        await self._answer(Incoming(front, fields, len(body), exchange, visit), answer)
+
+    async def _worked(self, incoming: Incoming, work: Callable[[Mapping[str, Any], ServedModel], T]) -> T:
+        """Return what `work` makes of a request, which for long ones is done beside the event loop."""
+        return await self._services.off_loop.run(
+            incoming.num_bytes, lambda: work(incoming.fields, incoming.front.model)
+        )
+
     @abstractmethod
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
-        """Answer a request whose body is there; raises `ApiError` or `InvalidRequestError`. Cancelled on hang-up."""
+    async def _answer(self, incoming: Incoming, answer: Answer) -> None:
+        """Answer a request; raises `ApiError` or `InvalidRequestError`. Cancelled on hang-up."""

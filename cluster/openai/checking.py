@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import ValidationError
@@ -50,13 +50,16 @@ def check_priority(priority: int, model: ServedModel) -> None:
 
 
 def refuse_other_models(name: str, model: ServedModel) -> None:
-    """Raise `ApiError` (404) unless `name` is the served model's."""
-    if name != model.model_id:
-        raise ApiError(
-            "model_not_found",
-            f"the model {name[:100]!r} does not exist here; this server has {model.model_id!r}",
-            param="model",
-        )
+    """Raise `ApiError` (404) unless `name` is one of the served model's."""
+    if name not in model.names:
+        raise unknown_model(name, model.names)
+
+
+def unknown_model(name: str, known: Iterable[str]) -> ApiError:
+    """Return the error (404) for a model that is not served."""
+    there = ", ".join([repr(one) for one in known])
+    message = f"the model {name[:100]!r} does not exist here; this server has {there}"
+    return ApiError("model_not_found", message, param="model")
 
 
 def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[Fields]) -> None:

@@ -17,15 +17,12 @@ from numpy.typing import NDArray
 from cluster.errors import ApiError
 from cluster.generation import TokenSource
 from cluster.metrics import RequestTrack
-from cluster.openai.base_endpoint import Endpoint
+from cluster.openai.base_endpoint import Endpoint, Incoming
 from cluster.openai.checking import check_priority, checked_fields, refuse_other_models
 from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Prompt
 from cluster.openai.http import Answer
-from cluster.openai.prompts import LONG_BODY
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import parse_json
-from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -52,11 +49,6 @@ class EmbeddingCall:
     def num_tokens(self) -> int:
         """Tokens of all inputs."""
         return sum([len(request.prompt_token_ids) for request in self.requests])
-
-
-def parse_embeddings(body: bytes, model: ServedModel) -> EmbeddingCall:
-    """Check and tokenize a JSON body; see `embedding_call`."""
-    return embedding_call(parse_json(body), model)
 
 
 def embedding_call(fields: Mapping[str, Any], model: ServedModel) -> EmbeddingCall:
@@ -102,23 +94,20 @@ def finished_vector(state: Sequence[float], dimensions: int | None) -> Vector:
 class EmbeddingsEndpoint(Endpoint):
     """`POST /v1/embeddings`. All inputs are embedded or the call fails: there is no answer in part."""
 
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
-        services = self._services
-        if len(body) < LONG_BODY:
-            call = parse_embeddings(body, services.model)
-        else:
-            call = await asyncio.to_thread(parse_embeddings, body, services.model)
-        exchange["id"] = call.request_id
+    async def _answer(self, incoming: Incoming, answer: Answer) -> None:
+        front, visit = incoming.front, incoming.visit
+        call = await self._worked(incoming, embedding_call)
+        incoming.exchange["id"] = call.request_id
         await visit.charge_prompt(call.num_tokens)
-        track = services.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
+        track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
         try:
             vectors = await embedded(call, visit.source, track)
         except (ApiError, InvalidRequestError) as error:
             if error.param == "prompt":  # the engine's name of an input
                 error.param = "input"
             raise
-        services.metrics.prompt_tokens.inc(call.num_tokens)
-        await answer.json(200, json.encode(_answer_body(call, vectors, services.model.model_id)))
+        front.metrics.prompt_tokens.inc(call.num_tokens)
+        await answer.json(200, json.encode(_answer_body(call, vectors, front.model_id)))
 
 
 async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack) -> list[Vector]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 from cluster.errors import ApiError, from_invalid_request
-from cluster.openai.base_endpoint import Endpoint, Services
+from cluster.openai.base_endpoint import Endpoint, Incoming, Services
 from cluster.openai.call import Call
 from cluster.openai.collected import Collected
 from cluster.openai.deltas import Delta, Usage
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
 from cluster.openai.generation import MANY_LOGPROBS, Generation
 from cluster.openai.http import Answer
-from cluster.openai.prompts import Parse
+from cluster.openai.prompts import Parse, build_requests
+from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
-from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
+from engine.request import Request
 
 
 class GenerationEndpoint(Endpoint):
@@ -38,21 +40,25 @@ class GenerationEndpoint(Endpoint):
         """Return the endpoint for chat completions."""
         return cls(services, parse_chat, ChatFrames)
 
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
-        services = self._services
-        call, requests = await services.builder.build(self._parse, body)
+    async def _answer(self, incoming: Incoming, answer: Answer) -> None:
+        front, visit, exchange = incoming.front, incoming.visit, incoming.exchange
+        call, requests = await self._worked(incoming, self._built)
         exchange["id"] = call.request_id
         exchange["client_id"] = exchange["client_id"] or call.client_id
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
-        track = services.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
-        generation = Generation(call, requests, services.model.tokenizer, visit.source, track)
-        frames = self._frames(call, services.model.model_id, services.model.tokenizer, generation.prompts)
+        track = front.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
+        generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
+        frames = self._frames(call, front.model_id, front.model.tokenizer, generation.prompts)
         async with _clients_names(call), aclosing(generation.deltas()) as deltas:
             if call.stream:
                 await self._stream(call, generation, deltas, frames, answer)
             else:
                 await self._whole(call, generation, deltas, frames, answer)
+
+    def _built(self, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
+        call = self._parse(fields, model)
+        return call, build_requests(call, model)
 
     async def _stream(
         self,

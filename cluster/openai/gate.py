@@ -34,8 +34,8 @@ class Gate:
     """ASGI middleware around all routes; all but `OPEN_PATHS` need a key where there are any.
 
     `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
-    `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either) and
-    `tenant` (a name); `scope["state"]["tenant"]` is the `Tenant`.
+    `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either),
+    `tenant` (a name) and, once it is known, `model` (the id); `scope["state"]["tenant"]` is the `Tenant`.
     names_answers: whether answers get `x-request-id` here; not where the carrier of the app sets it.
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
@@ -65,7 +65,7 @@ class Gate:
                 name = exchange["client_id"] or exchange["id"]
                 named = [(b"x-request-id", name.encode())] if self._names_answers else []
                 message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
-                self._metrics.answered(self._route_label(scope), message["status"])
+                self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
             await send(message)
 
         try:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.openai.call import Call, PromptOptions
 from cluster.openai.conversation import Conversation
 from cluster.openai.field_types import Prompt
 from cluster.openai.served_model import ServedModel
-from cluster.openai.validation import parse_json
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 Parse = Callable[[Mapping[str, Any], ServedModel], Call]
-T = TypeVar("T")
-LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
 
 
 def build_requests(call: Call, model: ServedModel) -> list[Request]:
     """Return one request per prompt, in order; raises `InvalidRequestError` naming the field.
 
-    Long prompts take milliseconds and more: an event loop leaves them to a `RequestBuilder`.
+    Long prompts take milliseconds and more: an event loop leaves them to an `OffLoop`.
     """
     _check_ids(call.params, model.vocab_size)
     param = "prompt" if call.conversation is None else "messages"
@@ -40,34 +35,6 @@ def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:
     if call.conversation is not None:
         return [chat_ids(call.conversation, call.prompt_options, model)]
     return [_prompt_ids(prompt, call.prompt_options, model) for prompt in call.prompts]
-
-
-class RequestBuilder:
-    """From a request's body to engine requests, for an event loop: long bodies go to two threads of its own."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
-
-    async def build(self, parse: Parse, body: bytes) -> tuple[Call, list[Request]]:
-        """Return the accepted call and its requests; raises `ApiError` or `InvalidRequestError`."""
-
-        def work(fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
-            call = parse(fields, model)
-            return call, build_requests(call, model)
-
-        return await self.run(work, body)
-
-    async def run(self, work: Callable[[Mapping[str, Any], ServedModel], T], body: bytes) -> T:
-        """Return what `work` makes of the fields of a JSON body; raises what it raises, and `ApiError`."""
-        if len(body) < LONG_BODY:
-            return work(parse_json(body), self._model)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: work(parse_json(body), self._model))
-
-    def close(self) -> None:
-        """End the threads once what they do is done."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:

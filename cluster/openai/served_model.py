@@ -15,9 +15,10 @@ from engine.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The one model of an app.
+    """One model of an app.
 
-    model_id: the id that clients use. max_model_len: tokens of prompt + output of one sequence.
+    model_id: the id that answers show. aliases: other names by which clients may ask for it.
+    max_model_len: tokens of prompt + output of one sequence.
     vocab_size: token ids from clients must be below it (the width of the logits).
     kv_capacity: tokens that the KV cache of one replica holds; None = not known, not checked here.
     created: seconds since the epoch.
@@ -39,6 +40,12 @@ class ServedModel:
     pooling: Pooling = "last"
     matryoshka: tuple[int, ...] | None = None
     by_priority: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names by which clients may ask for it."""
+        return (self.model_id, *self.aliases)
 
     @property
     def longest_sequence(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import json
 
-from cluster.openai.base_endpoint import Endpoint, Services
+from cluster.openai.base_endpoint import Endpoint, Incoming, Services
 from cluster.openai.call import PromptOptions
 from cluster.openai.checking import checked_fields, refuse_other_models
 from cluster.openai.conversation import conversation_of
@@ -19,7 +19,6 @@ from cluster.openai.prompts import chat_ids
 from cluster.openai.refusals import Refusal
 from cluster.openai.schema import DetokenizeFields, TokenizeFields
 from cluster.openai.served_model import ServedModel
-from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 
 Work = Callable[[Mapping[str, Any], ServedModel], dict[str, Any]]
@@ -63,8 +62,8 @@ class TokensEndpoint(Endpoint):
         super().__init__(services)
         self._work = work
 
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
-        await answer.json(200, json.encode(await self._services.builder.run(self._work, body)))
+    async def _answer(self, incoming: Incoming, answer: Answer) -> None:
+        await answer.json(200, json.encode(await self._worked(incoming, self._work)))
 
 
 def _prompt_tokens(checked: TokenizeFields, model: ServedModel) -> list[int]:

@@ -54,6 +54,11 @@ class FairGate:
         self._pace = 0.0  # seconds between two turns while requests wait
         self._last_turn = 0.0
 
+    @classmethod
+    def unbounded(cls, source: TokenSource) -> FairGate:
+        """Return one that lets in as many requests at a time as come."""
+        return cls(source, lambda: UNBOUNDED)
+
     @property
     def num_inside(self) -> int:
         """Sequences that were handed on and have not ended."""

@@ -1,21 +1,27 @@
-"""What tenants did, for Prometheus. Labels are names from the key file, never anything that a client sent."""
+"""What tenants did, for Prometheus. Labels are names from the key file and of models, never what a client sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.tenants.tenancy import Tenancy
+from cluster.models.registry import Models
+from cluster.tenants.tenancy import Tenancy, TenantCounts
+
+_LABELS = ("model_name", "tenant")
 
 
 class TenantCollector(Collector):
-    """Reads the counters of a `Tenancy` when Prometheus asks."""
+    """Reads the counters of a `Tenancy` and the models' gates when Prometheus asks.
 
-    def __init__(self, model_name: str, tenancy: Tenancy) -> None:
-        self._model_name = model_name
+    A request that never got to a model counts under the name "", or that of the one model there is.
+    """
+
+    def __init__(self, tenancy: Tenancy, models: Models) -> None:
         self._tenancy = tenancy
+        self._models = models
 
     def describe(self) -> Iterable[Metric]:
         """Tell nothing in advance: which tenants there are is known when asked."""
@@ -23,41 +29,46 @@ class TenantCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the figures of every tenant that has called."""
-        labels = ["model_name", "tenant"]
-        requests = CounterMetricFamily(
-            "squadron_tenant_requests", "Requests by tenant and what the door said.", labels=[*labels, "outcome"]
-        )
-        prompt = CounterMetricFamily("squadron_tenant_prompt_tokens", "Prompt tokens charged.", labels=labels)
-        output = CounterMetricFamily("squadron_tenant_generation_tokens", "Tokens generated.", labels=labels)
-        for tenant, counts in self._tenancy.counts.items():
-            for outcome, number in counts.requests.items():
-                requests.add_metric([self._model_name, tenant, outcome], number)
-            prompt.add_metric([self._model_name, tenant], counts.prompt_tokens)
-            output.add_metric([self._model_name, tenant], counts.output_tokens)
-        yield from (requests, prompt, output, self._waiting(labels), self._shed(labels), self._inside())
+        yield from _door(self._counts())
+        yield from self._gates(sorted({tenant for _, tenant in self._tenancy.counts}))
 
-    def _shed(self, labels: list[str]) -> Metric:
+    def _counts(self) -> Mapping[tuple[str, str], TenantCounts]:
+        other = next(iter(self._models)).model_id if len(self._models) == 1 else ""
+        found: dict[tuple[str, str], TenantCounts] = {}
+        for (model, tenant), counts in self._tenancy.counts.items():
+            found.setdefault((model or other, tenant), TenantCounts()).add(counts)
+        return found
+
+    def _gates(self, tenants: Iterable[str]) -> Iterable[Metric]:
+        waiting = GaugeMetricFamily(
+            "squadron_tenant_requests_queued", "Requests that wait for their tenant's turn.", labels=_LABELS
+        )
         shed = CounterMetricFamily(
             "squadron_tenant_requests_shed",
             "Requests let in, then refused: too many waited, or too long.",
-            labels=labels,
+            labels=_LABELS,
         )
-        for tenant in self._tenancy.counts:
-            shed.add_metric([self._model_name, tenant], self._tenancy.gate.shed[tenant])
-        return shed
-
-    def _waiting(self, labels: list[str]) -> Metric:
-        waiting = GaugeMetricFamily(
-            "squadron_tenant_requests_queued", "Requests that wait for their tenant's turn.", labels=labels
-        )
-        queued = self._tenancy.gate.waiting()
-        for tenant in self._tenancy.counts:
-            waiting.add_metric([self._model_name, tenant], queued.get(tenant, 0))
-        return waiting
-
-    def _inside(self) -> Metric:
         inside = GaugeMetricFamily(
             "squadron_sequences_dispatched", "Sequences past the fair gate.", labels=["model_name"]
         )
-        inside.add_metric([self._model_name], self._tenancy.gate.num_inside)
-        return inside
+        for front in self._models:
+            queued = front.gate.waiting()
+            for tenant in tenants:
+                waiting.add_metric([front.model_id, tenant], queued.get(tenant, 0))
+                shed.add_metric([front.model_id, tenant], front.gate.shed[tenant])
+            inside.add_metric([front.model_id], front.gate.num_inside)
+        return (waiting, shed, inside)
+
+
+def _door(found: Mapping[tuple[str, str], TenantCounts]) -> Iterable[Metric]:
+    requests = CounterMetricFamily(
+        "squadron_tenant_requests", "Requests by tenant and what the door said.", labels=[*_LABELS, "outcome"]
+    )
+    prompt = CounterMetricFamily("squadron_tenant_prompt_tokens", "Prompt tokens charged.", labels=_LABELS)
+    output = CounterMetricFamily("squadron_tenant_generation_tokens", "Tokens generated.", labels=_LABELS)
+    for key, counts in found.items():
+        for outcome, number in counts.requests.items():
+            requests.add_metric([*key, outcome], number)
+        prompt.add_metric(key, counts.prompt_tokens)
+        output.add_metric(key, counts.output_tokens)
+    return (requests, prompt, output)

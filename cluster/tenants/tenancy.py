@@ -10,7 +10,7 @@ from typing import Self
 
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk, TokenSource
-from cluster.tenants.fair_gate import UNBOUNDED, FairGate
+from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.keys import KeySource, bearer_key
 from cluster.tenants.quotas import Quotas
 from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
@@ -19,7 +19,9 @@ from engine.request import Request
 
 @dataclass(slots=True)
 class TenantCounts:
-    """What one tenant has done since the router started. requests: what the door said -> requests that have ended.
+    """What one tenant has done with one model since the router started.
+
+    requests: what the door said -> requests that have ended.
 
     The door says "admitted", or the code of the `ApiError` with which it refused: "rate_limit_exceeded", for one.
     """
@@ -28,24 +30,25 @@ class TenantCounts:
     prompt_tokens: int = 0
     output_tokens: int = 0
 
+    def add(self, other: TenantCounts) -> None:
+        """Add another's figures to these."""
+        self.requests.update(other.requests)
+        self.prompt_tokens += other.prompt_tokens
+        self.output_tokens += other.output_tokens
+
 
 class Tenancy:
-    """Keys, quotas and the fair gate of one router. keys: None = a server open to everybody, all of one tenant.
+    """Keys and quotas of one router, over all its models. keys: None = a server open to everybody, all of one tenant.
 
     An ingress asks `tenant_of` whose key it was given, opens a `visit` for each request that costs something, tells
-    it what the prompts cost, and takes tokens from the visit's `source` alone.
+    it which model is asked and what the prompts cost, and takes tokens from the visit's `source` alone.
+    counts: (model, tenant) -> what the tenant did there; "" stands for no model, of requests that never got to one.
     """
 
-    def __init__(self, gate: FairGate, keys: KeySource | None = None, quotas: Quotas | None = None) -> None:
-        self.gate = gate
+    def __init__(self, keys: KeySource | None = None, quotas: Quotas | None = None) -> None:
         self.quotas = quotas or Quotas()
-        self.counts: dict[str, TenantCounts] = {}
+        self.counts: dict[tuple[str, str], TenantCounts] = {}
         self._keys = keys
-
-    @classmethod
-    def open_to_all(cls, source: TokenSource, keys: KeySource | None = None) -> Tenancy:
-        """Return one that lets in as many requests at a time as come."""
-        return cls(FairGate(source, lambda: UNBOUNDED), keys)
 
     def tenant_of(self, authorization: str) -> Tenant:
         """Return who calls, from the value of `authorization` ("" = none); raises `ApiError` (`unauthorized`)."""
@@ -63,31 +66,30 @@ class Tenancy:
 
         deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
         """
-        counts = self.counts_of(tenant)
         try:
             await self.quotas.enter(tenant)
         except ApiError as error:
-            counts.requests[error.code] += 1
+            self.counts_of("", tenant).requests[error.code] += 1
             raise
-        return Visit(self, tenant, counts, deadline)
+        return Visit(self, tenant, deadline)
 
-    def counts_of(self, tenant: Tenant) -> TenantCounts:
-        """Return the tenant's figures, which may be added to."""
-        counts = self.counts.get(tenant.name)
+    def counts_of(self, model: str, tenant: Tenant) -> TenantCounts:
+        """Return the tenant's figures with a model, which may be added to."""
+        counts = self.counts.get((model, tenant.name))
         if counts is None:
-            counts = self.counts[tenant.name] = TenantCounts()
+            counts = self.counts[model, tenant.name] = TenantCounts()
         return counts
 
 
 class Visit:
     """One request of a tenant from the door to its end: `async with await tenancy.visit(tenant) as visit`."""
 
-    def __init__(self, tenancy: Tenancy, tenant: Tenant, counts: TenantCounts, deadline: float | None = None) -> None:
+    def __init__(self, tenancy: Tenancy, tenant: Tenant, deadline: float | None = None) -> None:
         self.tenant = tenant
         self.deadline = deadline
-        self.source: TokenSource = _TenantSource(tenancy.gate, tenant, deadline)
         self._tenancy = tenancy
-        self._counts = counts
+        self._model = ""
+        self._gate: FairGate | None = None
         self._output_tokens = 0
         self._outcome = "admitted"
         self._closed = False
@@ -99,6 +101,16 @@ class Visit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def ask(self, model: str, gate: FairGate) -> None:
+        """Note which model is asked, before anything is charged. gate: the model's."""
+        self._model = model
+        self._gate = gate
+
+    @property
+    def source(self) -> TokenSource:
+        """Where the tokens of the model come from; raises `RuntimeError` before `ask`."""
+        return _TenantSource(self._asked, self.tenant, self.deadline)
 
     async def charge_prompt(self, tokens: int) -> None:
         """Charge the tokens of all prompts, before anything is generated.
@@ -116,7 +128,7 @@ class Visit:
         """Note generated tokens once for each choice that ends; the quota is charged when the visit is closed."""
         self._output_tokens += tokens
         self._counts.output_tokens += tokens
-        self._tenancy.gate.charge(self.tenant.name, tokens)
+        self._asked.charge(self.tenant.name, tokens)
 
     async def close(self) -> None:
         """End the request; can be called twice."""
@@ -126,6 +138,16 @@ class Visit:
         self._counts.requests[self._outcome] += 1
         self._tenancy.quotas.leave(self.tenant)
         await self._tenancy.quotas.use_output(self.tenant, self._output_tokens)
+
+    @property
+    def _asked(self) -> FairGate:
+        if self._gate is None:
+            raise RuntimeError("the visit was not told which model is asked")
+        return self._gate
+
+    @property
+    def _counts(self) -> TenantCounts:
+        return self._tenancy.counts_of(self._model, self.tenant)
 
 
 class _TenantSource:

@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.metrics import ClusterFigures, ReplicaFigures
 from cluster.openai.served_model import ServedModel
 from deploy.demo import demo_model_path
 from engine.report import EngineStats, TokenLogprob
@@ -76,8 +76,3 @@ class Replicas:
         names = ("squadron-7f3a91", "squadron-c02be4")
         both = zip(names, (busy, calm), self.ready, strict=True)
         return ClusterFigures(tuple([ReplicaFigures(*one) for one in both]), migrations=3)
-
-
-def metrics(replicas: Replicas) -> Metrics:
-    """The metrics of an app with these replicas."""
-    return Metrics(MODEL, replicas)

@@ -18,7 +18,7 @@ from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
 from tests.openai_app import app_for, serving
 from tests.ui.browser import Browser, find_browser
-from tests.ui.served import ANSWER, Replicas, demo_model, metrics, speaker
+from tests.ui.served import ANSWER, Replicas, demo_model, speaker
 
 PATH = find_browser()
 pytestmark = [
@@ -62,7 +62,7 @@ async def page(browser, app, *, errors=(), path="/ui", mount="", password=None):
 
 
 def app(model, source, **changes):
-    return app_for(source, model, **{"metrics": metrics(Replicas())} | changes)
+    return app_for(source, model, **{"figures": Replicas()} | changes)
 
 
 async def ask(tab, question):
@@ -187,7 +187,7 @@ async def test_each_token_is_coloured_by_its_probability_and_tells_its_alternati
 
 async def test_replicas_show_load_and_cache_and_polling_pauses_with_the_tab(browser, model):
     replicas = Replicas()
-    async with page(browser, app(model, speaker(model), metrics=metrics(replicas))) as tab:
+    async with page(browser, app(model, speaker(model), figures=replicas)) as tab:
         await tab.until("document.querySelectorAll('.replica').length === 2")
         busy, calm = await tab.value("[...document.querySelectorAll('.replica')].map(e => e.innerText)")
         assert "squadron-7f3a91" in busy and "running\n7" in busy and "waiting\n2" in busy
@@ -212,7 +212,7 @@ async def test_replicas_show_load_and_cache_and_polling_pauses_with_the_tab(brow
 
 async def test_figures_that_stop_coming_are_said_to_be_old(browser, model):
     replicas = Replicas()
-    async with page(browser, app(model, speaker(model), metrics=metrics(replicas))) as tab:
+    async with page(browser, app(model, speaker(model), figures=replicas)) as tab:
         await tab.until("document.querySelectorAll('.replica').length === 2")
         await tab.value("window.fetch = () => Promise.reject(new TypeError('gone')); poll.stop(); poll.start()")
         await tab.until("document.getElementById('stale').checkVisibility()")
@@ -303,7 +303,7 @@ async def test_a_key_in_the_address_opens_the_page_and_what_it_asks_for(browser,
 async def test_another_key_is_asked_for_when_one_is_refused_and_stays_in_the_tab(browser, model):
     source = speaker(model, "Welcome.")
     keys = FixedKeys.one("sk-first")
-    served = app(model, source, tenancy=Tenancy.open_to_all(source, keys))
+    served = app(model, source, tenancy=Tenancy(keys))
     async with page(browser, served, password="sk-first", errors="401") as tab:
         await tab.until("document.querySelectorAll('.replica').length === 2")
         keys.ring = FixedKeys.one("sk-right").ring

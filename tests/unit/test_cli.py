@@ -9,13 +9,14 @@ import sys
 import pytest
 import yaml
 
+from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
-from cluster.placement import plan_placement
+from cluster.placement import plan_app
 from deploy import cli
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.environment import Environment, prepare_local_ray
 from deploy.local_ray import JoinedRay, check_capacity
-from deploy.plan import describe_plan, make_plan
+from deploy.plan import describe_plans, make_plan, make_plans
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 
@@ -49,19 +50,20 @@ def test_version_names_what_it_runs_on():
 
 
 def test_dry_run_prints_settings_that_a_file_takes_and_what_it_would_place():
-    config = parse_config({"model": "demo", "tensor_parallel_size": 2, "replicas": 3, "device": "cpu"})
-    text = describe_plan(make_plan(config))
+    app = parse_app({"model": "demo", "tensor_parallel_size": 2, "replicas": 3, "device": "cpu"})
+    text = describe_plans(app, make_plans(app))
     again = parse_config(yaml.safe_load(text))
-    assert (again.replicas, again.served_model_name, again.device) == (3, "demo", "cpu")
+    assert (again.replicas, again.served_model_name, again.device) == (3, ("demo",), "cpu")
     assert again.max_model_len >= 1024
     assert again.dtype in ("float32", "bfloat16")
     assert "Places 3 x 2 ranks" in text
     assert "Needs 6.25 CPUs and 0 GPUs" in text
-    assert make_plan(again).resolved == make_plan(config).resolved
+    assert make_plan(again).resolved == make_plan(app.shared).resolved
 
 
 def test_dry_run_does_not_print_the_key():
-    text = describe_plan(make_plan(parse_config({"model": "demo", "api_key": "secret", "device": "cpu"})))
+    app = parse_app({"model": "demo", "api_key": "secret", "device": "cpu"})
+    text = describe_plans(app, make_plans(app))
     assert "secret" not in text
 
 
@@ -116,13 +118,13 @@ def test_where_a_listening_address_is_reached(host, connect, loopback):
 
 
 def test_a_cluster_too_small_is_refused_with_the_numbers():
-    config = ClusterConfig(model="demo", replicas=2, tensor_parallel_size=2)
-    placement = plan_placement(config, use_gpu=False)
+    app = AppConfig((ClusterConfig(model="demo", replicas=2, tensor_parallel_size=2),))
+    placement = plan_app(app, lambda _: False)
     check_capacity(placement, {"CPU": 4.25}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 router need 4.25"):
         check_capacity(placement, {"CPU": 4.0}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"0 of 0 GPUs free.*need 4.*--device cpu"):
-        check_capacity(plan_placement(config, use_gpu=True), {"CPU": 64.0}, {"CPU": 64.0})
+        check_capacity(plan_app(app, lambda _: True), {"CPU": 64.0}, {"CPU": 64.0})
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once():

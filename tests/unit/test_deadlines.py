@@ -16,7 +16,6 @@ from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.messages import Submit, decode_up, encode
 from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.tenancy import Tenancy
 from cluster.translation import submit_message, submitted_request
 from engine.request import FinishReason
 from tests.fake_source import FakeSource
@@ -263,8 +262,8 @@ async def test_a_body_that_dawdles_beyond_the_deadline_is_a_504(model):
 async def test_a_grpc_deadline_and_the_header_both_hold(model):
     ask = pb.GenerateRequest(model=MODEL, prompt="hi", sampling=pb.Sampling(max_tokens=50, ignore_eos=True))
     source = slow(3)
-    door = Tenancy(FairGate(source, lambda: 8))
-    async with serving_grpc(source, model, door) as served:
+    gate = FairGate(source, lambda: 8)
+    async with serving_grpc(source, model, gate=gate) as served:
         late = await refusal_of(served.stub.Generate(ask, timeout=30, metadata=[(HEADER, "0.1")]))
         assert isinstance(late, Refusal)
         assert (late.status, late.code) == (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline_exceeded")
@@ -275,5 +274,5 @@ async def test_a_grpc_deadline_and_the_header_both_hold(model):
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         bad = await refusal_of(served.stub.Generate(ask, metadata=[(HEADER, "never")]))
         assert (bad.status, bad.param) == (grpc.StatusCode.INVALID_ARGUMENT, HEADER)
-        await until(lambda: door.gate.num_inside == 0)
+        await until(lambda: gate.num_inside == 0)
         assert len(source.closed) == 2

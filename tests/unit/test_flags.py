@@ -43,7 +43,7 @@ def served(monkeypatch):
     import deploy.serve
 
     seen = []
-    monkeypatch.setattr(deploy.serve, "serve_model", lambda config, options: seen.append((config, options)))
+    monkeypatch.setattr(deploy.serve, "serve_app", lambda app, options: seen.append((app.shared, options)))
     monkeypatch.setattr(cli, "prepare_local_ray", lambda: None)
     return seen
 

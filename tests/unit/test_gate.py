@@ -38,8 +38,8 @@ def model(tmp_path_factory):
     return served_model(tmp_path_factory.mktemp("model"))
 
 
-def tenancy_for(source, bound=100):
-    return Tenancy(FairGate(source, lambda: bound), FixedKeys(KeyRing(parse_keys(KEYS, "keys.yaml"))))
+def tenancy_for():
+    return Tenancy(FixedKeys(KeyRing(parse_keys(KEYS, "keys.yaml"))))
 
 
 def bearer(key):
@@ -61,7 +61,7 @@ async def ask(client, key, **changes):
 @pytest.mark.parametrize("headers", [{}, bearer("sk-wrong"), bearer("sk-old"), {"x-api-key": "sk-free"}])
 async def test_every_route_but_health_refuses_who_has_no_key(model, headers):
     source = saying(model, "ok")
-    app = app_for(source, model, tenancy=tenancy_for(source))
+    app = app_for(source, model, tenancy=tenancy_for())
     routes = routes_of(app)
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/metrics", "/ready"} <= {p for _, p in routes}
     async with client_for(app) as client:
@@ -80,7 +80,7 @@ def basic(key, **headers):
 async def test_a_browser_may_send_the_key_its_own_way_to_the_page_and_from_it_only(model):
     source = saying(model, "ok")
     same, other = {"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "cross-site"}
-    async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+    async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
         door = await client.get("/ui")
         assert door.status_code == 401
         assert door.headers["www-authenticate"].startswith("Basic ")
@@ -94,7 +94,7 @@ async def test_a_browser_may_send_the_key_its_own_way_to_the_page_and_from_it_on
 
 async def test_an_expired_key_is_told_so(model):
     source = saying(model, "ok")
-    async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+    async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
         answer = await ask(client, "sk-old")
     assert answer.json()["error"]["code"] == "unauthorized"
     assert "expired at 2001-01-01" in answer.json()["error"]["message"]
@@ -102,7 +102,7 @@ async def test_an_expired_key_is_told_so(model):
 
 async def test_limits_are_told_as_openai_tells_them(model):
     source = saying(model, "four")
-    async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+    async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
         first = await ask(client, "sk-few")
         second = await ask(client, "sk-few")
         refused = await ask(client, "sk-few")
@@ -129,7 +129,7 @@ async def test_limits_are_told_as_openai_tells_them(model):
 
 async def test_a_prompt_that_never_fits_is_refused_for_good(model):
     source = saying(model, "ok")
-    async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+    async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
         answer = await ask(client, "sk-few", prompt="x" * 50)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "prompt_exceeds_quota")
     assert "20 tokens per minute" in answer.json()["error"]["message"]
@@ -138,11 +138,11 @@ async def test_a_prompt_that_never_fits_is_refused_for_good(model):
 
 async def test_a_place_is_free_again_after_every_kind_of_end(model):
     source = saying(model, "hello", hold=1)
-    tenancy = tenancy_for(source)
+    gate = FairGate.unbounded(source)
     keys = parse_keys("- {key: sk-one, tenant: one, max_concurrent: 1}", "keys.yaml")
-    tenancy = Tenancy(tenancy.gate, FixedKeys(KeyRing(keys)))
+    tenancy = Tenancy(FixedKeys(KeyRing(keys)))
     async with (
-        serving(app_for(source, model, tenancy=tenancy)) as url,
+        serving(app_for(source, model, tenancy=tenancy, gate=gate)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as client,
     ):
         stream = await client.completions.create(**BODY, stream=True)
@@ -152,32 +152,33 @@ async def test_a_place_is_free_again_after_every_kind_of_end(model):
         await stream.close()
         while tenancy.quotas.running(keys[0].tenant):
             await asyncio.sleep(0.005)
-        assert tenancy.gate.num_inside == 0
+        assert gate.num_inside == 0
         source.go.set()
         await client.completions.create(**BODY)
         with pytest.raises(openai.BadRequestError):
             await client.completions.create(**BODY | {"max_tokens": -1})
         await client.completions.create(**BODY)
     assert tenancy.quotas.running(keys[0].tenant) == 0
-    assert tenancy.counts["one"].requests == {"admitted": 4, "rate_limit_exceeded": 1}
+    assert tenancy.counts[MODEL, "one"].requests == {"admitted": 4}
+    assert tenancy.counts["", "one"].requests == {"rate_limit_exceeded": 1}
 
 
 async def test_a_line_that_is_full_or_a_source_that_fails_reads_the_same_over_http(model):
     source = saying(model, "hello", hold=0)
-    tenancy = tenancy_for(source, bound=1)
-    async with client_for(app_for(source, model, tenancy=tenancy)) as client:
+    gate = FairGate(source, lambda: 1)
+    async with client_for(app_for(source, model, tenancy=tenancy_for(), gate=gate)) as client:
         tasks = [asyncio.create_task(ask(client, "sk-free")) for _ in range(5)]
-        while tenancy.gate.waiting() != {"free": 4}:
+        while gate.waiting() != {"free": 4}:
             await asyncio.sleep(0.005)
         source.go.set()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 5
-    assert (tenancy.gate.num_inside, tenancy.gate.num_waiting) == (0, 0)
+    assert (gate.num_inside, gate.num_waiting) == (0, 0)
 
 
 async def test_metrics_and_logs_name_the_tenant_and_never_the_key(model, caplog):
     source = saying(model, "ok")
     with caplog.at_level(logging.DEBUG):
-        async with client_for(app_for(source, model, tenancy=tenancy_for(source))) as client:
+        async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
             for _ in range(3):
                 await ask(client, "sk-few")
             await ask(client, "sk-unknown")
@@ -238,7 +239,7 @@ async def test_tenants_never_share_a_cached_block_whatever_salt_they_send(model)
     both = KeyRing(
         parse_keys("- {key: sk-a, tenant: a}\n- {key: sk-a2, tenant: a}\n- {key: sk-b, tenant: b}", "keys")
     )
-    app = app_for(source, model, tenancy=Tenancy(FairGate(source, lambda: 8), FixedKeys(both)))
+    app = app_for(source, model, tenancy=Tenancy(FixedKeys(both)))
     stolen = tenant_salt(Tenant("a"), b"mine")
     salts = [None, "", "mine", "a", "b", stolen.hex(), stolen.decode("latin-1"), "default"]
     async with client_for(app) as client:

@@ -9,18 +9,18 @@ from cluster.errors import ApiError
 from cluster.generation import TokenChunk
 from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.server import GrpcServer, ListenAddress
-from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.metrics import Metrics
-from cluster.tenants.fair_gate import UNBOUNDED, FairGate
+from cluster.models.registry import Models
+from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from engine.errors import InvalidRequestError
 from tests.fake_source import FakeSource
-from tests.grpc_client import Refusal, gathered, refusal_of, serving_grpc
-from tests.openai_app import MODEL, app_for, saying, served_model
+from tests.grpc_client import Refusal, gathered, grpc_services, refusal_of, serving_grpc
+from tests.openai_app import MODEL, app_for, front_for, saying, served_model
 
 ENDLESS = 10**6
 CHUNK = 2048  # tokens, of two bytes each
@@ -90,18 +90,18 @@ async def test_a_deadline_ends_the_request_on_both_sides(model):
 
 async def test_a_deadline_holds_while_a_request_waits_for_its_turn(model):
     source = endless(hold=3)
-    door = Tenancy(FairGate(source, lambda: 1))
-    async with serving_grpc(source, model, door) as served:
+    gate = FairGate(source, lambda: 1)
+    async with serving_grpc(source, model, gate=gate) as served:
         inside = served.stub.Generate(ask())
         await first_token(inside)
         waiting = served.stub.Generate(ask(), timeout=0.3)
         with pytest.raises(grpc.RpcError) as caught:
             await gathered(waiting)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: door.gate.num_waiting == 0)
+        await until(lambda: gate.num_waiting == 0)
         assert len(source.requests) == 1
         inside.cancel()
-        await until(lambda: door.gate.num_inside == 0)
+        await until(lambda: gate.num_inside == 0)
 
 
 @pytest.mark.parametrize("hold", [3, None], ids=["waiting", "writing"])
@@ -121,22 +121,22 @@ async def test_abort_ends_a_stream_from_outside(model, hold):
 
 async def test_a_request_that_waits_for_its_turn_can_be_aborted(model):
     source = endless(hold=3)
-    door = Tenancy(FairGate(source, lambda: 1))
-    async with serving_grpc(source, model, door) as served:
+    gate = FairGate(source, lambda: 1)
+    async with serving_grpc(source, model, gate=gate) as served:
         inside = served.stub.Generate(ask())
         await first_token(inside)
         waiting = served.stub.Generate(ask())
         named = await waiting.read()
         await served.stub.Abort(pb.AbortRequest(request_id=named.request_id))
         assert (await refusal_of(waiting)).code == "aborted"
-        assert door.gate.num_waiting == 0
+        assert gate.num_waiting == 0
         inside.cancel()
 
 
 async def test_nobody_aborts_another_tenants_request(model):
     source = endless(hold=3)
     keys = FixedKeys(KeyRing([KeyEntry(hash_key(name), Tenant(name)) for name in "ab"]))
-    async with serving_grpc(source, model, Tenancy(FairGate(source, lambda: UNBOUNDED), keys)) as served:
+    async with serving_grpc(source, model, Tenancy(keys)) as served:
         call = served.stub.Generate(ask(), metadata=[("authorization", "Bearer a")])
         request = pb.AbortRequest(request_id=await first_token(call))
         refusal = await refusal_of(served.stub.Abort(request, metadata=[("authorization", "Bearer b")]))
@@ -255,10 +255,9 @@ async def test_routers_of_one_machine_share_a_port_and_one_may_leave(model):
     source = saying(model, "fine")
     async with serving_grpc(source, model) as first:
         address = ListenAddress(port=first.server.port)
-        services = GrpcServices(
-            model, Tenancy.open_to_all(source), Metrics(MODEL), lambda: False, list, lambda *_: None, 4096
-        )
-        second = GrpcServer(address, services)
+        metrics = Metrics()
+        models = Models([front_for(source, model, metrics, ready=lambda: False)])
+        second = GrpcServer(address, grpc_services(models, metrics))
         await second.start()
         await first.server.stop(0)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{second.port}") as channel:

@@ -9,18 +9,17 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from cluster.errors import STATUS_BY_CODE, ApiError
 from cluster.grpc_api.server import GrpcServer, ListenAddress
-from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.status import status_code
 from cluster.metrics import Metrics
-from cluster.tenants.fair_gate import UNBOUNDED, FairGate
+from cluster.models.registry import Models
 from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Quota, Tenant
 from engine.errors import ConfigError
 from tests.fake_source import FakeSource
-from tests.grpc_client import LIMIT, gathered, refusal_of, serving_grpc
-from tests.openai_app import MODEL, saying, served_model
+from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc
+from tests.openai_app import MODEL, front_for, saying, served_model
 
 INVALID, MISSING = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
 
@@ -45,8 +44,8 @@ def keys(**tenants):
     return FixedKeys(KeyRing(entries))
 
 
-def door(source, **tenants):
-    return Tenancy(FairGate(source, lambda: UNBOUNDED), keys(**tenants))
+def door(**tenants):
+    return Tenancy(keys(**tenants))
 
 
 def bearing(key):
@@ -195,7 +194,7 @@ async def test_compressed_messages_are_refused_before_they_grow(model):
 
 async def test_each_method_but_health_needs_a_key(model):
     source = saying(model, "fine")
-    async with serving_grpc(source, model, door(source, team=Quota())) as served:
+    async with serving_grpc(source, model, door(team=Quota())) as served:
         stub = served.stub
         calls = {
             "Generate": lambda **key: stub.Generate(ask(), **key),
@@ -219,7 +218,7 @@ async def test_each_method_but_health_needs_a_key(model):
 
 async def test_reflection_needs_a_key_as_well(model):
     source = saying(model, "fine")
-    async with serving_grpc(source, model, door(source, team=Quota())) as served:
+    async with serving_grpc(source, model, door(team=Quota())) as served:
 
         def services():
             with grpc.insecure_channel(f"127.0.0.1:{served.server.port}") as channel:
@@ -239,7 +238,7 @@ async def test_what_does_not_exist_is_unimplemented(model):
 
 async def test_a_quota_that_is_used_up_says_when_to_come_back(model):
     source = saying(model, "fine")
-    async with serving_grpc(source, model, door(source, team=Quota(requests_per_minute=1))) as served:
+    async with serving_grpc(source, model, door(team=Quota(requests_per_minute=1))) as served:
         await gathered(served.stub.Generate(ask(), **bearing("team")))
         refusal = await refusal_of(served.stub.Generate(ask(), **bearing("team")))
     assert (refusal.status, refusal.code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded")
@@ -249,7 +248,7 @@ async def test_a_quota_that_is_used_up_says_when_to_come_back(model):
 
 async def test_tenants_share_no_cached_prefix(model):
     source = saying(model, "fine")
-    async with serving_grpc(source, model, door(source, a=Quota(), b=Quota())) as served:
+    async with serving_grpc(source, model, door(a=Quota(), b=Quota())) as served:
         for key in "ab":
             await gathered(served.stub.Generate(ask(), **bearing(key)))
     assert len({request.cache_salt for request in source.requests}) == 2
@@ -269,9 +268,8 @@ def test_each_status_of_our_errors_has_a_code_of_its_own_meaning(status):
 
 async def test_an_address_that_is_taken_is_told_by_the_flags_name(model):
     source = FakeSource(lambda *_: [1])
-    services = GrpcServices(
-        model, Tenancy.open_to_all(source), Metrics(MODEL), lambda: True, list, lambda *_: None, LIMIT
-    )
+    metrics = Metrics()
+    services = grpc_services(Models([front_for(source, model, metrics)]), metrics)
     listener = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     async with listener:
         port = listener.sockets[0].getsockname()[1]

@@ -21,7 +21,8 @@ def value(metrics, name, **labels):
 def test_replicas_are_asked_at_each_scrape():
     stats = [EngineStats(num_running=3, num_waiting=2, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1,
                          prefix_query_tokens=100, prefix_hit_tokens=40, preemptions=7)]  # fmt: skip
-    metrics = Metrics("demo", lambda: ClusterFigures([ReplicaFigures("r1", stats[0])], migrations=5))
+    metrics = Metrics()
+    metrics.of("demo", lambda: ClusterFigures([ReplicaFigures("r1", stats[0])], migrations=5))
     assert value(metrics, "num_requests_running", replica="r1") == 3
     assert value(metrics, "num_requests_waiting", replica="r1") == 2
     assert value(metrics, "kv_cache_usage_perc", replica="r1") == 0.5
@@ -35,15 +36,16 @@ def test_replicas_are_asked_at_each_scrape():
 
 def test_replicas_are_counted_by_state():
     found = [ReplicaFigures("a", EngineStats()), ReplicaFigures("b", EngineStats(), ready=False)]
-    metrics = Metrics("demo", lambda: ClusterFigures(found))
+    metrics = Metrics()
+    metrics.of("demo", lambda: ClusterFigures(found))
     assert value(metrics, "replicas", state="ready") == 1
     assert value(metrics, "replicas", state="not_ready") == 1
 
 
 def test_times_of_a_request():
     now = [10.0]
-    metrics = Metrics("demo", clock=lambda: now[0])
-    track = metrics.track(prompt_tokens=4, choices=1)
+    metrics = Metrics(clock=lambda: now[0])
+    track = metrics.of("demo").track(prompt_tokens=4, choices=1)
     now[0] = 10.5
     track.tokens(0, 1)
     now[0] = 11.5
@@ -63,8 +65,8 @@ def test_times_of_a_request():
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
-    metrics = Metrics("demo")
-    track = metrics.track(1, choices=2)
+    metrics = Metrics()
+    track = metrics.of("demo").track(1, choices=2)
     track.tokens(0, 1)
     track.close(reason)
     assert value(metrics, "request_success_total", finished_reason=reason) == 2
@@ -72,18 +74,20 @@ def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
 
 
 def test_prompt_tokens_count_once_and_only_when_something_was_generated():
-    metrics = Metrics("demo")
-    metrics.track(7, choices=1).close("error")
+    metrics = Metrics()
+    demo = metrics.of("demo")
+    demo.track(7, choices=1).close("error")
     assert value(metrics, "prompt_tokens_total") == 0
-    track = metrics.track(7, choices=2)
+    track = demo.track(7, choices=2)
     track.tokens(0, 1)
     track.tokens(1, 1)
     assert value(metrics, "prompt_tokens_total") == 7
 
 
 def test_two_apps_in_one_process_do_not_share_figures():
-    one, two = Metrics("demo"), Metrics("demo")
-    one.track(5, 2).tokens(0, 1)
+    one, two = Metrics(), Metrics()
+    two.of("demo")
+    one.of("demo").track(5, 2).tokens(0, 1)
     assert value(one, "prompt_tokens_total") == 5
     assert value(two, "prompt_tokens_total") == 0
 
@@ -92,7 +96,7 @@ def test_requests_that_were_taken_in_add_up_and_lost_links_are_told_by_reason():
     counters = DispatcherCounters(accepted=9, stale_rows=2, stale_reports=1)
     counters.outcomes.update(completed=4, aborted=1, replica_lost=1)
     counters.links_lost.update(lost=2)
-    metrics = Metrics("demo")
+    metrics = Metrics()
     metrics.register(RequestCollector("demo", counters, lambda: 3))
     assert value(metrics, "requests_accepted_total") == 9
     assert value(metrics, "requests_live") == 3

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from cluster.openai import endpoint, frames, generation, prompts
+from cluster.models.registry import Models
+from cluster.openai import base_endpoint, endpoint, frames, generation, validation
 from engine.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, client_for, events, served_model
@@ -30,7 +31,9 @@ def failing(function, is_poisoned):
 
 # Each stage by which a request passes: where its function is, and how it is told that this is the poisoned one.
 STAGES = {
-    "validate": (prompts, "parse_json", lambda body: b"666" in body),
+    "read": (base_endpoint, "parse_json", lambda body: b"666" in body),
+    "model": (Models, "of", lambda _, fields: fields["seed"] == POISON),
+    "validate": (validation, "conversation_of", lambda checked, _: checked.seed == POISON),
     "render": (Tokenizer, "render_chat", lambda _, messages: messages[0]["content"] == str(POISON)),
     "tokenize": (Tokenizer, "encode", lambda _, text: str(POISON) in text),
     "bad words": (Tokenizer, "with_bad_words", lambda _, params: params.seed == POISON),

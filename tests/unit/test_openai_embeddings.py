@@ -175,7 +175,7 @@ async def test_another_model_is_not_found(model):
 
 
 async def test_one_failing_input_ends_the_whole_call(model):
-    metrics = Metrics(MODEL)
+    metrics = Metrics()
     source = Pools(ApiError("replica_lost", "no replica is left"), fail_at=3)
     async with client_for(app_for(source, model, metrics=metrics)) as client:
         answer = await client.post("/v1/embeddings", json={"model": MODEL, "input": ["a"] * 10})

@@ -158,7 +158,7 @@ async def test_prompts_are_not_logged(model, caplog):
 @pytest.mark.parametrize("hold", [0, 2])
 async def test_a_client_that_hangs_up_ends_its_request(model, body, hold):
     source = saying(model, "hello there", hold=hold)
-    metrics = Metrics(MODEL)
+    metrics = Metrics()
     app = app_for(source, model, metrics=metrics)
     count = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
     async with serving(app) as url, httpx.AsyncClient() as client:
@@ -304,7 +304,7 @@ async def test_the_app_works_below_a_mount_point(model):
 
 async def test_metrics_tell_what_happened(model):
     now = [0.0]
-    metrics = Metrics(MODEL, clock=lambda: now[0])
+    metrics = Metrics(clock=lambda: now[0])
     source = saying(model, "hello", chunk=2)
     app = app_for(source, model, metrics=metrics)
     async with client_for(app) as client:

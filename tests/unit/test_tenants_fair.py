@@ -343,13 +343,15 @@ async def test_nobody_overtakes_those_who_wait_when_the_bound_rises():
 
 async def test_who_got_long_answers_waits_longer():
     source = ManualSource()
-    tenancy = Tenancy(FairGate(source, lambda: 1))
+    tenancy, gate = Tenancy(), FairGate(source, lambda: 1)
     talker, brief = Tenant("talker"), Tenant("brief")
 
     async def answer(tenant, name, tokens):
-        async with await tenancy.visit(tenant) as visit, aclosing(visit.source.generate(request(name))) as chunks:
-            async for _ in chunks:
-                visit.charge_output(tokens)
+        async with await tenancy.visit(tenant) as visit:
+            visit.ask("demo", gate)
+            async with aclosing(visit.source.generate(request(name))) as chunks:
+                async for _ in chunks:
+                    visit.charge_output(tokens)
 
     jobs = [(talker, f"t{i}", 1000) for i in range(3)] + [(brief, f"b{i}", 10) for i in range(3)]
     tasks = [asyncio.create_task(answer(*job)) for job in jobs]

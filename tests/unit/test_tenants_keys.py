@@ -234,7 +234,7 @@ async def test_keys_rotate_under_load_without_a_false_401(tmp_path):
     path.write_text(one_key("sk-always") + one_key("sk-0"))
     source = saying(model, "ok")
     keys = KeyFile(path, poll_seconds=0.002)
-    app = app_for(source, model, tenancy=Tenancy.open_to_all(source, keys))
+    app = app_for(source, model, tenancy=Tenancy(keys))
     statuses, stop = [], asyncio.Event()
 
     async def ask(client):

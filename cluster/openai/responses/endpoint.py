@@ -9,15 +9,15 @@ from typing import Any
 from msgspec import json
 
 from cluster.errors import ApiError, from_invalid_request
-from cluster.openai.base_endpoint import Endpoint
+from cluster.openai.base_endpoint import Endpoint, Incoming
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta
 from cluster.openai.generation import Generation
 from cluster.openai.http import Answer
+from cluster.openai.prompts import build_requests
 from cluster.openai.responses.parse import Asked, our_name, parse_response, renamed
 from cluster.openai.responses.writer import ResponseWriter
 from cluster.openai.served_model import ServedModel
-from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
@@ -25,35 +25,30 @@ from engine.request import Request
 class ResponsesEndpoint(Endpoint):
     """`POST /v1/responses`. A response is complete in its answer; the server keeps nothing of it."""
 
-    async def _answer(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
-        services = self._services
-        asked, requests = await self._build(body)
+    async def _answer(self, incoming: Incoming, answer: Answer) -> None:
+        front, visit, exchange = incoming.front, incoming.visit, incoming.exchange
+        asked, requests = await self._worked(incoming, _built)
         call = asked.call
         exchange["id"] = call.request_id
         exchange["client_id"] = exchange["client_id"] or call.client_id
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
-        track = services.metrics.track(prompt_tokens, 1, visit.charge_output)
-        generation = Generation(call, requests, services.model.tokenizer, visit.source, track)
-        writer = ResponseWriter(asked, services.model.model_id, services.model.tokenizer)
+        track = front.metrics.track(prompt_tokens, 1, visit.charge_output)
+        generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
+        writer = ResponseWriter(asked, front.model_id, front.model.tokenizer)
         async with aclosing(generation.deltas()) as deltas:
             if call.stream:
                 await _stream(generation, deltas, writer, answer, call)
             else:
                 await _whole(generation, deltas, writer, answer, call)
 
-    async def _build(self, body: bytes) -> tuple[Asked, list[Request]]:
-        parsed: list[Asked] = []
 
-        def parse(fields: Mapping[str, Any], model: ServedModel) -> Call:
-            parsed.append(parse_response(fields, model))
-            return parsed[0].call
-
-        try:
-            _, requests = await self._services.builder.build(parse, body)
-        except InvalidRequestError as error:
-            raise renamed(error) from error
-        return parsed[0], requests
+def _built(fields: Mapping[str, Any], model: ServedModel) -> tuple[Asked, list[Request]]:
+    try:
+        asked = parse_response(fields, model)
+        return asked, build_requests(asked.call, model)
+    except InvalidRequestError as error:
+        raise renamed(error) from error
 
 
 async def _whole(

@@ -383,8 +383,10 @@ class AbortResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
     __slots__ = ("model", "max_model_len", "vocab_size", "created", "eos_token_id", "has_chat_template", "max_message_bytes")
@@ -405,8 +407,10 @@ class GetModelInfoResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., created: _Optional[int] = ..., eos_token_id: _Optional[int] = ..., has_chat_template: _Optional[bool] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class HealthResponse(_message.Message):
     __slots__ = ("ready",)
@@ -415,8 +419,10 @@ class HealthResponse(_message.Message):
     def __init__(self, ready: _Optional[bool] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("replicas", "waiting", "inside")
@@ -429,7 +435,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., waiting: _Optional[int] = ..., inside: _Optional[int] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
-    __slots__ = ("replica_id", "ready", "running", "waiting", "outstanding_tokens", "kv_blocks_total", "kv_blocks_free", "kv_blocks_cached")
+    __slots__ = ("replica_id", "ready", "running", "waiting", "outstanding_tokens", "kv_blocks_total", "kv_blocks_free", "kv_blocks_cached", "model")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +444,7 @@ class ReplicaLoad(_message.Message):
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     ready: bool
     running: int
@@ -446,4 +453,5 @@ class ReplicaLoad(_message.Message):
     kv_blocks_total: int
     kv_blocks_free: int
     kv_blocks_cached: int
-    def __init__(self, replica_id: _Optional[str] = ..., ready: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, replica_id: _Optional[str] = ..., ready: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., outstanding_tokens: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_free: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...

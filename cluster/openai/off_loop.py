@@ -7,16 +7,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from cluster.openai.prompts import LONG_BODY
-
 T = TypeVar("T")
+LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
 
 
 class OffLoop:
     """Two threads for what is too long for the loop; the rest is done at once."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="grpc-tokenize")
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Return what `work` returns for a request of `num_bytes`."""

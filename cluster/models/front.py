@@ -1,0 +1,31 @@
+"""What a front end holds of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.fleet import ReplicaView
+from cluster.metrics import ModelMetrics
+from cluster.openai.served_model import ServedModel
+from cluster.tenants.fair_gate import FairGate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFront:
+    """One model as the ingresses see it.
+
+    gate: the fair gate, through which its tokens come. metrics: under its name. ready: whether requests that come now
+    are served. replicas: a snapshot.
+    """
+
+    model: ServedModel
+    gate: FairGate
+    metrics: ModelMetrics
+    ready: Callable[[], bool]
+    replicas: Callable[[], Sequence[ReplicaView]] = list
+
+    @property
+    def model_id(self) -> str:
+        """The id that answers and figures show."""
+        return self.model.model_id

@@ -1,0 +1,62 @@
+"""One model in a router: its replicas, the live requests on them, and the front through which it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config import ClusterConfig
+from cluster.directory import ReplicaDirectory
+from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatcher import Dispatcher
+from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.models.front import ModelFront
+from cluster.openai.served_model import ServedModel
+from cluster.readiness import ready_body
+from cluster.request_figures import RequestCollector
+from cluster.tenants.fair_gate import UNBOUNDED, FairGate, FairGateConfig
+from cluster.translation import stats_of
+
+
+class LiveModel:
+    """Made on the router's event loop. `front` is what the ingresses see of it."""
+
+    def __init__(
+        self,
+        router_id: str,
+        config: ClusterConfig,
+        model: ServedModel,
+        replicas: DeploymentHandle[Any],
+        metrics: Metrics,
+    ) -> None:
+        times = DispatcherConfig(stall_timeout=config.stall_timeout, progress_timeout=2 * config.step_timeout)
+        self._dispatcher = Dispatcher(times)
+        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher)
+        metrics.register(
+            RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
+        )
+        self.front = ModelFront(
+            model,
+            _gate(config, self._dispatcher),
+            metrics.of(model.model_id, self._figures),
+            ready=lambda: bool(self.ready()["ready"]),
+            replicas=self._dispatcher.replicas,
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """Return what `/ready` says of this model."""
+        return ready_body(self._dispatcher, self._directory.announcements)
+
+    def _figures(self) -> ClusterFigures:
+        replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]
+        return ClusterFigures(replicas, self._dispatcher.counters.migrations)
+
+
+def _gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
+    """Where no replica is ready nobody is held back: the dispatcher says at once what is wrong."""
+
+    def bound() -> int:
+        return config.inflight if dispatcher.ready else UNBOUNDED
+
+    return FairGate(dispatcher, bound, FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait))
