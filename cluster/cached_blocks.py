@@ -18,6 +18,9 @@ class CachedBlocks:
     def __init__(self) -> None:
         self._keys: dict[int, None] = {}  # in order of storing
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def note(self, events: BlockEvents) -> Changes | None:
         """Take in one step's events and return them as they travel, or None if there are none."""
         if not (events.stored or events.removed or events.cleared):
@@ -31,9 +34,8 @@ class CachedBlocks:
         return stored, removed, events.cleared
 
     def snapshot(self) -> Iterator[Changes]:
-        """Return all that is cached, as changes to a router that knows nothing."""
+        """Return all that is cached, as changes that begin with forgetting; at least one."""
         keys = iter(list(self._keys))
-        cleared = True
+        yield list(islice(keys, SNAPSHOT_BLOCKS)), [], True
         while chunk := list(islice(keys, SNAPSHOT_BLOCKS)):
-            yield chunk, [], cleared
-            cleared = False
+            yield chunk, [], False

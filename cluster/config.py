@@ -13,6 +13,7 @@ from pydantic.dataclasses import dataclass
 from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
+from cluster.routing.policies import policy_named
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -96,6 +97,7 @@ class ClusterConfig(ModelConfig):
     max_body_bytes: largest request body.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
+    routing_policy: how a router chooses the replica of a request (`POLICIES`).
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
     drain_timeout: seconds that Serve waits for a stopping router's streams; for a replica's at most 30, since those
         go on elsewhere.
@@ -111,6 +113,7 @@ class ClusterConfig(ModelConfig):
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     link_host: str | None = None
+    routing_policy: str = "kv_aware"
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
 
@@ -134,7 +137,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
         config = TypeAdapter(ClusterConfig).validate_python(settings)
     except ValidationError as error:
         raise _as_config_error(error) from None
-    _check_parsers(config)
+    _check_names(config)
     return config
 
 
@@ -152,11 +155,12 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_parsers(config: ClusterConfig) -> None:
+def _check_names(config: ClusterConfig) -> None:
     if config.tool_call_parser is not None:
         TOOL_PARSERS.get(config.tool_call_parser)
     if config.reasoning_parser is not None:
         REASONING_PARSERS.get(config.reasoning_parser)
+    policy_named(config.routing_policy)
 
 
 def refuse_unknown(key: str, known: Sequence[str]) -> None:

@@ -34,6 +34,8 @@ class DispatcherCounters:
     links_lost: code of the link's end -> number. migrations: attempts that replaced one on a lost replica.
     stale_rows / stale_reports: what arrived of former attempts and former lives, and was dropped.
     misplaced_rows: tokens at a position that was not the next: a fault of the replica.
+    predicted_tokens / found_tokens: prompt tokens that the router expected in the prefix cache of the replica it
+        chose, and those that were there, of requests that got a first token and for which it had looked.
     """
 
     accepted: int = 0
@@ -47,6 +49,8 @@ class DispatcherCounters:
     tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    predicted_tokens: int = 0
+    found_tokens: int = 0
     ttft: Histogram = field(default_factory=Histogram)  # seconds from generate() to the first token
     tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_SECONDS))  # seconds per later token, per request
     latency: Histogram = field(default_factory=Histogram)  # seconds from generate() to the end, completed requests

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.policy import PolicyConfig
+from cluster.routing.candidate import PolicyConfig
+from cluster.routing.policies import policy_named
 from engine.errors import ConfigError
+
+_TIMES = (
+    "stall_timeout",
+    "progress_timeout",
+    "admission_wait",
+    "no_replica_timeout",
+    "ping_interval",
+    "resync_interval",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +33,9 @@ class DispatcherConfig:
     max_pending_tokens: tokens of a choice that may wait for a consumer that does not take them (`slow_consumer`).
     ping_interval: how often each replica is told that the router lives.
     max_hashed_tokens: leading prompt tokens that are looked for in the replicas' prefix caches.
+    routing_policy: which replica runs a request, by name (`POLICIES`); policy: its weights.
+    max_index_blocks: blocks of all replicas' prefix caches that are remembered.
+    resync_interval: seconds between two requests to tell a prefix cache anew.
     """
 
     stall_timeout: float = 3.0
@@ -32,17 +45,21 @@ class DispatcherConfig:
     quarantine_deaths: int = 3
     max_pending_tokens: int = 4096
     ping_interval: float = 1.0
-    max_hashed_tokens: int = 16384
+    max_hashed_tokens: int = 131072
+    routing_policy: str = "kv_aware"
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    max_index_blocks: int = 1_000_000
+    resync_interval: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("stall_timeout", "progress_timeout", "admission_wait", "no_replica_timeout", "ping_interval"):
+        policy_named(self.routing_policy)
+        for name in _TIMES:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {getattr(self, name)}", name)
         if self.quarantine_deaths < 2:
             raise ConfigError(
                 f"quarantine_deaths must be at least 2, not {self.quarantine_deaths}", "quarantine_deaths"
             )
-        for name in ("max_pending_tokens", "max_hashed_tokens"):
+        for name in ("max_pending_tokens", "max_hashed_tokens", "max_index_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)

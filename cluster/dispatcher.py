@@ -13,7 +13,7 @@ from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet, ReplicaView
-from cluster.generation import TokenChunk
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
 from cluster.member import LiveRequest, Member
 from cluster.messages import (
@@ -106,9 +106,9 @@ class Dispatcher:
             self._attempts.fail(live, ApiError("shutting_down", "the server is shutting down"))
         await self._fleet.close(CLOSED)
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Run `request` and yield its new tokens; see `TokenSource.generate`."""
-        live = self._accept(request)
+        live = self._accept(request, context)
         log = live.log
         try:
             while True:
@@ -144,9 +144,9 @@ class Dispatcher:
         match message:
             case Report():
                 self._on_report(member, message)
-            case Heartbeat(incarnation=incarnation, load=load):
+            case Heartbeat(incarnation=incarnation):
                 if incarnation == member.incarnation:
-                    member.load = load
+                    self._fleet.note_heartbeat(member, message)
             case Rejected():
                 self._on_rejected(member, message)
             case Draining():
@@ -170,7 +170,7 @@ class Dispatcher:
         if self._on_link_lost is not None:
             self._loop.call_soon(self._on_link_lost, member.replica_id, code)
 
-    def _accept(self, request: Request) -> LiveRequest:
+    def _accept(self, request: Request, context: CallContext) -> LiveRequest:
         if self._closing:
             raise ApiError("shutting_down", "the server is shutting down", request_id=request.request_id)
         if request.request_id in self._live:
@@ -178,7 +178,7 @@ class Dispatcher:
             raise ApiError("duplicate_request", message, status=409, request_id=request.request_id)
         if request.deadline is not None and request.deadline <= self._loop.time():
             raise deadline_exceeded("the request's deadline passed before it could start")
-        live = LiveRequest(TokenLog(request), self._loop.time())
+        live = LiveRequest(TokenLog(request), self._loop.time(), context)
         self._deadlines.watch(live)
         self._live[request.request_id] = live
         self._quiet.clear()
@@ -222,7 +222,7 @@ class Dispatcher:
             self._fleet.lose(member, DAMAGED, f"report {member.next_report} is missing")
             return
         member.next_report += 1
-        member.load = report.load
+        member.note_load(report.load)
         self.counters.reports += 1
         watched, misplaced = member.read(report, self.counters)
         for choice in watched:
@@ -234,28 +234,25 @@ class Dispatcher:
         for pooled in report.pooled:
             if (pooling := member.streams.get(pooled.stream)) is not None:
                 pooling.log.embedding = pooled_state(pooled)
+                self._note_progress(self._live[pooling.log.request.request_id])
         for row in report.finishes:
             self._on_finish(member, row)
         blocks = report.blocks
         if blocks is not None and not member.gone:
-            replica_id = member.replica_id
-            self._fleet.index.update(replica_id, blocks.sequence, blocks.stored, blocks.removed, blocks.cleared)
+            self._fleet.note_blocks(member, blocks)
 
     def _on_prompt(self, member: Member, row: PromptRow) -> None:
         choice = member.streams.get(row.stream)
         if choice is None:
             return
         live = self._live[choice.log.request.request_id]
-        if live.attempt is not None and not live.attempt.progressed and member.progressed(live, live.attempt):
-            self._attempts.probe_ended()
+        self._note_progress(live)
         if not choice.log.tell_prompt(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
             self._break_off(choice, "log-probabilities of its prompt are not at their place")
 
     def _look_at(self, choice: ChoiceLog) -> None:
         live = self._live[choice.log.request.request_id]
-        attempt = live.attempt
-        if attempt is not None and not attempt.progressed and attempt.member.progressed(live, attempt):
-            self._attempts.probe_ended()
+        self._note_progress(live)
         if live.first_token_at is None:
             live.first_token_at = self._loop.time()
             self.counters.ttft.observe(live.first_token_at - live.accepted_at)
@@ -263,6 +260,13 @@ class Dispatcher:
         if choice.pending > self._config.max_pending_tokens:
             message = f"more than {self._config.max_pending_tokens} tokens waited for a reader that did not take them"
             self._attempts.fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
+
+    def _note_progress(self, live: LiveRequest) -> None:
+        attempt = live.attempt
+        if attempt is None or attempt.progressed:
+            return
+        if attempt.member.progressed(live, attempt, self.counters):
+            self._attempts.probe_ended()
 
     def _break_off(self, choice: ChoiceLog, problem: str) -> None:
         live = self._live[choice.log.request.request_id]

@@ -11,16 +11,16 @@ from typing import Protocol
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
 from cluster.member import LiveRequest, Member
-from cluster.messages import Down, Load, Ping
-from cluster.policy import PrefixIndex, rank
-from cluster.translation import block_key
-from engine.prefix_hash import prompt_hashes
+from cluster.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Resync, Up
+from cluster.routing.cache_reports import CacheReports
+from cluster.routing.chooser import Chooser
 
 logger = logging.getLogger(__name__)
 
 # Messages of one replica that are read before all others get their turn. After a pause reports wait in plenty: read
 # in one go they would make every consumer look slow, read one by one each token would travel alone to its client.
 MESSAGES_PER_TURN = 16
+POOL_AGE = 0.05  # seconds for which the replicas that take requests are not looked for anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,13 @@ class Fleet:
     """Links by replica id, one reader task each, and a watch over silence. Used on one event loop."""
 
     def __init__(self, config: DispatcherConfig, listener: FleetListener, rng: Random) -> None:
-        self.index = PrefixIndex()
+        self.caches = CacheReports(config.max_index_blocks, self._ask_for_blocks, config.resync_interval)
+        self._chooser = Chooser(config, self.caches.index, rng)
         self._config = config
         self._listener = listener
-        self._rng = rng
         self._members: dict[str, Member] = {}
+        self._pool: list[Member] = []  # those that new requests may run on, for a moment
+        self._pool_until = 0.0
         self._loop = asyncio.get_running_loop()
         self._watcher = self._loop.create_task(self._watch())
 
@@ -74,6 +76,7 @@ class Fleet:
             self.lose(former, SUPERSEDED, "the router has a newer link")
         member = Member(link, self._loop.time())
         self._members[link.replica_id] = member
+        self._pool = []
         member.reader = self._loop.create_task(self._read(member))
         return member
 
@@ -84,7 +87,8 @@ class Fleet:
         member.gone = True
         if self._members.get(member.replica_id) is member:
             del self._members[member.replica_id]
-            self.index.drop(member.replica_id)
+            self._pool = []
+            self.caches.drop(member.replica_id)
         member.link.close(code, message)
         if member.reader is not None and member.reader is not asyncio.current_task():
             member.reader.cancel()
@@ -113,17 +117,21 @@ class Fleet:
 
     def choose(self, live: LiveRequest) -> Member | None:
         """Return the replica that `live` should run on, or None while there is none for it."""
-        now = self._loop.time()
-        pool = [m for m in self._members.values() if m.takes_requests and m.can_continue(live)]
-        unprobed = [member for member in pool if member.probe is None]
-        pool = unprobed if self.is_suspect(live) else unprobed or pool
-        pool = [member for member in pool if self._is_ready(member, now)] or pool
-        if len(pool) < 2:
-            return pool[0] if pool else None
-        overlaps = self.index.overlaps(self._block_keys(live, pool[0].block_size))
-        candidates = [member.candidate(overlaps.get(member.replica_id, 0)) for member in pool]
-        ranked = rank(candidates, len(live.log.request.prompt_token_ids), self._rng, self._config.policy)
-        return self._members[ranked[0]]
+        while pool := self._pool_for(live):
+            chosen = self._chooser.choose(live, pool)
+            if pool is not self._pool or (chosen.takes_requests and chosen.probe is None):
+                return chosen
+            self._pool = []  # it was put together a moment ago
+        return None
+
+    def note_blocks(self, member: Member, update: BlockUpdate) -> None:
+        """Take in what a replica's prefix cache gained and lost."""
+        self.caches.note_update(member.replica_id, update, self._loop.time())
+
+    def note_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
+        """Take in what a replica says when it has nothing to report."""
+        member.note_load(heartbeat.load)
+        self.caches.note_count(member.replica_id, heartbeat.block_updates, self._loop.time())
 
     def model_changed(self, live: LiveRequest) -> bool:
         """Whether all replicas that take requests run another model than the one `live` has tokens of."""
@@ -147,16 +155,25 @@ class Fleet:
     def _is_ready(self, member: Member, now: float) -> bool:
         return member.takes_requests and member.progress_age(now) <= self._config.stall_timeout
 
-    def _block_keys(self, live: LiveRequest, block_size: int) -> list[int]:
-        if live.block_keys is None:
-            request = live.log.request
-            prompt = request.prompt_token_ids[: self._config.max_hashed_tokens]
-            try:
-                hashes = prompt_hashes(prompt, block_size, request.cache_salt)
-            except OverflowError:
-                hashes = []  # ids that no vocabulary has: the replica will refuse them by name
-            live.block_keys = [block_key(digest) for digest in hashes]
-        return live.block_keys
+    def _pool_for(self, live: LiveRequest) -> list[Member]:
+        """Return the replicas that `live` may run on, in the order of their ids; for new requests as of late."""
+        now = self._loop.time()
+        usual = live.fingerprint is None and not self.is_suspect(live)
+        if usual and self._pool and now < self._pool_until:
+            return self._pool
+        pool = [m for m in self._members.values() if m.takes_requests and m.can_continue(live)]
+        unprobed = [member for member in pool if member.probe is None]
+        pool = unprobed if self.is_suspect(live) else unprobed or pool
+        pool = [member for member in pool if self._is_ready(member, now)] or pool
+        pool.sort(key=lambda member: member.replica_id)
+        if usual and unprobed:
+            self._pool, self._pool_until = pool, now + POOL_AGE
+        return pool
+
+    def _ask_for_blocks(self, replica_id: str) -> None:
+        member = self._members.get(replica_id)
+        if member is not None and not member.link.closed:
+            self._tell(member, Resync())
 
     async def _read(self, member: Member) -> None:
         try:
@@ -193,7 +210,11 @@ class Fleet:
             self.lose(member, STALLED, f"its engine has not moved for {self._config.progress_timeout:g} s")
         elif now - member.last_ping >= self._config.ping_interval and not member.link.closed:
             member.last_ping = now
-            try:
-                member.link.send(Ping())
-            except LinkClosedError as error:
-                self.lose(member, error.code, error.message)
+            self._tell(member, Ping())
+
+    def _tell(self, member: Member, message: Up) -> None:
+        try:
+            member.link.send(message)
+        except LinkClosedError as error:
+            # Later, not now: whoever is at work on what the replica said should finish first.
+            self._loop.call_soon(self.lose, member, error.code, error.message)

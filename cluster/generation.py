@@ -31,10 +31,23 @@ class TokenChunk:
     embedding: tuple[float, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class CallContext:
+    """What an ingress knows of a call that decides none of its tokens.
+
+    session_id: what requests of one conversation share (`x-session-id`), "" without.
+    """
+
+    session_id: str = ""
+
+
+NO_CONTEXT = CallContext()
+
+
 class TokenSource(Protocol):
     """Anything that turns a request into tokens: the router's dispatcher, or a fake one in tests."""
 
-    def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Yield chunks until every choice has finished; closing the iterator aborts the request.
 
         A choice whose text is complete early (stop string) is ended with `finish_choice`.

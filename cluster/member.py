@@ -6,21 +6,29 @@ import asyncio
 from dataclasses import dataclass
 
 from cluster.counters import DispatcherCounters
+from cluster.generation import NO_CONTEXT, CallContext
 from cluster.link import ReplicaLink
 from cluster.messages import Load, Report
-from cluster.policy import Candidate
+from cluster.routing.prompt_keys import PromptKeys
 from cluster.token_log import ChoiceLog, TokenLog
 from engine.report import TokenLogprob
+from engine.sampling_params import MAX_N
 
 
 @dataclass(eq=False, slots=True)
 class Attempt:
-    """One submission of a request to one replica. `progressed`: whether it has brought a token."""
+    """One submission of a request to one replica. `progressed`: whether it has brought a token.
+
+    tokens: of prompt and log. uncomputed: those that the replica must compute first, as far as is known.
+    found: prompt tokens that were in its prefix cache, known with the first token.
+    """
 
     member: Member
     stream: int
-    uncomputed: int  # tokens of prompt and log that the replica must compute first
+    tokens: int
+    uncomputed: int
     progressed: bool = False
+    found: int = 0
 
 
 class LiveRequest:
@@ -28,27 +36,32 @@ class LiveRequest:
 
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
     fingerprint: of the model whose tokens it has; None before the first one.
+    predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
     """
 
     __slots__ = (
         "accepted_at",
         "attempt",
-        "block_keys",
+        "context",
         "fingerprint",
         "first_token_at",
+        "keys",
         "log",
+        "predicted",
         "strikes",
         "was_submitted",
     )
 
-    def __init__(self, log: TokenLog, now: float) -> None:
+    def __init__(self, log: TokenLog, now: float, context: CallContext = NO_CONTEXT) -> None:
         self.log = log
+        self.context = context
         self.accepted_at = now
         self.attempt: Attempt | None = None
         self.was_submitted = False
         self.strikes = 0
         self.first_token_at: float | None = None
-        self.block_keys: list[int] | None = None
+        self.keys: PromptKeys | None = None
+        self.predicted: int | None = None
         self.fingerprint: str | None = None
 
     @property
@@ -58,11 +71,12 @@ class LiveRequest:
 
 
 class Member:
-    """One life of one replica, while its link holds.
+    """One life of one replica, while its link holds: the `Candidate` that policies choose among.
 
     live: stream key of an attempt -> its request. streams: stream key -> the choice that it carries.
     probe: the suspect that runs here, alone of its kind (see `DispatcherConfig.quarantine_deaths`).
-    uncomputed: tokens submitted here by this router in attempts that have brought nothing yet.
+    submitted: tokens submitted here by this router in attempts that have brought nothing yet. uncomputed: those of
+    them that are in no cache here, as far as is known. kv_usage: as in `Load`.
     """
 
     def __init__(self, link: ReplicaLink, now: float) -> None:
@@ -76,8 +90,10 @@ class Member:
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}
         self.probe: LiveRequest | None = None
+        self.submitted = 0
         self.uncomputed = 0
         self.load = Load()
+        self.kv_usage = 0.0
         self.last_heard = now
         self.last_ping = now
         self.next_report = 0
@@ -96,16 +112,26 @@ class Member:
         """Seconds since the engine there is known to have moved."""
         return self.load.progress_age + now - self.last_heard
 
-    def candidate(self, overlap_blocks: int) -> Candidate:
-        """Return the figures that the routing policy weighs: the replica's own, or this router's where ahead."""
-        load = self.load
-        return Candidate(
-            self.replica_id,
-            max(load.outstanding_tokens, self.uncomputed),
-            max(load.num_running + load.num_waiting, len(self.streams)),
-            load.kv_usage,
-            overlap_blocks * self.block_size,
-        )
+    @property
+    def outstanding_tokens(self) -> int:
+        """Prompt tokens that wait to be computed here: of this router's requests, and of others' as the replica says.
+
+        The replica counts a prompt whole until it starts, cached or not, so ours are taken out of what it says.
+        """
+        others = self.load.outstanding_tokens - self.submitted
+        return self.uncomputed + others if others > 0 else self.uncomputed
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences here: as the replica says, or this router's where they are more."""
+        load, ours = self.load, len(self.streams)
+        said = load.num_running + load.num_waiting
+        return said if said > ours else ours
+
+    def note_load(self, load: Load) -> None:
+        """Take in the replica's figures."""
+        self.load = load
+        self.kv_usage = load.kv_usage
 
     def attach(self, live: LiveRequest, stream: int) -> None:
         """Note that `live` was submitted here under `stream`."""
@@ -114,9 +140,11 @@ class Member:
             choice.check_at = len(choice.tokens)
             self.streams[stream + choice.choice] = choice
         tokens = len(live.log.request.prompt_token_ids) + live.log.longest
-        self.uncomputed += tokens
+        uncomputed = tokens - (live.predicted or 0)
+        self.submitted += tokens
+        self.uncomputed += uncomputed
         self.live[stream] = live
-        live.attempt = Attempt(self, stream, tokens)
+        live.attempt = Attempt(self, stream, tokens, uncomputed)
         live.was_submitted = True
 
     def detach(self, live: LiveRequest, attempt: Attempt) -> bool:
@@ -125,14 +153,17 @@ class Member:
             self.streams.pop(attempt.stream + choice, None)
         del self.live[attempt.stream]
         if not attempt.progressed:
-            self.uncomputed -= attempt.uncomputed
+            self._computed(attempt)
         live.attempt = None
         return self._end_probe(live)
 
-    def progressed(self, live: LiveRequest, attempt: Attempt) -> bool:
+    def progressed(self, live: LiveRequest, attempt: Attempt, counters: DispatcherCounters) -> bool:
         """Note the attempt's first token: the request does not kill the replica. Returns whether it was the probe."""
         attempt.progressed = True
-        self.uncomputed -= attempt.uncomputed
+        self._computed(attempt)
+        if live.predicted is not None and attempt.tokens == len(live.log.request.prompt_token_ids):
+            counters.predicted_tokens += live.predicted
+            counters.found_tokens += attempt.found
         live.strikes = 0
         live.fingerprint = self.fingerprint
         return self._end_probe(live)
@@ -171,6 +202,10 @@ class Member:
         counters.tokens += len(report.streams) - stale - len(misplaced)
         return watched, misplaced
 
+    def _computed(self, attempt: Attempt) -> None:
+        self.submitted -= attempt.tokens
+        self.uncomputed -= attempt.uncomputed
+
     def _end_probe(self, live: LiveRequest) -> bool:
         if self.probe is not live:
             return False
@@ -179,6 +214,9 @@ class Member:
 
     def _note_cached(self, stream: int, cached: int, counters: DispatcherCounters) -> None:
         choice = self.streams.get(stream)
+        live = self.live.get(stream - stream % MAX_N)
+        if live is not None and live.attempt is not None:
+            live.attempt.found = max(live.attempt.found, cached)
         if choice is not None and not choice.tokens and not choice.log.num_cached_tokens:
             choice.log.num_cached_tokens = cached
             counters.cached_tokens += cached

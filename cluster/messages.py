@@ -2,8 +2,8 @@
 
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
-Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping. Coming down: Welcome, Report, Rejected,
-Heartbeat, Draining.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync. Coming down: Welcome, Report,
+Rejected, Heartbeat, Draining.
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ class FinishChoice(_Message, tag=4, frozen=True):
 
 class Ping(_Message, tag=5, frozen=True):
     """The router is alive."""
+
+
+class Resync(_Message, tag=6, frozen=True):
+    """Tell again all that the prefix cache holds: an update of it did not arrive."""
 
 
 class Welcome(_Message, tag=11, frozen=True):
@@ -171,7 +175,7 @@ class PooledRow(_Message, frozen=True):
 class BlockUpdate(_Message, frozen=True):
     """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
 
-    `sequence` counts the updates of one link from 0: a gap means that the router's picture is wrong.
+    `sequence` counts the updates of one link from 0: after a gap the router asks to be told all anew (`Resync`).
     """
 
     sequence: Count
@@ -220,17 +224,18 @@ class Rejected(_Message, tag=13, frozen=True):
 
 
 class Heartbeat(_Message, tag=14, frozen=True):
-    """The replica is alive although it had nothing to report."""
+    """The replica is alive although it had nothing to report. `block_updates`: those sent on this link so far."""
 
     incarnation: Count
     load: Load
+    block_updates: Count = 0
 
 
 class Draining(_Message, tag=15, frozen=True):
     """The replica finishes what it has and takes nothing new."""
 
 
-Up = Hello | Submit | Abort | FinishChoice | Ping
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync
 Down = Welcome | Report | Rejected | Heartbeat | Draining
 Message = Up | Down
 

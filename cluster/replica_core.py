@@ -20,6 +20,7 @@ from cluster.messages import (
     Load,
     Ping,
     Rejected,
+    Resync,
     Submit,
     Up,
 )
@@ -163,9 +164,14 @@ class ReplicaCore:
         session = RouterSession(link, self._num_sessions, self.incarnation, now)
         self._sessions[link.router_id] = session
         session.send(self.facts.welcome(self.incarnation, self._draining), now)
+        if len(self._cached):
+            self._tell_blocks(session, now)
+        return session
+
+    def _tell_blocks(self, session: RouterSession, now: float) -> None:
+        """Tell a router all that the prefix cache holds."""
         for changes in self._cached.snapshot():
             session.flush(0, self._load(), now, changes)
-        return session
 
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
@@ -182,6 +188,8 @@ class ReplicaCore:
                 self._abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
                 self._finish_choice(session.runs.get(stream), choice)
+            case Resync():
+                self._tell_blocks(session, self._loop.time())
             case Ping():
                 pass
             case _:
@@ -248,4 +256,4 @@ class ReplicaCore:
         if now - session.last_heard > self._times.router_timeout:
             self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
-            session.send(Heartbeat(self.incarnation, self._load()), now)
+            session.send(Heartbeat(self.incarnation, self._load(), session.num_block_updates), now)

@@ -33,7 +33,10 @@ class Lane:
 
 
 class RouterSession:
-    """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`."""
+    """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`.
+
+    num_block_updates: changes of the prefix cache that were told.
+    """
 
     def __init__(self, link: RouterLink, number: int, incarnation: int, now: float) -> None:
         self.link = link
@@ -52,7 +55,7 @@ class RouterSession:
         self.pooled: list[PooledRow] = []
         self._incarnation = incarnation
         self._num_reports = 0
-        self._num_block_updates = 0
+        self.num_block_updates = 0
 
     @property
     def has_rows(self) -> bool:
@@ -71,8 +74,8 @@ class RouterSession:
         """Send what was gathered as one report. blocks: (stored, removed, cleared) of the prefix cache."""
         update = None
         if blocks is not None:
-            update = BlockUpdate(self._num_block_updates, *blocks)
-            self._num_block_updates += 1
+            update = BlockUpdate(self.num_block_updates, *blocks)
+            self.num_block_updates += 1
         report = Report(
             self._num_reports,
             self._incarnation,

@@ -19,6 +19,7 @@ from cluster.app_config import AppConfig, parse_app
 from cluster.config import POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
+from cluster.routing.policies import POLICIES
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
 from engine.errors import ConfigError
 
@@ -32,6 +33,7 @@ CHOICES = {
     "tool_call_parser": TOOL_PARSERS.names(),
     "reasoning_parser": REASONING_PARSERS.names(),
     "embedding_pooling": POOLINGS,
+    "routing_policy": tuple(POLICIES),
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -83,6 +85,7 @@ HELP = {
         "routers": "Copies of the HTTP front end.",
         "cpus_per_worker": "CPUs that Ray reserves for each rank.",
         "link_host": "Address on which replicas listen for routers.",
+        "routing_policy": "How a router chooses the replica of a request.",
         "stall_timeout": "Seconds without a sign of life after which a router leaves a replica.",
         "drain_timeout": "Seconds that a replica told to stop may take to finish its streams.",
     },

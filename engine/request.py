@@ -64,6 +64,19 @@ class Request:
     num_scored_tokens: int = 0
     deadline: float | None = None
 
+    def reusable_tokens(self, num_outputs: int, num_scored: int) -> int:
+        """Return how many tokens need not be computed if the cache has them, of the prompt and `num_outputs` known.
+
+        num_scored: prompt tokens whose log-probabilities were told. The last token is always computed: its logits are
+        wanted.
+        """
+        most = len(self.prompt_token_ids) + num_outputs - 1
+        if self.pooling == "mean":
+            return 0
+        if self.params.prompt_logprobs is not None and num_scored < len(self.prompt_token_ids):
+            return min(most, max(num_scored - 1, 0))
+        return most
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -109,12 +122,7 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Tokens that need not be computed if the cache has them."""
-        request, most = self.request, self.num_tokens - 1
-        if request.pooling == "mean":
-            return 0
-        if request.params.prompt_logprobs is not None and self.num_scored_tokens < self.num_prompt_tokens:
-            return min(most, max(self.num_scored_tokens - 1, 0))
-        return most
+        return self.request.reusable_tokens(self.num_output_tokens, self.num_scored_tokens)
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from cluster.generation import TokenChunk
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from engine.report import TokenLogprob
 from engine.request import Request
 
@@ -28,12 +28,14 @@ class FakeSource:
     cached: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
+    contexts: list[CallContext] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Yield the script's tokens, the choices taking turns."""
         self.requests.append(request)
+        self.contexts.append(context)
         try:
             if request.pooling is not None:
                 state = (float(len(request.prompt_token_ids)), 1.0)

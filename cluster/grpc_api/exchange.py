@@ -16,6 +16,7 @@ from cluster.admission.deadline import HEADER, timeout_of
 from cluster.errors import ApiError, from_invalid_request
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
+from cluster.routing.session import HEADER as SESSION_HEADER
 from engine.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Exchange:
     timeouts: what the client sent as `x-request-timeout-seconds`. remaining: seconds of its gRPC deadline, None
     without one. arrival: on the event loop's clock.
     model: id of the one that is asked, "" before it is known.
+    session: the client's `x-session-id` as it came, "" without.
     """
 
     method: str
@@ -40,6 +42,7 @@ class Exchange:
     remaining: float | None
     arrival: float
     model: str = ""
+    session: str = ""
 
     def deadline(self) -> float | None:
         """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
@@ -75,6 +78,7 @@ async def exchange(
         [value for key, value in metadata or () if key == HEADER and isinstance(value, str)],
         context.time_remaining(),
         asyncio.get_running_loop().time(),
+        metadata_value(metadata, SESSION_HEADER),
     )
     try:
         yield rpc

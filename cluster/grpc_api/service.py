@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from cluster.errors import ApiError
 from cluster.fleet import ReplicaView
+from cluster.generation import CallContext
 from cluster.grpc_api.exchange import Answered, Exchange, exchange
 from cluster.grpc_api.live_calls import LiveCalls
 from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_fields, parsed, shown
@@ -27,6 +28,7 @@ from cluster.openai.off_loop import OffLoop
 from cluster.openai.prompts import build_requests
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.routing.session import checked_session
 from cluster.tenants.tenancy import Tenancy, Visit
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -167,7 +169,8 @@ class InferenceService:
 
     async def _visit(self, rpc: Exchange) -> Visit:
         tenancy = self._services.tenancy
-        return await tenancy.visit(tenancy.tenant_of(rpc.authorization), rpc.deadline())
+        tenant, context = tenancy.tenant_of(rpc.authorization), CallContext(checked_session(rpc.session))
+        return await tenancy.visit(tenant, rpc.deadline(), context)
 
 
 async def _stream(

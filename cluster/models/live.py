@@ -30,7 +30,11 @@ class LiveModel:
         replicas: DeploymentHandle[Any],
         metrics: Metrics,
     ) -> None:
-        times = DispatcherConfig(stall_timeout=config.stall_timeout, progress_timeout=2 * config.step_timeout)
+        times = DispatcherConfig(
+            stall_timeout=config.stall_timeout,
+            progress_timeout=2 * config.step_timeout,
+            routing_policy=config.routing_policy,
+        )
         self._dispatcher = Dispatcher(times)
         self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher)
         metrics.register(

@@ -16,9 +16,12 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.errors import ApiError
+from cluster.generation import CallContext
 from cluster.metrics import Metrics
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
+from cluster.routing.session import HEADER as SESSION_HEADER
+from cluster.routing.session import checked_session
 from cluster.tenants.keys import as_bearer
 from cluster.tenants.tenancy import Tenancy, Visit
 from cluster.tenants.tenant import OPEN, Tenant
@@ -86,7 +89,8 @@ class Gate:
     async def _visit(self, tenant: Tenant, headers: Headers) -> Visit:
         seconds = timeout_of(headers.getlist(HEADER))
         deadline = None if seconds is None else asyncio.get_running_loop().time() + before_the_proxy(seconds)
-        return await self._tenancy.visit(tenant, deadline)
+        context = CallContext(checked_session(headers.get(SESSION_HEADER, "")))
+        return await self._tenancy.visit(tenant, deadline, context)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         if _path(scope) in OPEN_PATHS:

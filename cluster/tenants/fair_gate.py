@@ -11,7 +11,7 @@ from typing import cast
 
 from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk, TokenSource
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
 from engine.request import Request
@@ -73,12 +73,12 @@ class FairGate:
         """Return how many requests of each tenant wait, of those that have any."""
         return self._queue.lengths()
 
-    def generate(self, tenant: str, request: Request) -> AsyncIterator[TokenChunk]:
+    def generate(self, tenant: str, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
 
         Raises `ApiError` (`overloaded`, 429) where too many of the tenant wait, or it waited too long.
         """
-        return _Turn(self, tenant, request)
+        return _Turn(self, tenant, request, context)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count generated tokens as used by a tenant, so that its later turns come later."""
@@ -150,7 +150,7 @@ class FairGate:
 class _Turn:
     """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token."""
 
-    def __init__(self, gate: FairGate, tenant: str, request: Request) -> None:
+    def __init__(self, gate: FairGate, tenant: str, request: Request, context: CallContext) -> None:
         self.tenant = tenant
         self.sequences = len(request.resume) if request.resume else request.params.n
         self.cost = len(request.prompt_token_ids) + self.sequences
@@ -159,6 +159,7 @@ class _Turn:
         self.inside = False
         self._gate = gate
         self._request = request
+        self._context = context
         self._chunks: AsyncGenerator[TokenChunk, None] | None = None
         self._closed = False
 
@@ -190,5 +191,6 @@ class _Turn:
             raise StopAsyncIteration
         await self._gate.enter(self)
         # `TokenSource.generate` promises an iterator that can be closed.
-        self._chunks = cast("AsyncGenerator[TokenChunk, None]", self._gate.source.generate(self._request))
+        chunks = self._gate.source.generate(self._request, self._context)
+        self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         return await self._chunks.__anext__()

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk, TokenSource
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.keys import KeySource, bearer_key
 from cluster.tenants.quotas import Quotas
@@ -61,17 +61,20 @@ class Tenancy:
         if self._keys is not None:
             await self._keys.watch()
 
-    async def visit(self, tenant: Tenant, deadline: float | None = None) -> Visit:
+    async def visit(
+        self, tenant: Tenant, deadline: float | None = None, context: CallContext = NO_CONTEXT
+    ) -> Visit:
         """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`).
 
         deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
+        context: goes with all that is taken from the visit's source.
         """
         try:
             await self.quotas.enter(tenant)
         except ApiError as error:
             self.counts_of("", tenant).requests[error.code] += 1
             raise
-        return Visit(self, tenant, deadline)
+        return Visit(self, tenant, deadline, context)
 
     def counts_of(self, model: str, tenant: Tenant) -> TenantCounts:
         """Return the tenant's figures with a model, which may be added to."""
@@ -84,9 +87,16 @@ class Tenancy:
 class Visit:
     """One request of a tenant from the door to its end: `async with await tenancy.visit(tenant) as visit`."""
 
-    def __init__(self, tenancy: Tenancy, tenant: Tenant, deadline: float | None = None) -> None:
+    def __init__(
+        self,
+        tenancy: Tenancy,
+        tenant: Tenant,
+        deadline: float | None = None,
+        context: CallContext = NO_CONTEXT,
+    ) -> None:
         self.tenant = tenant
         self.deadline = deadline
+        self.context = context
         self._tenancy = tenancy
         self._model = ""
         self._gate: FairGate | None = None
@@ -110,7 +120,7 @@ class Visit:
     @property
     def source(self) -> TokenSource:
         """Where the tokens of the model come from; raises `RuntimeError` before `ask`."""
-        return _TenantSource(self._asked, self.tenant, self.deadline)
+        return _TenantSource(self._asked, self.tenant, self.deadline, self.context)
 
     async def charge_prompt(self, tokens: int) -> None:
         """Charge the tokens of all prompts, before anything is generated.
@@ -153,15 +163,18 @@ class Visit:
 class _TenantSource:
     """The token source as one visit sees it: behind the gate, with the tenant's prefix cache and one deadline."""
 
-    def __init__(self, gate: FairGate, tenant: Tenant, deadline: float | None) -> None:
+    def __init__(self, gate: FairGate, tenant: Tenant, deadline: float | None, context: CallContext) -> None:
         self._gate = gate
         self._tenant = tenant
         self._deadline = deadline
+        self._context = context
 
-    def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
-        """Run a request when it is the tenant's turn; see `TokenSource.generate`."""
+    def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
+        """Run a request when it is the tenant's turn; see `TokenSource.generate`. Without a context: the visit's."""
         salt = tenant_salt(self._tenant, request.cache_salt)
-        return self._gate.generate(self._tenant.name, replace(request, cache_salt=salt, deadline=self._deadline))
+        given = self._context if context is NO_CONTEXT else context
+        own = replace(request, cache_salt=salt, deadline=self._deadline)
+        return self._gate.generate(self._tenant.name, own, given)
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """End one choice."""

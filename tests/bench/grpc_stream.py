@@ -19,7 +19,7 @@ from pathlib import Path
 
 import grpc
 
-from cluster.generation import TokenChunk
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from engine.request import Request
 from tests.bench.openai_stream import SteppingSource
@@ -34,7 +34,7 @@ class ChunkingSource(SteppingSource):
         super().__init__(token_ids)
         self._chunk = chunk
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Yield `chunk` tokens a step."""
         async for one in super().generate(request):
             yield TokenChunk(0, one.token_ids * self._chunk, finish_reason=one.finish_reason)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvicorn
 
-from cluster.generation import TokenChunk
+from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.openai_app import MODEL, app_for, served_model
 
@@ -34,7 +34,7 @@ class SteppingSource:
         self._queues: dict[str, asyncio.Queue[TokenChunk]] = {}
         self._stepper: asyncio.Task[None] | None = None
 
-    async def generate(self, request: Request) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Yield a token a step."""
         queue = self._queues[request.request_id] = asyncio.Queue()
         if self._stepper is None:

@@ -220,7 +220,7 @@ class EngineSource:
         """Prompt tokens that were found in the prefix cache, ever."""
         return self.core.stats().prefix_hit_tokens
 
-    async def generate(self, request):
+    async def generate(self, request, context=None):
         self.core.add(request)
         while self.core.has_unfinished:
             report = self.core.step()

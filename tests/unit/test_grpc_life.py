@@ -164,7 +164,7 @@ async def test_what_breaks_inside_is_told_without_its_words_and_harms_nobody_els
     class Broken:
         """Fails for the prompt `x` alone."""
 
-        async def generate(self, request):
+        async def generate(self, request, context=None):
             if len(request.prompt_token_ids) == 1:
                 raise ZeroDivisionError("secret")
             async for chunk in fine.generate(request):
@@ -198,7 +198,7 @@ class Counting:
     def __init__(self):
         self.taken = {}
 
-    async def generate(self, request):
+    async def generate(self, request, context=None):
         key = request.prompt_token_ids[0]
         for i in range(ENDLESS):
             self.taken[key] = i

@@ -30,7 +30,7 @@ class Pools:
         self.requests, self.error, self.fail_at = [], error, fail_at
         self.running, self.most, self.closed = 0, 0, 0
 
-    async def generate(self, request) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request, context=None) -> AsyncIterator[TokenChunk]:
         self.requests.append(request)
         self.running += 1
         self.most = max(self.most, self.running)

@@ -30,7 +30,7 @@ class ManualSource:
         self.gates = defaultdict(asyncio.Event)
         self.finished_choices = []
 
-    async def generate(self, request):
+    async def generate(self, request, context=None):
         self.started.append(request.request_id)
         try:
             await self.gates[request.request_id].wait()
@@ -258,7 +258,7 @@ async def test_a_request_that_is_given_up_in_the_moment_of_its_turn_gives_it_on(
 
 async def test_an_error_of_the_source_frees_the_place():
     class Failing(ManualSource):
-        async def generate(self, request):
+        async def generate(self, request, context=None):
             raise ApiError("no_replica", "none")
             yield
 
@@ -321,8 +321,8 @@ async def test_a_bound_that_rises_lets_in_those_who_wait():
     while gate.num_waiting:
         await asyncio.sleep(0.01)
     assert gate.num_inside == 3
-    for gate_of in source.started:
-        source.gates[gate_of].set()
+    for name in "012":
+        source.gates[name].set()
     await asyncio.gather(*tasks)
 
 

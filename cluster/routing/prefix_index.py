@@ -1,0 +1,160 @@
+"""Which replica has which KV block in its prefix cache, as its block events tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from cluster.routing.candidate import Overlap
+
+STRIDE = 8  # blocks between two looks into the index while nothing changes
+MAX_DEAD = 64  # lives of replicas whose entries may lie about before they are swept out
+
+
+class BlockKeys(Protocol):
+    """The keys of a prompt's leading blocks."""
+
+    def __len__(self) -> int: ...
+
+    def first(self, count: int) -> Sequence[int]:
+        """Return the keys of at least the first `count` blocks, of as many as there are."""
+        ...
+
+
+class PrefixIndex:
+    """Exact as long as every update of a replica arrives; `update` and `is_complete` tell when one did not.
+
+    Wrong entries only cost time: the replica compares token ids before it uses a block.
+
+    Bounded to `max_blocks` keys; those stored longest ago are forgotten first. Each key has an integer whose bits are
+    the replicas that hold it. A replica's bit is that of one life: after a loss or a gap it gets a new one, and the
+    entries of the former count for nothing until they are swept out.
+    """
+
+    def __init__(self, max_blocks: int = 1_000_000) -> None:
+        self._max_blocks = max_blocks
+        self._holders: dict[int, int] = {}  # block key -> bits of its holders; stored longest ago first
+        self._bits: dict[str, int] = {}  # replica id -> number of its bit
+        self._names: list[str] = []  # number of a bit -> replica id, the last one that had it
+        self._free: list[int] = []  # numbers of bits that no entry has
+        self._dead: list[int] = []  # numbers of bits that entries of former lives may have
+        self._alive = 0  # the bits of `_bits`
+        self._next_sequence: dict[str, int] = {}
+        self._incomplete: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def update(
+        self, replica_id: str, sequence: int, stored: Iterable[int], removed: Iterable[int], cleared: bool = False
+    ) -> bool:
+        """Take in one update of a replica. Returns whether what is known of it is all that it has.
+
+        After a gap in `sequence` only what comes from then on is believed, until an update that clears tells all
+        anew. A repeated or late update is passed over. A key both removed and stored counts as stored.
+        """
+        expected = self._next_sequence.get(replica_id, 0)
+        if sequence < expected:
+            return replica_id not in self._incomplete
+        if cleared:
+            self._renew(replica_id)
+            self._incomplete.discard(replica_id)
+        elif sequence > expected:
+            self._renew(replica_id)
+            self._incomplete.add(replica_id)
+        self._next_sequence[replica_id] = sequence + 1
+        self._apply(1 << self._number_of(replica_id), stored, removed)
+        return replica_id not in self._incomplete
+
+    def heard_all(self, replica_id: str, num_updates: int) -> bool:
+        """Note how many updates a replica has sent by now. Returns as `update` does."""
+        if num_updates > self._next_sequence.get(replica_id, 0):
+            self._next_sequence[replica_id] = num_updates
+            self._renew(replica_id)
+            self._incomplete.add(replica_id)
+        return replica_id not in self._incomplete
+
+    def drop(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+        self._bury(replica_id)
+        self._next_sequence.pop(replica_id, None)
+        self._incomplete.discard(replica_id)
+
+    def look_up(self, keys: BlockKeys) -> Overlap:
+        """Return how many leading blocks of a prompt each replica has.
+
+        The first blocks are all looked at, then every eighth, and those between where some replica's prefix ends: a
+        name stands for all that comes before it, and caches give up tails before heads.
+        """
+        alive, depth, total = self._alive, 0, len(keys)
+        depths: dict[str, int] = {}
+        holders = self._holders.get
+        while alive and depth < total:
+            ahead = min(depth + STRIDE, total)
+            names = keys.first(ahead)
+            if depth and alive & holders(names[ahead - 1], 0) == alive:
+                depth = ahead
+                continue
+            while alive and depth < ahead:
+                kept = alive & holders(names[depth], 0)
+                if kept != alive:
+                    self._note(depths, alive ^ kept, depth)
+                    alive = kept
+                depth += 1 if alive else 0
+        self._note(depths, alive, depth)
+        return Overlap(depths, keys.first(depth + 1)[depth] if depth < total else None)
+
+    def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
+        while bits and depth:
+            lowest = bits & -bits
+            depths[self._names[lowest.bit_length() - 1]] = depth
+            bits ^= lowest
+
+    def _apply(self, bit: int, stored: Iterable[int], removed: Iterable[int]) -> None:
+        holders = self._holders
+        for key in removed:
+            left = holders.get(key, 0) & ~bit
+            if left:
+                holders[key] = left
+            else:
+                holders.pop(key, None)
+        for key in stored:
+            holders[key] = holders.pop(key, 0) | bit  # at the end of the order
+        excess = len(holders) - self._max_blocks
+        if excess > 0:
+            for key in list(islice(holders, excess)):
+                del holders[key]
+
+    def _number_of(self, replica_id: str) -> int:
+        number = self._bits.get(replica_id)
+        return self._renew(replica_id) if number is None else number
+
+    def _renew(self, replica_id: str) -> int:
+        """Give a replica a bit that no entry has."""
+        self._bury(replica_id)
+        if self._free:
+            number = self._free.pop()
+            self._names[number] = replica_id
+        else:
+            number = len(self._names)
+            self._names.append(replica_id)
+        self._bits[replica_id] = number
+        self._alive |= 1 << number
+        return number
+
+    def _bury(self, replica_id: str) -> None:
+        number = self._bits.pop(replica_id, None)
+        if number is None:
+            return
+        self._alive &= ~(1 << number)
+        self._dead.append(number)
+        if len(self._dead) >= MAX_DEAD:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Take the bits of former lives out of all entries, so that they can be given again."""
+        alive = self._alive
+        self._holders = {key: left for key, bits in self._holders.items() if (left := bits & alive)}
+        self._free += self._dead
+        self._dead.clear()
