@@ -66,6 +66,39 @@ class EngineListener(Protocol):
         """The engine cannot go on; nothing else will be reported. Called once."""
 
 
+class Engine(Protocol):
+    """What a replica needs of whoever runs its engine: an `EngineThread`, or a simulated one."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures after the latest step or command."""
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since the engine last moved, or was seen idle and ready."""
+
+    def is_healthy(self, deadline: float) -> bool:
+        """Whether the engine lives and moved within the last `deadline` seconds."""
+
+    def start(self) -> None:
+        """Begin to run. Can be called once."""
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End and close the engine; return whether that was done within `timeout` seconds. From any thread."""
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Have the engine run `request`; `on_rejected` is called if it refuses."""
+
+    def abort(self, request_id: str) -> None:
+        """Have the engine end a request; unknown ids are passed over."""
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """Have the engine end one choice of a request; unknown ones are passed over."""
+
+
+EngineMaker = Callable[[Core, asyncio.AbstractEventLoop, EngineListener], Engine]
+
+
 class EngineThread:
     """Runs the engine while there is work and parks when there is none.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from cluster.cached_blocks import CachedBlocks
-from cluster.engine_thread import Core, EngineThread
+from cluster.engine_thread import Core, EngineMaker, EngineThread
 from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
@@ -42,6 +42,7 @@ class ReplicaCore:
     on_dead: called once with the reason when the engine cannot go on; the process should then end.
     incarnation: number of this life of the replica; random unless given.
     grammars: compiles what outputs must match, and is closed with this; None = such requests are refused.
+    engine: makes what runs the core.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ReplicaCore:
         on_dead: Callable[[str], None] | None = None,
         incarnation: int | None = None,
         grammars: Grammars | None = None,
+        engine: EngineMaker = EngineThread,
     ) -> None:
         self.facts = facts
         self.incarnation = secrets.randbits(62) if incarnation is None else incarnation
@@ -59,7 +61,7 @@ class ReplicaCore:
         self._times = times or ReplicaTimes()
         self._on_dead = on_dead
         self._loop = asyncio.get_running_loop()
-        self._engine = EngineThread(core, self._loop, self)
+        self._engine = engine(core, self._loop, self)
         self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected)
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs = Runs()

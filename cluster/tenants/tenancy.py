@@ -61,9 +61,7 @@ class Tenancy:
         if self._keys is not None:
             await self._keys.watch()
 
-    async def visit(
-        self, tenant: Tenant, deadline: float | None = None, context: CallContext = NO_CONTEXT
-    ) -> Visit:
+    async def visit(self, tenant: Tenant, deadline: float | None = None, context: CallContext = NO_CONTEXT) -> Visit:
         """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`).
 
         deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
