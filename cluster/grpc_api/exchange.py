@@ -78,7 +78,7 @@ async def exchange(
         [value for key, value in metadata or () if key == HEADER and isinstance(value, str)],
         context.time_remaining(),
         asyncio.get_running_loop().time(),
-        metadata_value(metadata, SESSION_HEADER),
+        session=metadata_value(metadata, SESSION_HEADER),
     )
     try:
         yield rpc
