@@ -48,8 +48,11 @@ class ModelConfig(EngineConfig):
     served_model_name: the ids that clients may use, the first of them in answers; None = the last part of `model`.
     replicas: copies of the tensor-parallel group.
     cpus_per_worker: CPUs that Ray reserves for each rank (a GPU is reserved as well on CUDA).
-    max_inflight: sequences that one router hands to the replicas at once; None = its share of twice what their
-        steps hold. More wait, each tenant in a line of its own, and tenants take turns.
+    max_inflight / max_inflight_tokens: sequences, and tokens of prompts and expected output, that one router hands to
+        the replicas at once; None = its share of what their steps and KV caches hold, and a little more. The rest
+        waits, each tenant in a line of its own, and tenants take turns.
+    target_ttft: seconds to the first token that are aimed at: as long a request may wait at most, if that is less
+        than `max_queue_wait`.
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
         `tool_choice` "auto" is refused, while forced calls need none.
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
@@ -62,6 +65,8 @@ class ModelConfig(EngineConfig):
     replicas: Count = 1
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0
     max_inflight: Count | None = None
+    max_inflight_tokens: Count | None = None
+    target_ttft: Seconds | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
@@ -93,7 +98,7 @@ class ClusterConfig(ModelConfig):
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
-        that each may (then 429).
+        that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
@@ -116,11 +121,6 @@ class ClusterConfig(ModelConfig):
     routing_policy: str = "kv_aware"
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
-
-    @property
-    def inflight(self) -> int:
-        """Sequences that one router hands to the replicas at once: enough that no step waits for the router."""
-        return self.max_inflight or max(1, 2 * self.replicas * self.max_num_seqs // self.routers)
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

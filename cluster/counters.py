@@ -36,6 +36,7 @@ class DispatcherCounters:
     misplaced_rows: tokens at a position that was not the next: a fault of the replica.
     predicted_tokens / found_tokens: prompt tokens that the router expected in the prefix cache of the replica it
         chose, and those that were there, of requests that got a first token and for which it had looked.
+    prefilled: tokens of prompts and logs whose attempts have brought their first token.
     """
 
     accepted: int = 0
@@ -51,6 +52,7 @@ class DispatcherCounters:
     cached_tokens: int = 0
     predicted_tokens: int = 0
     found_tokens: int = 0
+    prefilled: int = 0
     ttft: Histogram = field(default_factory=Histogram)  # seconds from generate() to the first token
     tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_SECONDS))  # seconds per later token, per request
     latency: Histogram = field(default_factory=Histogram)  # seconds from generate() to the end, completed requests

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from random import Random
 
 from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
+from cluster.admission.room import ReplicaRoom
 from cluster.attempts import Attempts
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
@@ -64,6 +65,10 @@ class Dispatcher:
     def ready(self) -> bool:
         """Whether some replica takes requests and reported progress lately."""
         return not self._closing and self._fleet.has_ready()
+
+    def room(self) -> ReplicaRoom | None:
+        """Return what the ready replicas hold; None where whoever comes should hear at once what is wrong."""
+        return None if self._closing else self._fleet.room()
 
     @property
     def num_live(self) -> int:
@@ -250,6 +255,15 @@ class Dispatcher:
         if not choice.log.tell_prompt(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
             self._break_off(choice, "log-probabilities of its prompt are not at their place")
 
+    def _note_progress(self, live: LiveRequest) -> None:
+        """An attempt has brought something; only the first time counts."""
+        attempt = live.attempt
+        if attempt is None or attempt.progressed:
+            return
+        self.counters.prefilled += attempt.uncomputed
+        if attempt.member.progressed(live, attempt):
+            self._attempts.probe_ended()
+
     def _look_at(self, choice: ChoiceLog) -> None:
         live = self._live[choice.log.request.request_id]
         self._note_progress(live)
@@ -291,6 +305,7 @@ class Dispatcher:
             self._complete(member, live, choice, row)
 
     def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
+        self._note_progress(live)  # a pooled state comes without a token
         del member.streams[row.stream]
         choice.finish(row.reason)
         if live.log.finished:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from cluster.admission.room import ReplicaRoom
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
 from cluster.member import LiveRequest, Member
@@ -98,6 +99,12 @@ class Fleet:
         """Whether some replica takes requests and moves."""
         now = self._loop.time()
         return any(self._is_ready(member, now) for member in self._members.values())
+
+    def room(self) -> ReplicaRoom | None:
+        """Return what the replicas hold that take requests and move, None where there are none."""
+        now = self._loop.time()
+        sizes = [member.kv_tokens for member in self._members.values() if self._is_ready(member, now)]
+        return ReplicaRoom(len(sizes), sum(sizes)) if sizes else None
 
     def views(self) -> list[ReplicaView]:
         """Return a snapshot of all replicas."""

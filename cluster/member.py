@@ -84,6 +84,7 @@ class Member:
         self.replica_id = link.replica_id
         self.incarnation = link.incarnation
         self.block_size = link.welcome.block_size
+        self.kv_tokens = link.welcome.num_kv_blocks * link.welcome.block_size
         self.fingerprint = link.welcome.fingerprint
         self.draining = link.welcome.draining
         self.gone = False

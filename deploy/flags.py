@@ -46,7 +46,9 @@ OPEN_DEFAULTS = {
     "grpc_port": "off",
     "api_key": "$SQUADRON_API_KEY, else no key",
     "api_key_file": "none",
-    "max_inflight": "the router's share of 2 x replicas x max-num-seqs",
+    "max_inflight": "what the replicas' steps hold, and a little more",
+    "max_inflight_tokens": "what the replicas' KV caches hold, and a little more",
+    "target_ttft": "none",
     "tool_call_parser": "none",
     "reasoning_parser": "none",
     "link_host": "loopback on one node, else the node's address",
@@ -97,8 +99,10 @@ HELP = {
         "api_key_file": "YAML or JSON file of keys with tenant, expiry, quotas; `squadron keys new` makes entries.",
         "max_body_bytes": "Largest request body.",
         "max_inflight": "Sequences that a router hands to the replicas at once; tenants take turns for the rest.",
+        "max_inflight_tokens": "The same in tokens of prompts and expected output.",
         "max_waiting_per_tenant": "Requests of one tenant that may wait in a router; more get a 429.",
-        "max_queue_wait": "Seconds that a request may wait in a router before it gets a 429.",
+        "max_queue_wait": "Seconds that a request may wait in a router; who would wait longer gets a 429 at once.",
+        "target_ttft": "Seconds to the first token that are aimed at; bounds the wait in a router.",
     },
 }
 

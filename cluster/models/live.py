@@ -6,6 +6,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from cluster.admission.start import fair_gate
 from cluster.config import ClusterConfig
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import DispatcherConfig
@@ -15,7 +16,6 @@ from cluster.models.front import ModelFront
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
 from cluster.request_figures import RequestCollector
-from cluster.tenants.fair_gate import UNBOUNDED, FairGate, FairGateConfig
 from cluster.translation import stats_of
 
 
@@ -42,7 +42,7 @@ class LiveModel:
         )
         self.front = ModelFront(
             model,
-            _gate(config, self._dispatcher),
+            fair_gate(config, self._dispatcher),
             metrics.of(model.model_id, self._figures),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
@@ -55,12 +55,3 @@ class LiveModel:
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]
         return ClusterFigures(replicas, self._dispatcher.counters.migrations)
-
-
-def _gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
-    """Where no replica is ready nobody is held back: the dispatcher says at once what is wrong."""
-
-    def bound() -> int:
-        return config.inflight if dispatcher.ready else UNBOUNDED
-
-    return FairGate(dispatcher, bound, FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait))

@@ -1,4 +1,4 @@
-"""In front of the replicas: a bounded number of sequences goes in, the rest wait until their tenant's turn comes."""
+"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused."""
 
 from __future__ import annotations
 
@@ -10,49 +10,90 @@ from dataclasses import dataclass
 from typing import cast
 
 from cluster.admission.deadline import deadline_exceeded
+from cluster.admission.drain_rate import DrainRate
+from cluster.admission.output_length import OutputLength
+from cluster.admission.room import UNBOUNDED
 from cluster.errors import ApiError
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
 from engine.request import Request
 
-UNBOUNDED = 2**62
-_LOOK_AGAIN = 0.5  # seconds after which the bound is asked anew while requests wait: replicas come and go
-_LONGEST_RETRY = 60  # seconds
-_PACE_WEIGHT = 0.1  # of the last interval in the mean time between two turns
+__all__ = ["UNBOUNDED", "FairGate", "FairGateConfig", "QueueFigures"]
+
+_LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
+_LONGEST_RETRY = 600  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class FairGateConfig:
-    """max_waiting: requests of one tenant that may wait. max_wait: seconds that one may. Raises `ConfigError`."""
+    """Bounds of the queue. Raises `ConfigError`.
+
+    max_waiting: requests of one tenant that may wait. max_wait: seconds that one may. target_ttft: seconds to the
+    first token that are aimed at: as long as that may the wait be at most, None = `max_wait`.
+    """
 
     max_waiting: int = 4096
     max_wait: float = 60.0
+    target_ttft: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}", "max_waiting")
-        if self.max_wait <= 0:
-            raise ConfigError(f"max_wait must be above 0 seconds, not {self.max_wait}", "max_wait")
+        for name in ("max_wait", "target_ttft"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be above 0 seconds, not {value}", name)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds after which nobody waits any more."""
+        return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFigures:
+    """What waits at a gate. tokens: of prompts and expected output. age: seconds that the first has waited.
+
+    rate: tokens per second that the queue drains by, 0 while that is not known.
+    """
+
+    requests: int = 0
+    tokens: int = 0
+    age: float = 0.0
+    rate: float = 0.0
 
 
 class FairGate:
     """Hands requests to `source`, whose turn it is first. Used on one event loop.
 
-    bound: sequences that may be inside at once, asked for each request. A request with several may go over it, so
-    that a large one is never passed over for ever. While fewer are inside, nobody waits.
+    bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
+    and expected output. A request may go over either, so that a large one is never passed over for ever. While there
+    is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
+    which the queue's drain rate is measured; None = the work of requests that have ended.
     """
 
-    def __init__(self, source: TokenSource, bound: Callable[[], int], config: FairGateConfig | None = None) -> None:
+    def __init__(
+        self,
+        source: TokenSource,
+        bound: Callable[[], int],
+        config: FairGateConfig | None = None,
+        token_bound: Callable[[], int] = lambda: UNBOUNDED,
+        work_done: Callable[[], int] | None = None,
+    ) -> None:
         self.source = source
         self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
         self._bound = bound
+        self._token_bound = token_bound
         self._config = config or FairGateConfig()
         self._queue: FairQueue[_Turn] = FairQueue()
+        self._lengths = OutputLength()
+        self._drain = DrainRate()
+        self._ended_work = 0
+        self._work_done = work_done or (lambda: self._ended_work)
         self._inside = 0
+        self._tokens = 0
         self._look_again: asyncio.TimerHandle | None = None
-        self._pace = 0.0  # seconds between two turns while requests wait
-        self._last_turn = 0.0
 
     @classmethod
     def unbounded(cls, source: TokenSource) -> FairGate:
@@ -65,6 +106,11 @@ class FairGate:
         return self._inside
 
     @property
+    def tokens_inside(self) -> int:
+        """Tokens of prompts and expected output of what was handed on, without what was found in prefix caches."""
+        return self._tokens
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for their turn."""
         return len(self._queue)
@@ -73,62 +119,115 @@ class FairGate:
         """Return how many requests of each tenant wait, of those that have any."""
         return self._queue.lengths()
 
+    def figures(self) -> QueueFigures:
+        """Return what waits now."""
+        now = asyncio.get_running_loop().time()
+        ages = [now - turn.since for turn in self._queue.oldest()]
+        return QueueFigures(len(self._queue), self._queue.work, max(ages, default=0.0), self._drain.per_second or 0.0)
+
     def generate(self, tenant: str, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
 
-        Raises `ApiError` (`overloaded`, 429) where too many of the tenant wait, or it waited too long.
+        Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
+        `deadline_exceeded` (504).
         """
         return _Turn(self, tenant, request, context)
 
     def charge(self, tenant: str, tokens: int) -> None:
-        """Count generated tokens as used by a tenant, so that its later turns come later."""
+        """Count one choice's generated tokens as used by a tenant, so that its later turns come later."""
         self._queue.charge(tenant, tokens)
+        self._lengths.seen(tokens)
 
     async def enter(self, turn: _Turn) -> None:
         """Return when `turn` may go in; whoever went in must `leave`."""
-        if not self._queue and self._inside < self._bound():
+        turn.work = turn.prompt + self._lengths.of(turn.request, turn.sequences)
+        if not self._queue and self._has_room():
             self._queue.pass_by(turn.tenant, turn.cost)
-            self._inside += turn.sequences
-            turn.inside = True
+            self._take_in(turn)
             return
-        if self._queue.length(turn.tenant) >= self._config.max_waiting:
-            raise self._overloaded(turn, f"{self._config.max_waiting} requests of this tenant wait already")
         loop = asyncio.get_running_loop()
+        self._check_wait(turn, loop.time())
+        turn.since = loop.time()
+        turn.waits = True
         turn.called = loop.create_future()
-        latest = loop.time() + self._config.max_wait
-        self._queue.push(turn.tenant, turn, turn.cost)
+        self._queue.push(turn.tenant, turn, turn.cost, turn.priority, turn.work)
         self._let_in()
-        try:
-            async with asyncio.timeout_at(latest if turn.deadline is None else min(latest, turn.deadline)):
-                await turn.called
-        except TimeoutError:
-            if turn.deadline is not None and turn.deadline < latest:
-                raise deadline_exceeded("the request's deadline passed while it waited for its turn") from None
-            raise self._overloaded(turn, f"the request waited {self._config.max_wait:g} s for its turn") from None
-        finally:
-            if not turn.inside:
-                self._queue.remove(turn.tenant, turn)
+        await self._until_called(turn, turn.called)
 
     def leave(self, turn: _Turn) -> None:
         """Take note that a request has ended."""
         turn.inside = False
         self._inside -= turn.sequences
+        self._tokens -= turn.held
+        self._ended_work += turn.work
         self._let_in()
         if not self._inside and not self._queue:
             self._queue.forget()
+
+    def found_cached(self, turn: _Turn, tokens: int) -> None:
+        """Take note that so many tokens of a prompt need no room of their own."""
+        found = min(tokens, turn.held)
+        turn.held -= found
+        self._tokens -= found
+        self._let_in()
+
+    def _has_room(self) -> bool:
+        return self._inside < self._bound() and self._tokens < self._token_bound()
+
+    def _take_in(self, turn: _Turn) -> None:
+        turn.inside = True
+        turn.held = turn.work
+        self._inside += turn.sequences
+        self._tokens += turn.held
+
+    def _check_wait(self, turn: _Turn, now: float) -> None:
+        """Refuse at once whom waiting would not help; raises `ApiError`."""
+        self._note_drain(now)
+        most = self._config.longest_wait
+        seconds = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
+        if seconds is not None and seconds > most:
+            raise self._overloaded(turn, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
+        if turn.deadline is not None and now + (seconds or 0.0) >= turn.deadline:
+            raise deadline_exceeded("the request's deadline would pass while it waited for its turn")
+        if self._queue.length(turn.tenant) < self._config.max_waiting:
+            return
+        priority, last = self._queue.last(turn.tenant)
+        full = f"{self._config.max_waiting} requests of this tenant wait already"
+        if priority <= turn.priority or last.called is None:
+            raise self._overloaded(turn, full)
+        self._drop(last)
+        if not last.called.done():
+            last.called.set_exception(self._overloaded(last, f"{full}, and a more urgent one came"))
+
+    def _drop(self, turn: _Turn) -> None:
+        if turn.waits:
+            turn.waits = False
+            self._queue.remove(turn.tenant, turn)
+
+    async def _until_called(self, turn: _Turn, called: asyncio.Future[None]) -> None:
+        """Wait for the turn; raises `ApiError` where that takes too long."""
+        latest = turn.since + self._config.longest_wait
+        try:
+            async with asyncio.timeout_at(latest if turn.deadline is None else min(latest, turn.deadline)):
+                await called
+        except TimeoutError:
+            if turn.deadline is not None and turn.deadline < latest:
+                raise deadline_exceeded("the request's deadline passed while it waited for its turn") from None
+            raise self._overloaded(turn, f"the request waited {self._config.longest_wait:g} s for its turn") from None
+        finally:
+            self._drop(turn)
 
     def _let_in(self) -> None:
         if not self._queue:
             return
         loop = asyncio.get_running_loop()
-        bound = self._bound()
-        while self._queue and self._inside < bound:
+        while self._queue and self._has_room():
             turn = self._queue.pop()
-            self._inside += turn.sequences
-            turn.inside = True
-            self._note_pace(loop.time())
+            turn.waits = False
+            self._take_in(turn)
             if turn.called is not None and not turn.called.done():
                 turn.called.set_result(None)
+        self._note_drain(loop.time())
         if self._queue and self._look_again is None:
             self._look_again = loop.call_later(_LOOK_AGAIN, self._look)
 
@@ -136,29 +235,39 @@ class FairGate:
         self._look_again = None
         self._let_in()
 
-    def _note_pace(self, now: float) -> None:
-        self._pace += _PACE_WEIGHT * (min(now - self._last_turn, _LONGEST_RETRY) - self._pace)
-        self._last_turn = now
+    def _note_drain(self, now: float) -> None:
+        self._drain.note(self._work_done(), now, waiting=bool(self._queue))
 
     def _overloaded(self, turn: _Turn, reason: str) -> ApiError:
-        """Retrying pays once those who wait now have had their turn, at the pace of late."""
+        """Retrying pays once those who wait now have had their turn, at the rate of late."""
         self.shed[turn.tenant] += 1
-        seconds = min(max(math.ceil(self._pace * len(self._queue)), 1), _LONGEST_RETRY)
+        ahead = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
+        seconds = min(max(math.ceil(ahead or 0.0), 1), _LONGEST_RETRY)
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
 
 
 class _Turn:
-    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token."""
+    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token.
+
+    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
+    held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
+    """
 
     def __init__(self, gate: FairGate, tenant: str, request: Request, context: CallContext) -> None:
         self.tenant = tenant
+        self.request = request
+        self.prompt = len(request.prompt_token_ids)
         self.sequences = len(request.resume) if request.resume else request.params.n
-        self.cost = len(request.prompt_token_ids) + self.sequences
+        self.cost = self.prompt + self.sequences
+        self.priority = request.priority
         self.deadline = request.deadline
+        self.work = self.cost
+        self.held = 0
+        self.since = 0.0
         self.called: asyncio.Future[None] | None = None
+        self.waits = False
         self.inside = False
         self._gate = gate
-        self._request = request
         self._context = context
         self._chunks: AsyncGenerator[TokenChunk, None] | None = None
         self._closed = False
@@ -191,6 +300,9 @@ class _Turn:
             raise StopAsyncIteration
         await self._gate.enter(self)
         # `TokenSource.generate` promises an iterator that can be closed.
-        chunks = self._gate.source.generate(self._request, self._context)
+        chunks = self._gate.source.generate(self.request, self._context)
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
-        return await self._chunks.__anext__()
+        chunk = await self._chunks.__anext__()
+        if chunk.num_cached_tokens:
+            self._gate.found_cached(self, chunk.num_cached_tokens)
+        return chunk

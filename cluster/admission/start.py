@@ -1,0 +1,26 @@
+"""From settings to the gate in front of a dispatcher."""
+
+from __future__ import annotations
+
+from cluster.admission.room import Room, RoomConfig
+from cluster.config import ClusterConfig
+from cluster.dispatcher import Dispatcher
+from cluster.tenants.fair_gate import FairGate, FairGateConfig
+
+
+def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
+    """Return the gate of one model on one router.
+
+    Where no replica is ready nobody is held back: the dispatcher says at once what is wrong.
+    """
+    counters = dispatcher.counters
+    sizes = RoomConfig(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        config.routers,
+        config.max_inflight,
+        config.max_inflight_tokens,
+    )
+    room = Room(sizes, dispatcher.room, counters.outcomes.total)
+    bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft)
+    return FairGate(dispatcher, room.sequences, bounds, room.tokens, lambda: counters.tokens + counters.prefilled)
