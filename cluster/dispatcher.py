@@ -255,15 +255,6 @@ class Dispatcher:
         if not choice.log.tell_prompt(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
             self._break_off(choice, "log-probabilities of its prompt are not at their place")
 
-    def _note_progress(self, live: LiveRequest) -> None:
-        """An attempt has brought something; only the first time counts."""
-        attempt = live.attempt
-        if attempt is None or attempt.progressed:
-            return
-        self.counters.prefilled += attempt.uncomputed
-        if attempt.member.progressed(live, attempt):
-            self._attempts.probe_ended()
-
     def _look_at(self, choice: ChoiceLog) -> None:
         live = self._live[choice.log.request.request_id]
         self._note_progress(live)
@@ -305,7 +296,6 @@ class Dispatcher:
             self._complete(member, live, choice, row)
 
     def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
-        self._note_progress(live)  # a pooled state comes without a token
         del member.streams[row.stream]
         choice.finish(row.reason)
         if live.log.finished:

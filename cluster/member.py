@@ -162,6 +162,7 @@ class Member:
         """Note the attempt's first token: the request does not kill the replica. Returns whether it was the probe."""
         attempt.progressed = True
         self._computed(attempt)
+        counters.prefilled += attempt.tokens
         if live.predicted is not None and attempt.tokens == len(live.log.request.prompt_token_ids):
             counters.predicted_tokens += live.predicted
             counters.found_tokens += attempt.found
