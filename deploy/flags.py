@@ -182,7 +182,8 @@ def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
     try:
         return parse_app(_overridden(loaded, chosen))
     except ConfigError as error:
-        if path is not None and error.flag in loaded and error.flag not in chosen:
+        in_file = error.flag in loaded or "models" in loaded
+        if path is not None and in_file and error.flag not in chosen:
             raise ConfigError(f"{path}: {error}", error.flag) from None
         raise
 

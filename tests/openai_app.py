@@ -26,11 +26,11 @@ from tests.fake_source import FakeSource
 MODEL = "demo"
 
 
-def served_model(folder: Path, **changes) -> ServedModel:
+def served_model(folder: Path, name: str = MODEL, **changes) -> ServedModel:
     """A model that is nothing but a tokenizer."""
     tokenizer = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)))
     given = {"max_model_len": 256, "vocab_size": tokenizer.vocab_size, "created": 1_700_000_000} | changes
-    return ServedModel(MODEL, tokenizer, **given)
+    return ServedModel(name, tokenizer, **given)
 
 
 def saying(model: ServedModel, *texts: str, **changes) -> FakeSource:
@@ -46,6 +46,12 @@ def front_for(
     """A model whose tokens come from `source`."""
     given = {"ready": lambda: True} | changes
     return ModelFront(model, gate or FairGate.unbounded(source), metrics.of(model.model_id, figures), **given)
+
+
+def two_models_app(first: ModelFront, second: ModelFront, metrics: Metrics, **changes):
+    """The app around two models that were made with `metrics`."""
+    given = {"ready": lambda: {"ready": True, "replicas": []}} | changes
+    return build_app(Models([first, second]), metrics, **given)
 
 
 def app_for(source, model: ServedModel, *, api_key=None, gate=None, figures=ClusterFigures, **changes):

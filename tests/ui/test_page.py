@@ -7,6 +7,7 @@ import contextlib
 import json
 import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -14,9 +15,11 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from cluster.errors import ApiError
+from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
-from tests.openai_app import app_for, serving
+from engine.report import EngineStats
+from tests.openai_app import MODEL, app_for, front_for, serving, two_models_app
 from tests.ui.browser import Browser, find_browser
 from tests.ui.served import ANSWER, Replicas, demo_model, speaker
 
@@ -208,6 +211,33 @@ async def test_replicas_show_load_and_cache_and_polling_pauses_with_the_tab(brow
         async with asyncio.timeout(5):
             while replicas.looks == looks:
                 await asyncio.sleep(0.01)
+
+
+async def test_of_several_models_the_user_chooses_one_and_replicas_say_whose_they_are(browser, model):
+    other, metrics = replace(model, model_id="other", max_model_len=1024), Metrics()
+    sources = [speaker(model, "From the first."), speaker(other, "From the other.")]
+    fronts = [
+        front_for(sources[0], model, metrics, figures=Replicas()),
+        front_for(
+            sources[1], other, metrics, figures=lambda: ClusterFigures([ReplicaFigures("lone", EngineStats())])
+        ),
+    ]
+    async with page(browser, two_models_app(*fronts, metrics)) as tab:
+        await tab.until("document.querySelectorAll('.replica').length === 3")
+        heads = await tab.value("[...document.querySelectorAll('.replica h3')].map(e => e.textContent)")
+        assert sorted(heads) == [f"{MODEL}: squadron-7f3a91", f"{MODEL}: squadron-c02be4", "other: lone"]
+        assert "3 ready" in await tab.text("#cluster")
+        assert not await tab.value("document.getElementById('model-field').hidden")
+        await tab.value(
+            "document.getElementById('model').value = 'other';"
+            "document.getElementById('model').dispatchEvent(new Event('change'))"
+        )
+        assert await tab.value("document.getElementById('model-name').textContent") == "other"
+        assert "at most 1024 tokens" in await tab.value("document.getElementById('max_tokens').title")
+        await ask(tab, "Hi")
+        await ended(tab)
+        assert await tab.value("turns[0].answer") == "From the other."
+        assert not sources[0].requests
 
 
 async def test_figures_that_stop_coming_are_said_to_be_old(browser, model):
