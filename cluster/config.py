@@ -53,6 +53,7 @@ class ModelConfig(EngineConfig):
         waits, each tenant in a line of its own, and tenants take turns.
     target_ttft: seconds to the first token that are aimed at: as long a request may wait at most, if that is less
         than `max_queue_wait`.
+    routing_policy: how a router chooses the replica of a request (`POLICIES`).
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
         `tool_choice` "auto" is refused, while forced calls need none.
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
@@ -67,6 +68,7 @@ class ModelConfig(EngineConfig):
     max_inflight: Count | None = None
     max_inflight_tokens: Count | None = None
     target_ttft: Seconds | None = None
+    routing_policy: str = "kv_aware"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
@@ -102,7 +104,6 @@ class ClusterConfig(ModelConfig):
     max_body_bytes: largest request body.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
-    routing_policy: how a router chooses the replica of a request (`POLICIES`).
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
     drain_timeout: seconds that Serve waits for a stopping router's streams; for a replica's at most 30, since those
         go on elsewhere.
@@ -118,7 +119,6 @@ class ClusterConfig(ModelConfig):
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
     link_host: str | None = None
-    routing_policy: str = "kv_aware"
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
 
