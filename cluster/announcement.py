@@ -13,7 +13,8 @@ class Announcement:
     """One replica: where its report stream listens, and what came up.
 
     phases: seconds that each phase of its start took. kv_tokens: tokens that its KV cache holds.
-    pids: process ids by rank, on their own nodes.
+    pids: process ids by rank, on their own nodes. vocabulary: `engine.fingerprint.vocabulary_fingerprint`; only a
+    router of the same may send requests, since tokens mean something else elsewhere.
     """
 
     replica_id: str
@@ -21,6 +22,7 @@ class Announcement:
     phases: dict[str, float]
     kv_tokens: int
     pids: tuple[int, ...]
+    vocabulary: str = ""
 
     def public(self) -> dict[str, Any]:
         """Return what may be shown to anyone who asks whether the service is ready."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,19 +12,19 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster.app_config import parse_app
+from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig
 from cluster.discovery import LeaseRequestRouter
+from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
-from cluster.placement import ROUTER_CPUS, plan_placement
+from cluster.placement import ROUTER_CPUS, plan_app, plan_placement
 from cluster.replica import Replica
 from cluster.router import Router
+from engine.fingerprint import model_fingerprint
 
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
-# Seconds a stopping replica may finish what it runs; the rest goes on elsewhere. Serve gives a hung process as long.
-REPLICA_DRAIN = 30.0
 # Seconds without an answer that count as one failed check; Serve replaces a replica after three in a row. What takes
 # long keeps nobody from answering: loading and warm-up come before the first check, and a step, however long, runs in
 # a thread of its own that lets go of the interpreter while the device computes. So this bounds how long the event
@@ -37,7 +38,7 @@ ROUTER_ANSWER = 2.0
 def build(args: dict[str, Any]) -> Application:
     """Return the app for `args`: the settings of `ClusterConfig`, by name, dashes or underscores, or `models`.
 
-    Raises `ConfigError` naming the setting.
+    Raises `ConfigError` naming the setting, or `CheckpointError` naming the file: what is served before goes on then.
     """
     app = parse_app(args)
     names = deployment_names(app)
@@ -45,10 +46,10 @@ def build(args: dict[str, Any]) -> Application:
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
     replicas = []
     for config, name, own in zip(app.models, names, settings, strict=True):
-        resolve_model(config.model)
+        _refuse_damaged(resolve_model(config.model))
         title = config.model_id if app.listed else ""
-        replicas.append(_replica(config, name).bind(own | {"api_key": None}, title))
-    return _router(app.shared).bind(settings, replicas)
+        replicas.append(_replica(config, name, _surge(app, config.replicas)).bind(own | {"api_key": None}, title))
+    return _router(app.shared, _surge(app, app.shared.routers)).bind(settings, replicas)
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -58,7 +59,21 @@ def uses_gpu(config: ClusterConfig) -> bool:
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
 
 
-def _replica(config: ClusterConfig, name: str) -> serve.Deployment:
+def _refuse_damaged(model: str) -> None:
+    """Look at a folder's files before anything that serves is stopped for them. A hub id is left to the replicas."""
+    if Path(model).is_dir():
+        model_fingerprint(model, "")
+
+
+def _surge(app: AppConfig, copies: int) -> int:
+    """Return Serve's `max_surge_percent`: without room for one more, an update that waits for it would never end."""
+    if app.shared.max_surge_percent is not None:
+        return app.shared.max_surge_percent
+    free = ray.available_resources() if ray.is_initialized() else {}
+    return surge_percent(copies) if fits(plan_app(app, uses_gpu).one_more, free) else 0
+
+
+def _replica(config: ClusterConfig, name: str, surge: int) -> serve.Deployment:
     bundles = plan_placement(config, uses_gpu(config)).bundles
     return serve.deployment(
         Replica,
@@ -71,7 +86,8 @@ def _replica(config: ClusterConfig, name: str) -> serve.Deployment:
         max_constructor_retry_count=3,
         health_check_period_s=1,
         health_check_timeout_s=REPLICA_ANSWER,
-        graceful_shutdown_timeout_s=min(config.drain_timeout, REPLICA_DRAIN),
+        graceful_shutdown_timeout_s=config.drain_timeout,
+        max_surge_percent=surge,
         request_router_config=RequestRouterConfig(
             request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
         ),
@@ -79,7 +95,7 @@ def _replica(config: ClusterConfig, name: str) -> serve.Deployment:
     )
 
 
-def _router(config: ClusterConfig) -> serve.Deployment:
+def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
     return serve.deployment(
         Router,
         name="Router",
@@ -90,5 +106,6 @@ def _router(config: ClusterConfig) -> serve.Deployment:
         health_check_period_s=1,
         health_check_timeout_s=ROUTER_ANSWER,
         graceful_shutdown_timeout_s=config.drain_timeout,
+        max_surge_percent=surge,
         logging_config=LoggingConfig(enable_access_log=False),
     )

@@ -105,8 +105,10 @@ class ClusterConfig(ModelConfig):
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
-    drain_timeout: seconds that Serve waits for a stopping router's streams; for a replica's at most 30, since those
-        go on elsewhere.
+    drain_timeout: seconds that Serve waits for the streams of a stopping router or replica. A replica's go on
+        elsewhere after 30 s if another replica has the same model.
+    max_surge_percent: copies that an update may start beyond `replicas` before it stops old ones, as in Serve, which
+        rounds up; 0 = stop first. None = one, where the cluster has room for it when the app is deployed, else 0.
     """
 
     routers: Count = 1
@@ -121,6 +123,7 @@ class ClusterConfig(ModelConfig):
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
+    max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

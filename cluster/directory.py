@@ -23,10 +23,17 @@ LEASE_PATIENCE = 5.0  # seconds; a replica that has stopped may have been asked,
 
 
 class ReplicaDirectory:
-    """Keeps one link per running replica in the dispatcher, for as long as the replica's lease lasts."""
+    """Keeps one link per running replica in the dispatcher, for as long as the replica's lease lasts.
 
-    def __init__(self, router_id: str, replicas: DeploymentHandle[Any], dispatcher: Dispatcher) -> None:
+    vocabulary: what the router's tokens are of; while an update goes on there may be replicas of another, which get
+    nothing from this router.
+    """
+
+    def __init__(
+        self, router_id: str, replicas: DeploymentHandle[Any], dispatcher: Dispatcher, vocabulary: str = ""
+    ) -> None:
         self._router_id = router_id
+        self._vocabulary = vocabulary
         self._node = ray.get_runtime_context().get_node_id()
         self._lease_call = replicas.options(stream=True).lease
         self._dispatcher = dispatcher
@@ -63,6 +70,10 @@ class ReplicaDirectory:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._watch.known.add(announcement.replica_id)
+            if announcement.vocabulary != self._vocabulary:
+                logger.info("replica %s is of another model, and left to its routers", announcement.replica_id)
+                lease.cancel()
+                continue
             self._spawn(self._hold(announcement, lease))
 
     async def _hold(self, announcement: Announcement, lease: Any) -> None:

@@ -13,6 +13,7 @@ _TIMES = (
     "progress_timeout",
     "admission_wait",
     "no_replica_timeout",
+    "hand_over_after",
     "ping_interval",
     "resync_interval",
 )
@@ -30,6 +31,8 @@ class DispatcherConfig:
         which the request is taken for their cause (500, `request_quarantined`). With one such death missing it is a
         suspect: no two suspects run on one replica, and others avoid the replica until the suspect has brought a
         token. So bystanders, who make progress somewhere in between, are not blamed.
+    hand_over_after: how long what runs on a draining replica may go on there; then it goes on elsewhere, if there is
+        a replica of the same model.
     max_pending_tokens: tokens of a choice that may wait for a consumer that does not take them (`slow_consumer`).
     ping_interval: how often each replica is told that the router lives.
     max_hashed_tokens: leading prompt tokens that are looked for in the replicas' prefix caches.
@@ -42,6 +45,7 @@ class DispatcherConfig:
     progress_timeout: float = 60.0
     admission_wait: float = 1.0
     no_replica_timeout: float = 30.0
+    hand_over_after: float = 30.0
     quarantine_deaths: int = 3
     max_pending_tokens: int = 4096
     ping_interval: float = 1.0

@@ -175,6 +175,13 @@ class Dispatcher:
         if self._on_link_lost is not None:
             self._loop.call_soon(self._on_link_lost, member.replica_id, code)
 
+    def on_overstay(self, member: Member) -> None:
+        """Go on elsewhere with what still runs on a draining replica, where that can be (called by the fleet)."""
+        for live in list(member.live.values()):
+            if self._fleet.has_successor(live):
+                self._attempts.withdraw(live)
+                self._attempts.move(live)
+
     def _accept(self, request: Request, context: CallContext) -> LiveRequest:
         if self._closing:
             raise ApiError("shutting_down", "the server is shutting down", request_id=request.request_id)

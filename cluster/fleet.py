@@ -46,6 +46,9 @@ class FleetListener(Protocol):
     def on_lost(self, member: Member, code: str, message: str) -> None:
         """A replica's link is over; the member is no longer in the fleet."""
 
+    def on_overstay(self, member: Member) -> None:
+        """A draining replica has not finished what it runs in good time. Told again as long as that is so."""
+
 
 class Fleet:
     """Links by replica id, one reader task each, and a watch over silence. Used on one event loop."""
@@ -145,6 +148,10 @@ class Fleet:
         pool = [member for member in self._members.values() if member.takes_requests]
         return bool(pool) and not any(member.can_continue(live) for member in pool)
 
+    def has_successor(self, live: LiveRequest) -> bool:
+        """Whether a replica that takes requests could go on with `live`."""
+        return any(member.takes_requests and member.can_continue(live) for member in self._members.values())
+
     def is_suspect(self, live: LiveRequest) -> bool:
         """Whether one more death without progress would put the request in quarantine."""
         return live.strikes >= self._config.quarantine_deaths - 1
@@ -211,6 +218,10 @@ class Fleet:
                 self._attend(member, now)
 
     def _attend(self, member: Member, now: float) -> None:
+        if member.draining:
+            member.drains_since = now if member.drains_since is None else member.drains_since
+            if now - member.drains_since > self._config.hand_over_after:
+                self._listener.on_overstay(member)
         if now - member.last_heard > self._config.stall_timeout:
             self.lose(member, STALLED, f"silent for {self._config.stall_timeout:g} s")
         elif member.load.progress_age > self._config.progress_timeout:

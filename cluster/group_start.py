@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
 from engine.loader import ModelFolder
-from engine.local_executor import ModelInfo, build_executor, drive_gang, prepare_model
+from engine.local_executor import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
 from engine.worker import worker_main
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing
@@ -39,14 +39,14 @@ class StartedGroup:
         return (os.getpid(), *(self.gang.pids if self.gang else ()))
 
 
-def start_group(config: ClusterConfig) -> StartedGroup:
-    """Load the model on all ranks.
+def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> StartedGroup:
+    """Load the model on all ranks. on_phase: told each phase as it begins.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
     _check_link_host(config.link_host)
     if config.tensor_parallel_size == 1:
-        executor, info = build_executor(config.engine)
+        executor, info = build_executor(config.engine, on_phase)
         return StartedGroup(executor, info, None)
     folder, engine = prepare_model(config.engine)
     placement = get_current_placement_group()
@@ -56,11 +56,16 @@ def start_group(config: ClusterConfig) -> StartedGroup:
             "cluster.app:build, which asks for it",
             "tensor_parallel_size",
         )
-    return _start_gang(folder, engine, placement, config)
+    on_phase("workers")
+    return _start_gang(folder, engine, placement, config, on_phase)
 
 
 def _start_gang(
-    folder: ModelFolder, engine: EngineConfig, placement: PlacementGroup, config: ClusterConfig
+    folder: ModelFolder,
+    engine: EngineConfig,
+    placement: PlacementGroup,
+    config: ClusterConfig,
+    on_phase: OnPhase,
 ) -> StartedGroup:
     size = engine.tensor_parallel_size
     gang = RayGang(placement, tuple(placement.bundle_specs))
@@ -74,7 +79,7 @@ def _start_gang(
         raise
     handle = ring.name if ring else None
     gang.start(worker_main, lambda rank: (engine, rank, size, rendezvous.address, handle))
-    executor, info = drive_gang(engine, folder, rendezvous, ring, gang)
+    executor, info = drive_gang(engine, folder, rendezvous, ring, gang, on_phase)
     return StartedGroup(executor, info, gang)
 
 

@@ -87,6 +87,7 @@ class Member:
         self.kv_tokens = link.welcome.num_kv_blocks * link.welcome.block_size
         self.fingerprint = link.welcome.fingerprint
         self.draining = link.welcome.draining
+        self.drains_since: float | None = None  # when that was first seen
         self.gone = False
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}

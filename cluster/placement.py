@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
@@ -37,6 +37,13 @@ class AppPlacement:
     def cpus(self) -> float:
         """CPUs of the whole app."""
         return sum(model.total("CPU") for model in self.models) + self.routers * ROUTER_CPUS
+
+    @property
+    def one_more(self) -> dict[str, float]:
+        """Resources of one more replica of each model and one more router, which an update starts."""
+        kinds = {kind for model in self.models for bundle in model.bundles for kind in bundle}
+        more = {kind: sum(replace(model, replicas=1).total(kind) for model in self.models) for kind in kinds}
+        return more | {"CPU": more.get("CPU", 0.0) + ROUTER_CPUS}
 
     @property
     def gpus(self) -> float:

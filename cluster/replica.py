@@ -9,11 +9,14 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
+import ray
 from ray import serve
 
 from cluster.announcement import Announcement
 from cluster.config import ClusterConfig, resolve_config
 from cluster.group_start import StartedGroup, listening_host, start_group
+from cluster.life.start import Start
+from cluster.life.start_register import StartRegister, living_actors, version_of
 from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
 from cluster.logs import log_to_serve
@@ -22,7 +25,7 @@ from cluster.replica_facts import ReplicaFacts
 from cluster.start_error import ReplicaStartError
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, SquadronError
-from engine.fingerprint import model_fingerprint
+from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
 from engine.grammar.process import GrammarService
 from engine.tokenizer import Tokenizer
 from parallel.errors import ParallelError
@@ -44,11 +47,15 @@ class Replica:
     def __init__(self, settings: dict[str, Any], title: str = "") -> None:
         log_to_serve()
         self._id = serve.get_replica_context().replica_id.unique_id
+        self._start = _start(self._id, settings)
+        self._start.hold_back()
         try:
             config = resolve_config(settings)
-            self._group = start_group(config)
+            self._group = start_group(config, self._start.phase)
             facts = _facts(self._id, config, self._group)
+            self._vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
         except (SquadronError, ParallelError) as error:
+            self._start.failed(str(error))
             raise ReplicaStartError.of(error, title) from error
         self._loop = asyncio.get_running_loop()
         self._config = config
@@ -57,6 +64,7 @@ class Replica:
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if self._group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
+        self._start.ready()
 
     async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:
         """Tell a router on `node` how to reach this replica; stays open until it lets go or one of the two is gone.
@@ -67,7 +75,7 @@ class Replica:
         info = self._group.info
         address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
         logger.info("replica %s: leased by router %s", self._id, router_id)
-        yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids)
+        yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
         await self._core.until_left(router_id, LINK_PATIENCE)
 
     def check_health(self) -> None:
@@ -95,6 +103,8 @@ class Replica:
         logger.error("replica %s ends: %s", self._id, reason)
         if self._group.gang is not None:
             self._group.gang.kill()
+        # Beside the loop: nothing may hold up the end of this process.
+        threading.Thread(target=self._start.died, args=(reason,), name="last-words", daemon=True).start()
         self._loop.call_later(LAST_WORDS, _end_process)
 
 
@@ -102,6 +112,13 @@ def _end_process() -> NoReturn:
     # Nothing in this process can be trusted to unwind: a thread may hang in a collective for good.
     logging.shutdown()
     os._exit(1)
+
+
+def _start(replica_id: str, settings: dict[str, Any]) -> Start:
+    context = serve.get_replica_context()
+    register = StartRegister(context.app_name, context.deployment, version_of(settings))
+    actor = ray.get_runtime_context().get_actor_name() or replica_id
+    return Start(register, replica_id, actor, living_actors)
 
 
 def _engine(group: StartedGroup) -> EngineCore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -15,6 +16,10 @@ from cluster.grpc_api.figures import GrpcFigures
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.ingress.check import IngressCheck
+from cluster.life.app_body import app_body
+from cluster.life.app_watch import AppWatch, look
+from cluster.life.other_routers import OtherRouters
+from cluster.life.start_gate import StartGate
 from cluster.logs import log_to_serve
 from cluster.metrics import Metrics
 from cluster.models.live import LiveModel
@@ -46,6 +51,10 @@ class Router:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
         self._router_id = uuid4().hex
+        context = serve.get_replica_context()
+        self._others = OtherRouters(context.app_name, context.deployment)
+        self._watch = AppWatch(partial(look, context.app_name))
+        self._watch.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the front end (called by Serve on this replica's event loop)."""
@@ -62,14 +71,19 @@ class Router:
             names_answers=False,
         )
         self._ingress = IngressCheck(app)
+        gate = StartGate(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None:
-            return self._ingress
+            return gate
         services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes)
-        return BesideHttp(self._ingress, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+        return BesideHttp(gate, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+
+    def _serving(self) -> tuple[int, int]:
+        return sum(one.front.ready() for one in self._live), len(self._live)
 
     def _ready(self) -> dict[str, Any]:
         who = {"router": self._router_id, "guarded": self._ingress.guarded}
-        return who | app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
+        ready = app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
+        return who | ready | app_body(self._others.app, self._watch.picture, [one.views() for one in self._live])
 
 
 def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfig, ServedModel]:

@@ -106,6 +106,53 @@ def chat(
 
 
 @app.command()
+def status(
+    address: Annotated[
+        str, typer.Option("--address", "--url", help="Where the server listens.")
+    ] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
+    ] = None,
+) -> None:
+    """Say how a server is: its replicas, their load, and what keeps those from serving that do not.
+
+    Exit code: 0 = ready, 1 = not ready, 2 = it cannot be asked. Needs no Ray on this machine.
+    """
+    from deploy.status.command import show_status
+
+    raise typer.Exit(show_status(address, api_key or Environment.read().api_key, as_json, watch))
+
+
+@app.command("demo-failover")
+def demo_failover(
+    kills: Annotated[int | None, typer.Option(min=1, help="Stop after so many kills.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="Stop after so many seconds.")] = None,
+    every: Annotated[float, typer.Option(min=0, help="Seconds from when all replicas serve to the next kill.")] = 5.0,
+    streams: Annotated[int, typer.Option(min=1, max=64, help="Streams at a time.")] = 8,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the model.")] = 2,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Ranks of each.")
+    ] = 1,
+    tokens: Annotated[int, typer.Option(min=16, max=1500, help="Tokens of one answer.")] = 300,
+    seed: Annotated[int, typer.Option(help="Which replicas are killed.")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Ray's and Serve's own logs.")] = False,
+) -> None:
+    """Watch streams survive: serves the demo model here, and kills its replicas (kill -9) while streams run.
+
+    Each answer is compared with the one that was given before the first kill. Ends at Ctrl-C, or by --kills or
+    --seconds. Exit code: 0 only if replicas were killed and every answer was exact.
+    """
+    prepare_local_ray()
+    from deploy.failover.command import FailoverOptions
+    from deploy.failover.command import demo_failover as run
+
+    options = FailoverOptions(streams, replicas, tensor_parallel_size, tokens, kills, seconds, every, seed, verbose)
+    raise typer.Exit(run(options))
+
+
+@app.command()
 def version() -> None:
     """Print the version of Squadron and of what it runs on."""
     for name in ("squadron", "ray", "torch", "transformers"):

@@ -51,6 +51,7 @@ OPEN_DEFAULTS = {
     "target_ttft": "none",
     "tool_call_parser": "none",
     "reasoning_parser": "none",
+    "max_surge_percent": "one copy, where there is room",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -89,7 +90,8 @@ HELP = {
         "link_host": "Address on which replicas listen for routers.",
         "routing_policy": "How a router chooses the replica of a request.",
         "stall_timeout": "Seconds without a sign of life after which a router leaves a replica.",
-        "drain_timeout": "Seconds that a replica told to stop may take to finish its streams.",
+        "drain_timeout": "Seconds that a router or replica told to stop may take to finish its streams.",
+        "max_surge_percent": "Copies beyond --replicas that an update starts before it stops old ones; 0 = none.",
     },
     "HTTP": {
         "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",

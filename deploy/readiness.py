@@ -13,6 +13,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import flag
 from cluster.start_error import StartFailure, find_start_failure
+from deploy.client import client_for
 from engine.errors import SquadronError
 
 POLL_SECONDS = 0.2
@@ -67,12 +68,6 @@ class Readiness:
         if not isinstance(body, dict) or not body.get("ready"):
             return []
         return [replica for replica in body.get("replicas", []) if replica.get("phases")]
-
-
-def client_for(url: str, api_key: str | None) -> httpx.Client:
-    """Return a client for the server at `url` that shows the key, if there is one."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False)
 
 
 def refuse_failed(status: ApplicationStatusOverview) -> None:

@@ -22,12 +22,13 @@ from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
+from deploy.client import client_for
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count
 from deploy.phases import PhaseLog
 from deploy.plan import make_plans
 from deploy.ray_output import without_death_notices
-from deploy.readiness import Readiness, StartError, client_for
+from deploy.readiness import Readiness, StartError
 from deploy.replica_log import ReplicaLog
 from engine.errors import ConfigError
 
@@ -117,8 +118,8 @@ class Server:
     def announce(self) -> None:
         """Say where the model is served and how to ask it."""
         config, names = self._config, self._app.names
-        self._phases.total(f"{self._url}/v1   model{'s' if len(names) > 1 else ''} {', '.join(names)}")
-        self.say(f"Page: {self._url}/ui" + (", where the password is an API key" if config.api_key else ""))
+        self._phases.total(f"{self.url}/v1   model{'s' if len(names) > 1 else ''} {', '.join(names)}")
+        self.say(f"Page: {self.url}/ui" + (", where the password is an API key" if config.api_key else ""))
         if config.grpc_port is not None:
             self.say(f"gRPC: {connect_host(config.host)}:{config.grpc_port}, service squadron.v1.Inference")
         if not is_loopback(config.host) and not config.api_key:
@@ -126,9 +127,9 @@ class Server:
                 f"[bold red]Warning:[/] anybody who reaches {config.host} can use this server: set --api-key "
                 "or SQUADRON_API_KEY."
             )
-        self.say("\n" + curl(self._url, config) + "\n")
+        self.say("\n" + curl(self.url, config) + "\n")
         choice = f" --model {names[0]}" if len(names) > 1 else ""
-        self.say(f"`squadron chat --url {self._url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
+        self.say(f"`squadron chat --url {self.url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
@@ -137,7 +138,7 @@ class Server:
             ReplicaLog(self._replicas, config.replicas, self.say, config.model_id if named else "")
             for config in self._app.models
         ]
-        with client_for(self._url, self._config.api_key) as client:
+        with client_for(self.url, self._config.api_key) as client:
             while True:
                 for _ in range(LOOKS_PER_STATUS):
                     time.sleep(LOOK_SECONDS)
@@ -164,7 +165,8 @@ class Server:
         return self._app.shared
 
     @property
-    def _url(self) -> str:
+    def url(self) -> str:
+        """Where the HTTP endpoint is, on this machine."""
         return f"http://{connect_host(self._config.host)}:{self._config.port}"
 
     def _tell_phases(self, waited: float) -> None:
@@ -191,7 +193,8 @@ class Server:
         if address is not None:
             return JoinedRay(address, verbose)
         # Whether GPUs are used changes nothing about the CPUs.
-        return LocalRay(plan_app(self._app, lambda _: False).cpus, verbose)
+        placement = plan_app(self._app, lambda _: False)
+        return LocalRay(placement.cpus + placement.one_more["CPU"], verbose)
 
     def _check_capacity(self) -> None:
         if not self._options.wait_for_nodes:
@@ -216,10 +219,10 @@ class Server:
     def _find_proxy(self) -> None:
         """Serve runs in the joined cluster already, and keeps the address that it was started with."""
         try:
-            httpx.get(f"{self._url}/-/healthz", timeout=5.0, trust_env=False)
+            httpx.get(f"{self.url}/-/healthz", timeout=5.0, trust_env=False)
         except httpx.HTTPError:
             raise StartError(
-                f"Serve already runs in this cluster, but not at {self._url}: give its address with --host and --port"
+                f"Serve already runs in this cluster, but not at {self.url}: give its address with --host and --port"
             ) from None
 
     def _deploy(self) -> None:
@@ -232,7 +235,7 @@ class Server:
 
     def _readiness(self) -> Readiness:
         wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self._url, self._config.api_key, wanted, self.say)
+        return Readiness(APP, self.url, self._config.api_key, wanted, self.say)
 
     def _delete(self, grace: float) -> None:
         serve.delete(APP, _blocking=False)

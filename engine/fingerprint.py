@@ -16,6 +16,7 @@ from engine.errors import CheckpointError
 LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 SAMPLE_BYTES = 256
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # What the saving library writes about itself; it changes no token.
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
@@ -39,6 +40,27 @@ def model_fingerprint(model: str, dtype: str) -> str:
     return digest.hexdigest()
 
 
+def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
+    """Return 32 hex digits for what texts are cut into: equal where a router may speak for a replica.
+
+    Covers the size of the vocabulary and the files that hold it, `tokenizer`'s where that is given; of a tokenizer on
+    the hub only the id. Raises `CheckpointError`.
+    """
+    folder = find_checkpoint(model)
+    digest = hashlib.blake2b(_canonical(read_json(folder / "config.json").get("vocab_size")), digest_size=16)
+    where = folder if tokenizer is None else Path(tokenizer).expanduser()
+    if not where.is_dir():
+        digest.update(_canonical(tokenizer))
+    for path in (where / name for name in VOCABULARY_FILES):
+        try:
+            digest.update(_canonical(path.name) + path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True).encode() + b"\0"
 
@@ -53,8 +75,12 @@ def _read_into(digest: hashlib.blake2b, path: Path) -> None:
             header = _header(file)
             start = file.tell()
             digest.update(header)
-            digest.update(path.stat().st_size.to_bytes(8, "little"))
-            for first, last in _ranges(header):
+            size = path.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            ranges = _ranges(header)
+            if size != start + max((last for _, last in ranges), default=0):
+                raise ValueError(f"{size} bytes, and its header tells of {start + ranges[-1][1]}")
+            for first, last in ranges:
                 file.seek(start + max(first, (first + last - SAMPLE_BYTES) // 2))
                 digest.update(file.read(min(SAMPLE_BYTES, last - first)))
     except FileNotFoundError:

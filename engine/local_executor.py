@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,8 @@ from parallel.ring import SharedMemoryRing
 logger = logging.getLogger(__name__)
 
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
+
+OnPhase = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,22 +125,23 @@ class GangExecutor(Executor):
         self._group.close()
 
 
-def build_executor(config: EngineConfig) -> tuple[Executor, ModelInfo]:
+def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:
     """Load the model on this machine and return its executor, ready for the first step.
 
-    With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one.
+    With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one. on_phase:
+    told each phase of loading as it begins.
 
     Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
     """
     folder, config = prepare_model(config)
     size = config.tensor_parallel_size
     if size == 1:
-        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder)
+        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
         return SoloExecutor(runner), model_info(runner)
     rendezvous = Rendezvous.create()
     ring = SharedMemoryRing.create(readers=size - 1)
     workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
-    return drive_gang(config, folder, rendezvous, ring, workers)
+    return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
 
 
 def prepare_model(config: EngineConfig) -> tuple[ModelFolder, EngineConfig]:
@@ -156,7 +160,12 @@ def prepare_model(config: EngineConfig) -> tuple[ModelFolder, EngineConfig]:
 
 
 def drive_gang(
-    config: EngineConfig, folder: ModelFolder, rendezvous: Rendezvous, channel: Channel | None, workers: Workers
+    config: EngineConfig,
+    folder: ModelFolder,
+    rendezvous: Rendezvous,
+    channel: Channel | None,
+    workers: Workers,
+    on_phase: OnPhase = lambda _: None,
 ) -> tuple[GangExecutor, ModelInfo]:
     """Be rank 0 of a gang whose workers were started elsewhere with `worker_main`; returns when all are loaded.
 
@@ -168,11 +177,12 @@ def drive_gang(
     began = time.perf_counter()
     try:
         set_threads(size)
+        on_phase("workers")
         await_workers(rendezvous, size, workers.check)
         group = join_group(config, 0, size, rendezvous)
         channel = channel or open_channel(group, rendezvous, None)
         waited = time.perf_counter() - began
-        runner = ModelRunner(config, group, folder)
+        runner = ModelRunner(config, group, folder, on_phase)
     except BaseException as error:
         reason = _last_words(workers) if isinstance(error, ParallelError) else None
         workers.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -82,12 +82,20 @@ def _cores() -> int:
 class ModelRunner:
     """One rank's model and its part of the KV cache. Used by one thread; all ranks must make the same calls.
 
-    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting.
+    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: told each
+    phase as it begins.
 
     Raises `CheckpointError`, `ConfigError` or `ShardingError` naming what is wrong.
     """
 
-    def __init__(self, config: EngineConfig, group: Group, folder: ModelFolder | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group,
+        folder: ModelFolder | None = None,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._on_phase = on_phase
         folder = folder or open_model(config.model)
         shrink = config.max_model_len is None
         config = resolve(config, folder.spec)
@@ -214,6 +222,7 @@ class ModelRunner:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
+        self._on_phase(name)
         began = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - began

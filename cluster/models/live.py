@@ -11,12 +11,14 @@ from cluster.config import ClusterConfig
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.life.app_body import ModelViews
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.models.front import ModelFront
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
 from cluster.request_figures import RequestCollector
 from cluster.translation import stats_of
+from engine.fingerprint import vocabulary_fingerprint
 
 
 class LiveModel:
@@ -36,7 +38,9 @@ class LiveModel:
             routing_policy=config.routing_policy,
         )
         self._dispatcher = Dispatcher(times)
-        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher)
+        vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
+        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher, vocabulary)
+        self._deployment = replicas.deployment_name
         metrics.register(
             RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
         )
@@ -51,6 +55,10 @@ class LiveModel:
     def ready(self) -> dict[str, Any]:
         """Return what `/ready` says of this model."""
         return ready_body(self._dispatcher, self._directory.announcements)
+
+    def views(self) -> ModelViews:
+        """Return what this router sees of the model's replicas."""
+        return ModelViews(self.front.model_id, self._deployment, self._dispatcher.replicas())
 
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]

@@ -328,6 +328,23 @@ async def test_removed_replica_finishes_or_hands_over(hand_over):
         lab.dispatcher.remove_replica("nobody")
 
 
+@pytest.mark.parametrize("same_model", [True, False])
+async def test_what_overstays_on_a_draining_replica_goes_on_elsewhere_only_on_the_same_model(same_model):
+    async with Lab(DispatcherConfig(hand_over_after=0.1, ping_interval=0.1)) as lab:
+        old = await lab.start("a", steps=3, fingerprint="v1")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 3)
+        new = await lab.start("b", fingerprint="v1" if same_model else "v2")
+        lab.dispatcher.remove_replica("a")
+        if same_model:
+            await until(lambda: lab.dispatcher.counters.migrations == 1)
+        else:
+            await asyncio.sleep(0.5)  # many times over what it may stay
+            old.executor.allow(100)
+        assert await running == oracle(long_request("r"))
+        assert new.core.stats.generated_tokens == (37 if same_model else 0)
+
+
 async def test_silent_replica_is_given_up_and_its_requests_go_on():
     async with Lab(DispatcherConfig(stall_timeout=0.3)) as lab:
         await lab.start("a", steps=4)

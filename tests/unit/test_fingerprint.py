@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint
+from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
 
 
 @pytest.fixture
@@ -88,3 +88,17 @@ def test_missing_weights_are_refused_by_name(folder: Path) -> None:
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"weight file model-2\.safetensors is missing"):
         model_fingerprint(str(folder), "float32")
+
+
+def test_other_weights_share_a_vocabulary_and_another_tokenizer_does_not(
+    folder: Path,
+) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    before = vocabulary_fingerprint(str(folder))
+    retrain("a", "model-1.safetensors")(folder)
+    assert vocabulary_fingerprint(str(folder)) == before
+    elsewhere = shutil.copytree(folder, folder.parent / "tokenizer")
+    assert vocabulary_fingerprint(str(folder), str(elsewhere)) == before
+    (elsewhere / "tokenizer.json").write_text("[]")
+    assert vocabulary_fingerprint(str(folder), str(elsewhere)) != before
+    assert vocabulary_fingerprint(str(folder), "owner/name") != before

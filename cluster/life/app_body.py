@@ -1,0 +1,72 @@
+"""What `/ready` tells of the app beside whether it is ready: its deployments and every replica's state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from cluster.fleet import ReplicaView
+from cluster.life.app_status import AppState
+from cluster.life.app_watch import AppPicture
+from cluster.life.replica_states import replica_states
+
+OLD_SECONDS = 15.0  # from which on a picture says nothing of now
+
+
+@dataclass(frozen=True, slots=True)
+class ModelViews:
+    """What a router sees of one model's replicas. `deployment`: what Serve calls these."""
+
+    model: str
+    deployment: str
+    replicas: Sequence[ReplicaView]
+
+
+def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews]) -> dict[str, Any]:
+    """Return `version`, `app`, `deployments`, `states`, and a `notice` where an update failed, of the app `name`.
+
+    views: of each model.
+    """
+    fresh = picture if picture is not None and time.monotonic() - picture.seen < OLD_SECONDS else None
+    app = None if fresh is None else fresh.app
+    states = []
+    for one in views:
+        starts = [] if fresh is None else fresh.starts.get(one.deployment, [])
+        known = None if app is None else app.deployments.get(one.deployment)
+        present = None if known is None else known.present
+        found = replica_states(one.replicas, starts, present, time.time())
+        states += [state.public() | {"model": one.model} for state in found]
+    notice = _notice(app)
+    return {
+        "version": version("squadron"),
+        "app": _app(name, app),
+        "deployments": {} if app is None else _deployments(app),
+        "states": states,
+    } | ({"notice": notice} if notice else {})
+
+
+def _app(name: str, app: AppState | None) -> dict[str, Any]:
+    if app is None:
+        return {"name": name, "status": "UNKNOWN", "reason": "Ray has not been reached lately"}
+    return {"name": name, "status": app.status, "reason": app.reason}
+
+
+def _deployments(app: AppState) -> dict[str, Any]:
+    return {
+        name: {"status": one.status, "counts": one.counts, "reason": one.reason}
+        for name, one in app.deployments.items()
+    }
+
+
+def _notice(app: AppState | None) -> str:
+    failed = [] if app is None else [(name, one) for name, one in app.deployments.items() if one.update_failed]
+    if not failed:
+        return ""
+    name, one = failed[0]
+    reason = one.reason or "Serve gives no reason"
+    if not one.running:
+        return f"{name} does not start: {reason}"
+    return f"the last update of {name} failed, copies of the version before it serve ({one.running}): {reason}"

@@ -1,0 +1,75 @@
+"""What Ray Serve says of an app, through `serve.status()` alone; the rest of the package asks here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ray import serve
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+
+from cluster.start_error import find_start_failure
+
+FAILED = "DEPLOY_FAILED"
+MAX_REASON = 400
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """One deployment. `counts`: copies by Serve's state (STARTING, RUNNING, STOPPING, ...). `reason`: one line."""
+
+    status: str
+    counts: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+
+    @property
+    def running(self) -> int:
+        """Copies that serve."""
+        return self.counts.get("RUNNING", 0)
+
+    @property
+    def present(self) -> int:
+        """Copies that serve or will."""
+        return sum(count for state, count in self.counts.items() if state != "STOPPING")
+
+    @property
+    def update_failed(self) -> bool:
+        """Whether Serve gave up starting the version that was deployed last."""
+        return self.status == FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class AppState:
+    """One app and its deployments by name. `status`: DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY or DELETING."""
+
+    status: str
+    deployments: dict[str, DeploymentState] = field(default_factory=dict)
+    reason: str = ""
+
+
+def app_state(name: str) -> AppState | None:
+    """Ask Serve's controller; None if it has no such app. Blocks for as long as the controller does not answer."""
+    overview = serve.status().applications.get(name)
+    return None if overview is None else read_overview(overview)
+
+
+def read_overview(overview: ApplicationStatusOverview) -> AppState:
+    """Return the part of Serve's overview that we tell on."""
+    deployments = {name: _deployment(one) for name, one in overview.deployments.items()}
+    return AppState(overview.status.value, deployments, one_line(overview.message))
+
+
+def _deployment(overview: DeploymentStatusOverview) -> DeploymentState:
+    # Serve hands out plain strings where its types say members of an Enum whose members are strings.
+    counts = {str.__str__(state): count for state, count in overview.replica_states.items() if count}
+    return DeploymentState(overview.status.value, counts, one_line(overview.message))
+
+
+def one_line(message: str) -> str:
+    """Return what a status message comes to: our own sentence in it, or its first line and the end of a traceback."""
+    failure = find_start_failure(message)
+    if failure is not None:
+        return failure.message[:MAX_REASON]
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    return lines[0][:MAX_REASON] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"[:MAX_REASON]

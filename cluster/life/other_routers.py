@@ -1,0 +1,41 @@
+"""Asks Serve who serves while a router starts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from cluster.life.app_status import app_state
+from cluster.life.start_gate import UpdateFailedError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRouters:
+    """The routers of an app beside the one that asks. `deployment`: their name."""
+
+    app: str
+    deployment: str
+
+    def count(self) -> int:
+        """Return how many serve; 0 also where no replica is there or on its way, for which one could wait.
+
+        Blocks. Raises `UpdateFailedError` when the replicas of the new version do not start.
+        """
+        try:
+            state = app_state(self.app)
+        except (RayError, RayServeException, ConnectionError) as error:
+            logger.warning("Serve cannot be asked who else serves: %r", error)
+            return 0
+        if state is None:
+            return 0
+        replicas = [one for name, one in state.deployments.items() if name != self.deployment]
+        for one in replicas:
+            if one.update_failed:
+                raise UpdateFailedError(f"the new version does not start: {one.reason}")
+        routers = state.deployments.get(self.deployment)
+        return routers.running if routers is not None and any(one.present for one in replicas) else 0

@@ -1,0 +1,66 @@
+"""Holds a router of a new version back until it can serve, while one of the version before does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import SquadronError
+
+LOOK_SECONDS = 0.25
+PATIENCE = 10.0  # seconds that finding replicas of this version may take, where they are there
+
+
+class UpdateFailedError(SquadronError):
+    """The new version does not come up; the one before goes on."""
+
+
+class StartGate:
+    """The app itself, whose start lasts until requests can be served or nobody else could serve them (ASGI).
+
+    Serve stops an old router as soon as a new one has started. A new one that speaks another model's tokens than the
+    replicas there are would refuse everything until theirs have been replaced.
+
+    serving: for how many models requests can be served, and how many there are. others: how many routers serve now;
+    asked in a thread, raises `UpdateFailedError` when there is nothing left to wait for.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Callable[[], tuple[int, int]], others: Callable[[], int]) -> None:
+        self._app = app
+        self._serving = serving
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on to the app."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def wait_and_send(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                try:
+                    await self._wait()
+                except UpdateFailedError as error:
+                    message = {"type": "lifespan.startup.failed", "message": str(error)}
+            await send(message)
+
+        await self._app(scope, receive, wait_and_send)
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PATIENCE
+        while True:
+            ready, wanted = self._serving()
+            if ready == wanted:
+                return
+            try:
+                if not await asyncio.to_thread(self._others):
+                    return
+            except UpdateFailedError:
+                if loop.time() > deadline:
+                    if ready:
+                        return  # one model that does not start keeps nobody from the others
+                    raise
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,79 @@
+"""Where replicas tell of their starts: Ray's control store, which outlives them and is reached from every node.
+
+`ray.experimental.internal_kv` is not public. This is the only file that uses it; where it fails, starts are not held
+back and not told of, and all else goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+from ray.util import list_named_actors
+
+from cluster.life.starts import StartRecord
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = b"squadron"
+KEPT_SECONDS = 900.0  # records of dead replicas
+_DECODER = msgspec.msgpack.Decoder(StartRecord)
+# What Ray raises here: its own errors, and plain ones of its client of the control store.
+_FAILURES = (RayError, RuntimeError, OSError, AttributeError, AssertionError, msgspec.MsgspecError)
+
+
+class StartRegister:
+    """The records of one deployment of one app; `version` tells the settings apart that they were started with."""
+
+    def __init__(self, app: str, deployment: str, version: str = "") -> None:
+        self._all = f"{app}/{deployment}/"
+        self._mine = f"{self._all}{version}/"
+
+    def put(self, record: StartRecord) -> None:
+        """Remember a record, instead of an earlier one of the same replica."""
+        try:
+            internal_kv._internal_kv_put(
+                self._mine + record.replica_id, msgspec.msgpack.encode(record), overwrite=True, namespace=NAMESPACE
+            )
+        except _FAILURES as error:
+            logger.warning("the start of replica %s is not recorded: %r", record.replica_id, error)
+
+    def of_version(self) -> list[StartRecord]:
+        """Return the records of this version."""
+        return list(self._read(self._mine).values())
+
+    def of_all_versions(self) -> list[StartRecord]:
+        """Return the records of all versions."""
+        return list(self._read(self._all).values())
+
+    def prune(self, alive: set[str], now: float) -> None:
+        """Forget what died long ago."""
+        for key, record in self._read(self._all).items():
+            if record.actor not in alive and now - record.since > KEPT_SECONDS:
+                internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+    def _read(self, prefix: str) -> Mapping[bytes, StartRecord]:
+        found: dict[bytes, StartRecord] = {}
+        try:
+            for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
+                value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+                if value is not None:
+                    found[key] = _DECODER.decode(value)
+        except _FAILURES as error:
+            logger.warning("earlier starts are not known: %r", error)
+        return found
+
+
+def living_actors() -> set[str]:
+    """Return the names of all named actors that live, Serve's replicas among them."""
+    return {str(actor["name"]) for actor in list_named_actors(all_namespaces=True)}
+
+
+def version_of(settings: Mapping[str, Any]) -> str:
+    """Return a few characters that tell settings apart."""
+    return hashlib.blake2b(msgspec.json.encode(dict(sorted(settings.items()))), digest_size=4).hexdigest()

@@ -1,0 +1,1 @@
+"""`squadron demo-failover`: kills replicas under streams, and shows whether any stream noticed."""

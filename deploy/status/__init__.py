@@ -1,0 +1,1 @@
+"""`squadron status`: what a server says of itself, read over HTTP alone."""

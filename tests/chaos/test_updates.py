@@ -1,0 +1,129 @@
+"""Scale-down, rolling updates and bad updates under load: no stream fails, none is short (FAULTS, 16, 38 to 40)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+from safetensors.torch import load_file, save_file
+
+from cluster.app import build
+from deploy.demo import demo_model_path
+from engine.errors import CheckpointError
+from tests.chaos.traffic import Traffic
+from tests.cluster.harness import App, deploy, eventually, kill, processes
+
+NAME = "updates"
+STREAMS = 8
+SETTINGS: dict[str, Any] = {
+    "model": "demo",
+    "served_model_name": "demo",
+    "dtype": "float32",
+    "cpus_per_worker": 0.25,
+    "drain_timeout": 60,
+    "max_num_seqs": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def app(serve_port: int) -> Iterator[App]:
+    yield deploy(serve_port, NAME, replicas=2, **SETTINGS)
+    serve.delete(NAME)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights, and a tokenizer that calls two tokens by each other's numbers."""
+    folder = shutil.copytree(demo_model_path(), tmp_path_factory.mktemp("models") / "other")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("mlp.down_proj.weight"))
+    save_file(weights | {name: -weights[name]}, folder / "model.safetensors", {"format": "pt"})
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["x"], vocabulary["v"] = vocabulary["v"], vocabulary["x"]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def broken_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that lacks the weights of a layer, which shows when it is loaded."""
+    folder = shutil.copytree(demo_model_path(), tmp_path_factory.mktemp("models") / "broken")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def redeploy(app: App, **settings: Any) -> None:
+    """Deploy another version, and wait until Serve has replaced the old one or given up."""
+    settings = SETTINGS | {"replicas": 2} | settings
+    target = serve.RunTarget(build(settings), name=NAME, route_prefix=f"/{NAME}")
+
+    def update() -> None:
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        eventually(lambda: status() in ("RUNNING", "DEPLOY_FAILED"), "the update has ended", 120)
+
+    await asyncio.to_thread(update)
+    app.replicas = settings["replicas"]
+
+
+def status() -> str:
+    return serve.status().applications[NAME].status.value
+
+
+async def test_a_scale_down_and_an_update_with_a_kill_in_its_middle_cost_no_stream(app: App) -> None:
+    traffic = Traffic(app, STREAMS)
+    undisturbed = await traffic.references()
+
+    async def change() -> None:
+        await redeploy(app, replicas=1)
+        update = asyncio.create_task(redeploy(app, replicas=2, max_num_seqs=24))
+        await asyncio.to_thread(eventually, lambda: len(replicas()) > 1, "a replica of the new version")
+        kill(replicas()[0])
+        await update
+
+    await traffic.during(change)
+    traffic.check(undisturbed, least=2 * STREAMS)
+    assert status() == "RUNNING"
+    app.wait_whole()
+
+
+def replicas() -> list:
+    return processes(f"ray::ServeReplica:{NAME}:Replica")
+
+
+async def test_a_bad_update_leaves_the_old_version_serving_and_says_so(app: App, broken_model: Path) -> None:
+    traffic = Traffic(app, STREAMS)
+    before = await traffic.references()
+    await traffic.during(lambda: redeploy(app, model=str(broken_model)))
+    assert status() == "DEPLOY_FAILED"
+    traffic.check(before, least=STREAMS)
+    said = eventually(lambda: app.ready().get("notice"), "/ready tells of the failed update")
+    assert "model.layers" in said
+    assert "copies of the version before it serve (2)" in said
+    assert app.ready()["ready"]
+
+
+async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model: Path) -> None:
+    traffic = Traffic(app, STREAMS)
+    before = await traffic.references()
+    await traffic.during(lambda: redeploy(app, model=str(other_model)))
+    app.wait_whole()
+    after = await traffic.references()
+    assert before != after
+    traffic.check(before, after, least=2 * STREAMS)
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused_before_anything_is_stopped(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo_model_path(), tmp_path / "short")
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1_000_000)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: truncated or damaged"):
+        build(SETTINGS | {"model": str(folder)})

@@ -1,0 +1,126 @@
+"""Starts that fail are held back longer and longer, told of, and forgotten once one succeeds."""
+
+from __future__ import annotations
+
+from cluster.life.replica_states import replica_states
+from cluster.life.start import Start
+from cluster.life.starts import LONGEST_PAUSE, StartRecord, failures_in_a_row, pause
+
+
+class Store:
+    """A register in memory, and the world around it: which actors live, and what time it is."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, StartRecord] = {}
+        self.alive: set[str] = set()
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def put(self, record: StartRecord) -> None:
+        self.records[record.replica_id] = record
+
+    def of_version(self) -> list[StartRecord]:
+        return list(self.records.values())
+
+    def prune(self, alive: set[str], now: float) -> None:
+        pass
+
+    def start(self, name: str) -> Start:
+        self.alive.add(name)
+        return Start(self, name, name, lambda: self.alive, lambda: self.now, self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def fail(self, name: str, reason: str = "no weights") -> None:
+        start = self.start(name)
+        start.hold_back()
+        self.now += 2
+        start.failed(reason)
+        self.alive.discard(name)
+
+
+def test_pauses_grow_and_end_somewhere() -> None:
+    assert [pause(failures) for failures in range(6)] == [0, 0, 1, 2, 4, 8]
+    assert pause(500) == LONGEST_PAUSE
+
+
+def test_a_crash_loop_slows_down_and_tells_why_and_when() -> None:
+    store = Store()
+    for number in range(4):
+        store.fail(f"r{number}")
+    assert store.slept == [1, 2]
+    seen: list[StartRecord] = []
+    start = store.start("r4")
+    store.sleep = lambda _: seen.append(store.records["r4"])  # type: ignore[method-assign]
+    start._sleep = store.sleep
+    start.hold_back()
+    (state,) = replica_states([], [(seen[0], True)], 1, store.now)
+    assert state.public() == {
+        "id": "r4",
+        "state": "crash-looping",
+        "seconds": 0.0,
+        "reason": "no weights",
+        "failed_starts": 4,
+        "next_try": 4.0,
+    }
+
+
+def test_one_that_was_killed_while_it_started_counts_and_its_phase_is_named() -> None:
+    store = Store()
+    start = store.start("a")
+    start.hold_back()
+    start.phase("weights")
+    store.alive.clear()
+    assert failures_in_a_row(store.of_version(), store.alive, store.now) == (
+        1,
+        "its process ended while it was starting (weights)",
+    )
+
+
+def test_a_good_start_ends_the_count() -> None:
+    store = Store()
+    store.fail("a")
+    store.fail("b")
+    store.start("c").ready()
+    store.alive.clear()
+    store.now += 100
+    assert failures_in_a_row(store.of_version(), store.alive, store.now)[0] == 0
+
+
+def test_one_that_dies_as_soon_as_it_is_ready_has_failed_and_a_kill_later_on_has_not() -> None:
+    store = Store()
+    start = store.start("a")
+    start.ready()
+    store.now += 3
+    start.died("rank 1 ended")
+    store.alive.clear()
+    assert failures_in_a_row(store.of_version(), store.alive, store.now) == (1, "rank 1 ended")
+    other = store.start("b")
+    other.ready()
+    store.now += 60
+    other.died("rank 1 ended")
+    store.alive.clear()
+    assert failures_in_a_row(store.of_version(), store.alive, store.now)[0] == 0
+
+
+def test_replicas_that_fail_side_by_side_count_once() -> None:
+    store = Store()
+    starts = [store.start(f"r{number}") for number in range(8)]
+    for start in starts:
+        start.hold_back()
+    for start in starts:
+        start.failed("no weights")
+    store.alive.clear()
+    assert failures_in_a_row(store.of_version(), store.alive, store.now) == (1, "no weights")
+
+
+def test_replicas_that_serve_wants_and_nobody_sees_are_pending() -> None:
+    record = StartRecord("a", "a", 1000, 1001, "starting", "weights")
+    states = replica_states([], [(record, True)], 3, 1004)
+    assert [(state.state, state.phase, state.seconds) for state in states] == [
+        ("starting", "weights", 3),
+        ("pending", "", None),
+        ("pending", "", None),
+    ]

@@ -1,0 +1,112 @@
+"""What an update starts before it stops anything, and when a new router may take over."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+
+from cluster.app_config import AppConfig
+from cluster.config import ClusterConfig
+from cluster.life import start_gate
+from cluster.life.app_status import one_line
+from cluster.life.start_gate import StartGate, UpdateFailedError
+from cluster.life.surge import fits, surge_percent
+from cluster.placement import plan_app
+from cluster.start_error import ReplicaStartError
+from engine.errors import CheckpointError
+
+
+def test_an_update_starts_one_copy_more_than_there_are() -> None:
+    assert {math.ceil(surge_percent(copies) * copies / 100) for copies in range(1, 101)} == {1}
+
+
+def test_room_is_for_a_replica_of_each_model_and_a_router() -> None:
+    one = ClusterConfig("demo", tensor_parallel_size=2, cpus_per_worker=1.0)
+    other = replace(one, replicas=5, tensor_parallel_size=1, cpus_per_worker=0.5)
+    needed = plan_app(AppConfig((one, other)), lambda _: False).one_more
+    assert needed == {"CPU": 2.75}
+    assert fits(needed, {"CPU": 2.75, "GPU": 8.0})
+    assert not fits(needed, {"CPU": 2.5})
+    assert not fits(needed, {})
+    assert not fits(plan_app(AppConfig((one,)), lambda _: True).one_more, {"CPU": 64.0, "GPU": 1.0})
+
+
+class Router:
+    """A start through the gate: what it is asked, and what it sends on."""
+
+    def __init__(self, answers: list) -> None:
+        self.ready, self.models = 0, 1
+        self.answers = answers
+        self.sent: list[dict] = []
+
+    def others(self) -> int:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def run(self) -> None:
+        async def app(scope, receive, send) -> None:
+            await send({"type": "lifespan.startup.complete"})
+
+        async def send(message) -> None:
+            self.sent.append(message)
+
+        await StartGate(app, lambda: (self.ready, self.models), self.others)({"type": "lifespan"}, None, send)
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_gate, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(start_gate, "PATIENCE", 0.1)
+
+
+async def test_a_new_router_waits_while_an_old_one_serves() -> None:
+    router = Router([1])
+    start = asyncio.create_task(router.run())
+    await asyncio.sleep(0.05)
+    assert not router.sent
+    router.ready = 1
+    await asyncio.wait_for(start, 5)
+    assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+async def test_a_router_that_is_alone_starts_at_once() -> None:
+    router = Router([0])
+    await asyncio.wait_for(router.run(), 5)
+    assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+async def test_a_router_of_a_version_whose_replicas_fail_does_not_take_over() -> None:
+    router = Router([1, UpdateFailedError("the new version does not start: no weights")])
+    await asyncio.wait_for(router.run(), 5)
+    assert router.sent == [
+        {"type": "lifespan.startup.failed", "message": "the new version does not start: no weights"}
+    ]
+
+
+async def test_one_model_that_does_not_start_keeps_a_router_from_no_other() -> None:
+    router = Router([UpdateFailedError("the new version does not start")])
+    router.ready, router.models = 1, 2
+    await asyncio.wait_for(router.run(), 5)
+    assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+async def test_a_router_that_comes_back_beside_a_failed_update_finds_the_old_replicas() -> None:
+    router = Router([UpdateFailedError("the new version does not start")])
+    start = asyncio.create_task(router.run())
+    await asyncio.sleep(0.02)
+    router.ready = 1
+    await asyncio.wait_for(start, 5)
+    assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+def test_a_status_message_is_told_in_one_line() -> None:
+    error = ReplicaStartError.of(CheckpointError("model.safetensors: truncated"))
+    status = f"A replica failed. Error:\nTraceback:\n  File\nx.{type(error).__name__}: {error}"
+    assert one_line(status) == "model.safetensors: truncated"
+    assert one_line("It failed. Error:\nTraceback:\n  File\nValueError: no") == "It failed. Error: ValueError: no"
+    assert one_line("") == ""
