@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
+INGRESSES = ("serve", "haproxy")
 
 
 def _names(value: Any) -> Any:
@@ -35,10 +36,13 @@ def _names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
-def _pooling(name: str) -> str:
-    if name not in POOLINGS:
-        raise ValueError(f"must be one of {', '.join(POOLINGS)}")
-    return name
+def _one_of(names: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
@@ -71,7 +75,7 @@ class ModelConfig(EngineConfig):
     routing_policy: str = "kv_aware"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    embedding_pooling: Annotated[str, AfterValidator(_pooling)] = "last"
+    embedding_pooling: Annotated[str, _one_of(POOLINGS)] = "last"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -94,7 +98,9 @@ class ClusterConfig(ModelConfig):
     """Everything that `squadron serve` can be told of an app with one model; of several see `cluster.app_config`.
 
     routers: copies of the front end.
-    host / port: where the HTTP proxy listens. Loopback unless told otherwise.
+    ingress: what stands before the routers: `serve`, the proxy of Ray Serve, or `haproxy`, which Ray must be started
+        with.
+    host / port: where the ingress listens for HTTP. Loopback unless told otherwise.
     grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
@@ -112,6 +118,7 @@ class ClusterConfig(ModelConfig):
     """
 
     routers: Count = 1
+    ingress: Annotated[str, _one_of(INGRESSES)] = "serve"
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None

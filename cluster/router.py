@@ -16,6 +16,7 @@ from cluster.grpc_api.figures import GrpcFigures
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.ingress.check import IngressCheck
+from cluster.ingress.serve_mode import check_ingress
 from cluster.life.app_body import app_body
 from cluster.life.app_watch import AppWatch, look
 from cluster.life.other_routers import OtherRouters
@@ -46,6 +47,7 @@ class Router:
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
         self._config = self._configs[0]
         try:
+            check_ingress(self._config.ingress)
             self._keys = keys_for(self._config.api_key, self._config.api_key_file)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error

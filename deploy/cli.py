@@ -17,6 +17,7 @@ from rich.text import Text
 
 from deploy.environment import Environment, prepare_local_ray
 from deploy.flags import ServeCommand, in_flags, merge_settings, with_settings
+from deploy.haproxy import prepare_haproxy
 from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
@@ -73,11 +74,13 @@ def serve(
 
         print(describe_plans(settings, make_plans(settings)))
         return
+    haproxy = None
     if environment.ray_address is None:
         prepare_local_ray()
+        haproxy = prepare_haproxy(with_keys.shared) if with_keys.shared.ingress == "haproxy" else None
     from deploy.serve import Options, serve_app
 
-    serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose))
+    serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose, haproxy))
 
 
 app.add_typer(keys)

@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import POOLINGS, ClusterConfig, flag
+from cluster.config import INGRESSES, POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
@@ -34,6 +34,7 @@ CHOICES = {
     "reasoning_parser": REASONING_PARSERS.names(),
     "embedding_pooling": POOLINGS,
     "routing_policy": tuple(POLICIES),
+    "ingress": INGRESSES,
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -94,6 +95,7 @@ HELP = {
         "max_surge_percent": "Copies beyond --replicas that an update starts before it stops old ones; 0 = none.",
     },
     "HTTP": {
+        "ingress": "What stands before the routers: Ray Serve's own proxy, or HAProxy, which passes on more.",
         "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",
         "port": "Port to listen on; 0 = any free one.",
         "grpc_port": "Port of the gRPC endpoint, on the same address; 0 = any free one.",

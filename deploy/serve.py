@@ -23,8 +23,9 @@ from cluster.config import ClusterConfig
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.client import client_for
+from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
-from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count
+from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count, descendants
 from deploy.phases import PhaseLog
 from deploy.plan import make_plans
 from deploy.ray_output import without_death_notices
@@ -46,11 +47,13 @@ class Options:
     """What the command was told beside the configuration.
 
     ray_address: cluster to join; None = start one. wait_for_nodes: do not refuse a cluster that is too small now.
+    haproxy: what the HAProxy of a Ray that is started here was given.
     """
 
     ray_address: str | None = None
     wait_for_nodes: bool = False
     verbose: bool = False
+    haproxy: HAProxySetup | None = None
 
 
 def serve_app(app: AppConfig, options: Options) -> None:
@@ -127,9 +130,20 @@ class Server:
                 f"[bold red]Warning:[/] anybody who reaches {config.host} can use this server: set --api-key "
                 "or SQUADRON_API_KEY."
             )
+        self._tell_of_ingress()
         self.say("\n" + curl(self.url, config) + "\n")
         choice = f" --model {names[0]}" if len(names) > 1 else ""
         self.say(f"`squadron chat --url {self.url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
+
+    def _tell_of_ingress(self) -> None:
+        """Say what listens beside the address that was asked for, and warn of what anybody reaches unasked."""
+        haproxy = self._options.haproxy
+        if haproxy is None:
+            return
+        self.say(haproxy.about())
+        found = exposed(descendants()) if is_loopback(self._config.host) else []
+        if found:
+            self._console.print(f"[bold red]Warning:[/] HAProxy listens on {', '.join(found)} as well: fence it.")
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
@@ -158,6 +172,8 @@ class Server:
         finally:
             with bounded(EXIT_SECONDS):
                 self._cluster.stop()
+            if self._options.haproxy is not None:
+                self._options.haproxy.remove()
 
     @property
     def _config(self) -> ClusterConfig:

@@ -69,11 +69,17 @@ def _dechunked(rest: bytes) -> tuple[bytes, bool]:
 
 
 async def post(
-    port: int, path: str, asked: dict[str, Any], on_data: Callable[[], None] = lambda: None, timeout: float = 60
+    port: int,
+    path: str,
+    asked: dict[str, Any],
+    on_data: Callable[[], None] = lambda: None,
+    key: str | None = None,
+    timeout: float = 60,
 ) -> Exchange:
     """Ask and read to the end, whatever end that is. A connection that is refused or reset is an end too."""
     body = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
     exchange = Exchange()
     try:
         async with asyncio.timeout(timeout):

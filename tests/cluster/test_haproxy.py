@@ -1,0 +1,154 @@
+"""`squadron serve --ingress haproxy`: what it listens on, what passes through it, kills under load, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
+from tests.cluster.command import LEAK_SECONDS, Command, url_of
+from tests.cluster.harness import eventually
+
+KEY = "sk-haproxy"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """The demo model behind two routers, two replicas of one rank each."""
+    command = Command(
+        *("serve", "demo", "--ingress", "haproxy", "--port", "0", "--grpc-port", "0", "--api-key", KEY),
+        *(
+            "--replicas",
+            "2",
+            "--routers",
+            "2",
+            "--cpus-per-worker",
+            "0.5",
+            "--device",
+            "cpu",
+            "--drain-timeout",
+            "20",
+        ),
+        home=tmp_path_factory.mktemp("home"),
+    )
+    try:
+        command.wait_for("Ctrl-C stops it")
+        yield command
+    finally:
+        command.kill()
+
+
+def port_of(command: Command) -> int:
+    return int(url_of(command).rpartition(":")[2])
+
+
+def running(command: Command, title: str) -> list[psutil.Process]:
+    """Its processes with `title` in their command lines, oldest first."""
+    found = [process for process in command.descendants() if title in " ".join(process.cmdline())]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def whole_again(command: Command) -> None:
+    def whole() -> bool:
+        body = httpx.get(f"{url_of(command)}/ready", headers=BEARER, timeout=10).json()
+        return body.get("ready") and len(body["replicas"]) == 2
+
+    eventually(whole, "both replicas are ready", 60)
+
+
+def test_it_says_what_listens_and_only_loopback_does(served: Command) -> None:
+    """But for the one port of each replica that Serve guards with Ray's token, as without HAProxy."""
+    told = re.search(
+        r"^HAProxy's statistics at (\S+), its metrics at (\S+), without a key$", served.text, re.MULTILINE
+    )
+    assert "Statistics Report for HAProxy" in httpx.get(told[1], timeout=10).text
+    assert "haproxy_process_" in httpx.get(told[2], timeout=10).text
+    assert "Warning" not in served.text
+    for process in served.descendants():
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and "ServeReplica" not in " ".join(process.cmdline()):
+                address = connection.laddr.ip.removeprefix("::ffff:")
+                assert address.startswith("127."), f"{process.cmdline()} listens on {connection.laddr}"
+    assert not httpx.get(f"{url_of(served)}/health", timeout=10).is_error
+
+
+def test_keys_ids_page_and_grpc_are_as_behind_serves_proxy(served: Command) -> None:
+    url = url_of(served)
+    assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 401
+    answer = httpx.get(f"{url}/v1/models", headers=BEARER | {"x-request-id": "mine"}, timeout=10)
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert len(httpx.get(f"{url}/health", timeout=10).headers.get_list("x-request-id")) == 1
+    assert "<title>Squadron</title>" in httpx.get(f"{url}/ui", auth=("any", KEY), timeout=10).text
+    assert httpx.get(f"{url}/ready", headers=BEARER, timeout=10).json()["guarded"] is True
+    address = re.search(r"^gRPC: (127\.0\.0\.1:\d+)", served.text, re.MULTILINE)[1]
+    with grpc.insecure_channel(address) as channel:
+        metadata = (("authorization", f"Bearer {KEY}"),)
+        assert InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10, metadata=metadata).model
+
+
+async def test_every_answer_survives_a_replica(served: Command) -> None:
+    victim = running(served, "ServeReplica:squadron:Replica")[0]
+    got, _ = await exchanges(port_of(served), victim.kill, KEY)
+    assert outcomes(got) == {"whole": len(ALL)}
+    whole_again(served)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_no_answer_is_silently_short_when_a_router_dies(served: Command, sign: signal.Signals) -> None:
+    victim = running(served, "ServeReplica:squadron:Router")[0]
+    got, struck = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
+    counts = outcomes(got)
+    assert set(counts) <= {"whole", "cut", "router_lost", "no_router"}, counts
+    assert counts["cut"], "the dead router's streams must be cut"
+    assert not late(got, struck)
+    whole_again(served)
+    eventually(lambda: len(running(served, "ServeReplica:squadron:Router")) == 2, "another router is there")
+
+
+def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
+    whole_again(served)
+    with openai.OpenAI(base_url=f"{url_of(served)}/v1", api_key=KEY, max_retries=0) as client:
+        stream = client.completions.create(
+            model="demo", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        for router in running(served, "ServeReplica:squadron:Router"):
+            router.kill()
+        with pytest.raises(openai.APIConnectionError):
+            for _ in stream:
+                pass
+    whole_again(served)
+
+
+async def test_a_killed_haproxy_cuts_and_comes_back(served: Command) -> None:
+    got, struck = await exchanges(port_of(served), running(served, "haproxy -db")[-1].kill, KEY)
+    counts = outcomes(got)
+    assert set(counts) <= {"whole", "cut"}, counts
+    assert counts["cut"]
+    assert not late(got, struck)
+    whole_again(served)
+
+
+def test_ctrl_c_leaves_no_haproxy_and_no_folder_behind(served: Command) -> None:
+    """The last test of this file: it ends what the others use."""
+    started = served.descendants()
+    (proxy, *_) = running(served, "haproxy -db")
+    folder = Path(proxy.cmdline()[proxy.cmdline().index("-f") + 1]).parents[1]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert served.ctrl_c() == 0
+    assert "Traceback" not in served.text
+    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    assert not folder.exists()

