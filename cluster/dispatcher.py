@@ -27,6 +27,7 @@ from cluster.messages import (
     Rejected,
     Report,
 )
+from cluster.routing.cache_reports import CacheReports
 from cluster.token_log import ChoiceLog, TokenLog
 from cluster.translation import pooled_state, prompt_logprobs
 from engine.request import FinishReason, Request
@@ -69,6 +70,11 @@ class Dispatcher:
     def room(self) -> ReplicaRoom | None:
         """Return what the ready replicas hold; None where whoever comes should hear at once what is wrong."""
         return None if self._closing else self._fleet.room()
+
+    @property
+    def caches(self) -> CacheReports:
+        """What the replicas tell of their prefix caches."""
+        return self._fleet.caches
 
     @property
     def num_live(self) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from msgspec import structs
+
 from cluster.link import CLOSED, LOST, LinkClosedError, ReplicaLink
-from cluster.messages import Down, Up
+from cluster.messages import BlockUpdate, Down, Report, Up
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,8 @@ class FaultPlan:
     """What goes wrong by chance. Shares are 0 to 1; delays in seconds.
 
     repeat: messages that arrive twice. drop_up / drop_down: messages that vanish. delay: added to each message.
+    drop_blocks / late_blocks: updates of the prefix cache that vanish from the reports which carry them, or come
+        with the report after.
     cut_after: messages received after which the link breaks; None = never.
     """
 
@@ -24,6 +28,8 @@ class FaultPlan:
     drop_up: float = 0.0
     drop_down: float = 0.0
     delay: float = 0.0
+    drop_blocks: float = 0.0
+    late_blocks: float = 0.0
     cut_after: int | None = None
 
 
@@ -44,6 +50,7 @@ class FaultyLink(ReplicaLink):
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._held: list[Up] = []
+        self._late: BlockUpdate | None = None
         self._ended: LinkClosedError | None = None
         self._pump = asyncio.create_task(self._receive_all())
 
@@ -137,7 +144,18 @@ class FaultyLink(ReplicaLink):
             await self._flowing.wait()
             self._end(error)
 
+    def _with_blocks(self, report: Report) -> Report:
+        """Return the report with another update of the prefix cache, or none."""
+        blocks, draw = report.blocks, self._rng.random()
+        if draw < self._plan.drop_blocks:
+            blocks = None
+        elif draw < self._plan.drop_blocks + self._plan.late_blocks or self._late is not None:
+            blocks, self._late = self._late, blocks
+        return structs.replace(report, blocks=blocks)
+
     def _arrive(self, message: Down) -> None:
+        if isinstance(message, Report) and (self._plan.drop_blocks or self._plan.late_blocks):
+            message = self._with_blocks(message)
         copies = 2 if self._rng.random() < self._plan.repeat else 1
         if self._rng.random() < self._plan.drop_down:
             copies = 0

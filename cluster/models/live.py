@@ -17,6 +17,7 @@ from cluster.models.front import ModelFront
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
 from cluster.request_figures import RequestCollector
+from cluster.routing.figures import RoutingCollector
 from cluster.translation import stats_of
 from engine.fingerprint import vocabulary_fingerprint
 
@@ -44,6 +45,7 @@ class LiveModel:
         metrics.register(
             RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
         )
+        metrics.register(RoutingCollector(model.model_id, self._dispatcher.counters, self._dispatcher.caches))
         self.front = ModelFront(
             model,
             fair_gate(config, self._dispatcher),

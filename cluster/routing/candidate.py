@@ -39,6 +39,7 @@ class Query:
 
     overlaps: replica id -> leading prompt tokens in its prefix cache, for those that have any.
     cold_key: name of the prompt's first block that no replica has: equal prompts have equal ones. None = no such.
+    heir: the replica that is about to have that block, or had it last.
     session: what requests of one conversation share; empty = no conversation is known.
     turn: number of choices made before this one.
     """
@@ -46,6 +47,7 @@ class Query:
     prompt_tokens: int
     overlaps: Mapping[str, int] = field(default_factory=dict)
     cold_key: int | None = None
+    heir: str | None = None
     session: bytes = b""
     turn: int = 0
 
@@ -55,14 +57,17 @@ class PolicyConfig:
     """Weights of a policy's cost, in prompt tokens. Raises `ConfigError`.
 
     request_cost: what one more sequence beside ours costs.
-    hysteresis: share of a prefix's length by which leaving the replicas that have it, or are about to, must pay.
-    full_cache_cost: what a full KV cache costs; it rises from the usage `kv_pressure` on.
+    hysteresis: what a prefix's home is preferred by beyond the work that it saves, as a share of that.
+    imbalance: by how much more load than elsewhere a prefix's home may have, as a share, before it is left.
+    full_cache_cost: what a token that is not cached costs more where the KV cache is full; it rises from the usage
+        `kv_pressure` on.
     session_load: sequences that a replica may have, as a multiple of the mean, before sessions are sent past it.
     """
 
-    request_cost: float = 32.0
-    hysteresis: float = 0.25
-    full_cache_cost: float = 8192.0
+    request_cost: float = 128.0
+    hysteresis: float = 1.0
+    imbalance: float = 2.0
+    full_cache_cost: float = 1.0
     kv_pressure: float = 0.8
     session_load: float = 1.25
 
@@ -71,7 +76,7 @@ class PolicyConfig:
             raise ConfigError(f"kv_pressure must be at least 0 and below 1, not {self.kv_pressure}", "kv_pressure")
         if self.session_load <= 1.0:
             raise ConfigError(f"session_load must be above 1, not {self.session_load}", "session_load")
-        for name in ("request_cost", "hysteresis", "full_cache_cost"):
+        for name in ("request_cost", "hysteresis", "imbalance", "full_cache_cost"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, not {getattr(self, name)}", name)
 
@@ -90,11 +95,13 @@ class Standing:
 class Overlap:
     """How much of a prompt is cached where. depths: replica id -> leading blocks that it has, if any.
 
-    cold_key: name of the first block that none has; None if there is none, or its name is not known.
+    cold_key: name of the first block that none has; None if there is none, or nobody looked.
+    heir: the replica that is about to have that block, or had it last, if any.
     """
 
     depths: Mapping[str, int] = field(default_factory=dict)
     cold_key: int | None = None
+    heir: str | None = None
 
 
 def random_two(candidates: Sequence[C], rng: Random) -> tuple[C, C]:

@@ -39,11 +39,13 @@ class Chooser:
         found = self._index.look_up(self._keys(live, size)) if looks else NOTHING
         session = live.context.session_id.encode() + request.cache_salt if live.context.session_id else b""
         overlaps = {replica_id: depth * size for replica_id, depth in found.depths.items()}
-        query = Query(len(request.prompt_token_ids), overlaps, found.cold_key, session, self._turn)
+        query = Query(len(request.prompt_token_ids), overlaps, found.cold_key, found.heir, session, self._turn)
         self._turn += 1
         chosen: Member = self._policy.pick(pool, query, self._rng, self._config.policy)
         if looks:
             reusable = request.reusable_tokens(live.log.longest, live.log.num_scored)
+            if found.cold_key is not None:
+                self._index.expect(found.cold_key, chosen.replica_id)
             live.predicted = min(overlaps.get(chosen.replica_id, 0), reusable // size * size)
         return chosen
 

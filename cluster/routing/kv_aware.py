@@ -1,10 +1,15 @@
 """The default policy: prefill work that a cached prefix saves, weighed against the load where it is cached.
 
 Cost is counted in prompt tokens: what waits to be computed there, what decoding beside others costs, and what of
-this prompt is not in the cache there. Those that have some of the prompt compete with two that the first unknown
-block names (the same two for all requests that begin alike, in every router, so that a new prefix is computed in one
-or two places) and with a random one. Leaving a prefix's home must pay by more than the work of computing it again,
-because a second copy costs room for others: a hot prefix spreads, but only as far as its load does.
+this prompt is not in the cache there. Those that have some of the prompt compete with a random one, and with the heir
+of the rest: whoever was sent such a prompt before or had its blocks last, or, where none is known, one of two that
+the first block's name stands for, in every router the same. So prompts that begin alike come together before any
+replica has their blocks, and after they were given up.
+
+Leaving the home of a prefix makes work for everybody behind it in the queues, and takes room in another cache. So it
+must pay by more than the work of computing the prefix again, and by more the longer the queues are: loads elsewhere
+count for more than they are, in proportion to what of the prompt is not at home there. A hot prefix spreads, but only
+as far as its load does.
 """
 
 from __future__ import annotations
@@ -16,37 +21,37 @@ from cluster.routing.candidate import C, Candidate, PolicyConfig, Query, random_
 
 
 def kv_aware(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
-    """Return the cheapest of those with a cached prefix, the two that a new prefix belongs to, and a random one.
+    """Return the cheapest of those with a cached prefix, whoever a new prefix belongs to, and a random one.
 
     candidates: at least one, in the same order in all routers.
     """
-    overlaps = query.overlaps
-    cold = max(0, query.prompt_tokens - max(overlaps.values(), default=0))
-    contenders = [(one, 0.0) for one in candidates if one.replica_id in overlaps] if overlaps else []
-    stranger, other = random_two(candidates, rng)
-    if query.cold_key is None:
-        contenders += [(stranger, 0.0), (other, 0.0)]
-    else:
-        # Whoever begins alike is sent here too: it will find this prompt's blocks.
-        bonus = config.hysteresis * cold
-        contenders += [(candidate, bonus) for candidate in named_pair(candidates, query.cold_key)]
-        contenders.append((stranger, 0.0))
-    best, least = stranger, float("inf")
-    for candidate, bonus in contenders:
-        price = cost(candidate, query.prompt_tokens, overlaps.get(candidate.replica_id, 0), config) - bonus
+    overlaps, prompt = query.overlaps, query.prompt_tokens
+    holders = [one for one in candidates if one.replica_id in overlaps] if overlaps else []
+    cold = prompt - max(overlaps.values()) if holders else prompt
+    heirs = _heirs(candidates, query)
+    best, least = candidates[0], float("inf")
+    for candidate in (*heirs, *holders, *random_two(candidates, rng)[: 1 if heirs else 2]):
+        cached = overlaps.get(candidate.replica_id, 0)
+        price = cost(candidate, prompt, cached, cold if candidate in heirs else 0, config)
         if price < least:
             best, least = candidate, price
     return best
 
 
-def cost(candidate: Candidate, prompt_tokens: int, overlap_tokens: int, config: PolicyConfig) -> float:
-    """Return what running a prompt there costs, in prompt tokens; a cached prefix counts for more than its length."""
-    credit = (1.0 + config.hysteresis) * min(overlap_tokens, prompt_tokens)
+def cost(candidate: Candidate, prompt_tokens: int, cached: int, promised: int, config: PolicyConfig) -> float:
+    """Return what running a prompt there costs, in prompt tokens.
+
+    cached: its leading tokens in the prefix cache there. promised: those that other prompts which begin alike will
+    find there, since they are sent there too.
+    """
+    uncached = prompt_tokens - min(cached, prompt_tokens)
     load = candidate.outstanding_tokens + config.request_cost * candidate.num_requests
+    at_home = min(prompt_tokens, cached + promised)
+    price = load * (1.0 + config.imbalance * (1.0 - at_home / prompt_tokens)) + uncached - config.hysteresis * at_home
     usage = candidate.kv_usage
     if usage > config.kv_pressure:
-        load += config.full_cache_cost * (usage - config.kv_pressure) / (1.0 - config.kv_pressure)
-    return load + prompt_tokens - credit
+        price += config.full_cache_cost * (usage - config.kv_pressure) / (1.0 - config.kv_pressure) * uncached
+    return price
 
 
 def named_pair(candidates: Sequence[C], key: int) -> tuple[C, C]:
@@ -55,3 +60,11 @@ def named_pair(candidates: Sequence[C], key: int) -> tuple[C, C]:
     first = key % count
     second = (first + 1 + (key >> 32) % (count - 1)) % count if count > 1 else first
     return candidates[first], candidates[second]
+
+
+def _heirs(candidates: Sequence[C], query: Query) -> Sequence[C]:
+    """Return who is to have what nobody has now."""
+    if query.cold_key is None:
+        return ()
+    known = [one for one in candidates if one.replica_id == query.heir] if query.heir is not None else []
+    return known or named_pair(candidates, query.cold_key)

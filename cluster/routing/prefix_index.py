@@ -34,12 +34,14 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = 1_000_000) -> None:
         self._max_blocks = max_blocks
+        self._max_heirs = max(1, max_blocks // 4)
         self._holders: dict[int, int] = {}  # block key -> bits of its holders; stored longest ago first
         self._bits: dict[str, int] = {}  # replica id -> number of its bit
         self._names: list[str] = []  # number of a bit -> replica id, the last one that had it
         self._free: list[int] = []  # numbers of bits that no entry has
         self._dead: list[int] = []  # numbers of bits that entries of former lives may have
         self._alive = 0  # the bits of `_bits`
+        self._heirs: dict[int, int] = {}  # key of a block that none has -> bit of who gets it or had it last
         self._next_sequence: dict[str, int] = {}
         self._incomplete: set[str] = set()
 
@@ -103,7 +105,15 @@ class PrefixIndex:
                     alive = kept
                 depth += 1 if alive else 0
         self._note(depths, alive, depth)
-        return Overlap(depths, keys.first(depth + 1)[depth] if depth < total else None)
+        if depth == total:
+            return Overlap(depths)
+        cold_key = keys.first(depth + 1)[depth]
+        heir = self._heirs.get(cold_key, 0) & self._alive
+        return Overlap(depths, cold_key, self._names[heir.bit_length() - 1] if heir else None)
+
+    def expect(self, key: int, replica_id: str) -> None:
+        """Note that a block that none has will be computed by a replica: it is the heir from now on."""
+        self._inherit(key, 1 << self._number_of(replica_id))
 
     def _note(self, depths: dict[str, int], bits: int, depth: int) -> None:
         while bits and depth:
@@ -114,17 +124,27 @@ class PrefixIndex:
     def _apply(self, bit: int, stored: Iterable[int], removed: Iterable[int]) -> None:
         holders = self._holders
         for key in removed:
-            left = holders.get(key, 0) & ~bit
+            had = holders.get(key, 0)
+            left = had & ~bit
             if left:
                 holders[key] = left
-            else:
-                holders.pop(key, None)
+            elif had:
+                del holders[key]
+                self._inherit(key, bit)
         for key in stored:
             holders[key] = holders.pop(key, 0) | bit  # at the end of the order
         excess = len(holders) - self._max_blocks
         if excess > 0:
             for key in list(islice(holders, excess)):
                 del holders[key]
+
+    def _inherit(self, key: int, bit: int) -> None:
+        heirs = self._heirs
+        heirs.pop(key, None)
+        heirs[key] = bit
+        if len(heirs) > self._max_heirs:
+            for oldest in list(islice(heirs, max(1, self._max_heirs // 8))):
+                del heirs[oldest]
 
     def _number_of(self, replica_id: str) -> int:
         number = self._bits.get(replica_id)
@@ -156,5 +176,6 @@ class PrefixIndex:
         """Take the bits of former lives out of all entries, so that they can be given again."""
         alive = self._alive
         self._holders = {key: left for key, bits in self._holders.items() if (left := bits & alive)}
+        self._heirs = {key: bit for key, bit in self._heirs.items() if bit & alive}
         self._free += self._dead
         self._dead.clear()

@@ -59,6 +59,29 @@ def test_the_first_block_that_nobody_has_is_named():
     assert PrefixIndex().look_up(Keys([5])).cold_key == 5
 
 
+def heir(index: PrefixIndex, *keys: int) -> str | None:
+    return index.look_up(Keys(keys)).heir
+
+
+def test_the_heir_of_a_block_that_none_has_is_who_was_sent_it_or_had_it_last():
+    index = PrefixIndex(max_blocks=100)
+    index.update("a", 0, [1], [])
+    index.update("b", 0, [1], [])
+    assert heir(index, 1, 2) is None
+    index.expect(2, "b")
+    assert heir(index, 1, 2) == "b"
+    index.update("a", 1, [2], [])
+    assert heir(index, 1, 2) is None
+    index.update("a", 2, [], [2])
+    assert heir(index, 1, 2) == "a"
+    index.drop("a")
+    assert heir(index, 1, 2) is None
+    for key in range(1000, 2000):
+        index.expect(key, "b")
+    assert len(index._heirs) <= 25
+    assert heir(index, 1999) == "b"
+
+
 def test_removals_and_clearing_are_followed():
     index = PrefixIndex()
     index.update("a", 0, [1, 2], [])

@@ -54,7 +54,9 @@ def test_a_cached_prefix_is_followed():
 def test_the_longer_of_two_cached_prefixes_is_followed_unless_the_load_is_worth_more():
     query = Query(1000, {"b": 800, "c": 600})
     assert {pick("kv_aware", idle(), query, seed) for seed in range(20)} == {"b"}
-    pool = [Standing("a"), Standing("b", outstanding_tokens=300), Standing("c")]
+    pool = [Standing("a"), Standing("b", outstanding_tokens=200), Standing("c")]
+    assert {pick("kv_aware", pool, query, seed) for seed in range(20)} == {"b"}
+    pool = [Standing("a"), Standing("b", outstanding_tokens=600), Standing("c")]
     assert {pick("kv_aware", pool, query, seed) for seed in range(20)} == {"c"}
 
 
@@ -63,8 +65,7 @@ def test_a_hot_prefix_spreads_once_its_home_is_loaded_and_no_further_than_its_lo
     few, many = spread_of(20), spread_of(600)
     assert set(few) == {"a"}
     assert len(many) == len(NAMES)
-    assert many["a"] == max(many.values())
-    assert min(many.values()) > 600 / len(NAMES) / 2
+    assert max(many.values()) < 4 * min(many.values())
 
 
 def spread_of(requests: int) -> Counter[str]:
@@ -78,10 +79,27 @@ def spread_of(requests: int) -> Counter[str]:
 
 def test_leaving_a_prefix_must_pay_by_more_than_computing_it_again():
     query = Query(1000, {"a": 1000})
-    for load, stays in ((1000, True), (1249, True), (1251, False)):
+    for load, stays in ((1000, True), (1999, True), (2001, False)):
         pool = [Standing("a", outstanding_tokens=load), Standing("b")]
         chosen = {pick("kv_aware", pool, query, seed) for seed in range(40)}
         assert ("b" not in chosen) == stays
+
+
+def test_the_longer_all_queues_are_the_more_load_a_home_may_have():
+    """Where everybody waits, computing a prefix twice makes all wait longer."""
+    query = Query(1000, {"a": 1000})
+    for load, stays in ((10_000 + 2000, True), (30_000, True), (33_000, False)):
+        pool = [Standing("a", outstanding_tokens=load), Standing("b", outstanding_tokens=10_000)]
+        chosen = {pick("kv_aware", pool, query, seed) for seed in range(40)}
+        assert ("b" not in chosen) == stays
+
+
+def test_a_prefix_comes_back_to_who_had_it_last_or_was_sent_it():
+    for heir in NAMES:
+        assert {pick("kv_aware", idle(), Query(1000, cold_key=5, heir=heir), seed) for seed in range(20)} == {heir}
+    gone = Query(1000, cold_key=5, heir="gone")
+    pair = {one.replica_id for one in named_pair(idle(), 5)}
+    assert {pick("kv_aware", idle(), gone, seed) for seed in range(20)} <= pair
 
 
 def test_prompts_that_begin_alike_go_to_one_of_two_replicas_before_any_has_their_blocks():
@@ -105,13 +123,19 @@ def test_a_new_prefix_leaves_its_pair_when_both_are_loaded():
     pool = [Standing(name, outstanding_tokens=5000 if name in pair else 0) for name in NAMES]
     chosen = Counter(pick("kv_aware", pool, Query(1000, cold_key=key), seed) for seed in range(100))
     assert sum(chosen[name] for name in pair) < 40
+    assert set(chosen) >= set(NAMES) - pair
 
 
 def test_a_nearly_full_kv_cache_is_avoided():
     pool = [Standing("a", kv_usage=0.99), Standing("b", 100, 1)]
     query = Query(1000, cold_key=1)
     assert {pick("kv_aware", pool, query, seed) for seed in range(20)} == {"b"}
-    assert cost(Standing("a", kv_usage=0.8), 10, 0, CONFIG) == cost(Standing("a"), 10, 0, CONFIG)
+    assert cost(Standing("a", kv_usage=0.8), 10, 0, 0, CONFIG) == cost(Standing("a"), 10, 0, 0, CONFIG)
+
+
+def test_a_full_kv_cache_is_no_reason_to_leave_a_prefix_that_is_in_it():
+    full, free = Standing("a", kv_usage=1.0), Standing("b")
+    assert cost(full, 1000, 1000, 0, CONFIG) == cost(free, 1000, 1000, 0, CONFIG)
 
 
 def test_stale_figures_do_not_make_a_herd():
@@ -191,7 +215,8 @@ POOLS = st.lists(
 @given(POOLS, st.data(), st.integers(1, 10**5), st.integers(0, 2**64 - 1) | st.none(), st.binary(max_size=4))
 def test_every_policy_chooses_a_candidate_and_depends_on_nothing_else(name, pool, data, prompt, cold, session_id):
     overlaps = {one.replica_id: data.draw(st.integers(1, prompt)) for one in pool if data.draw(st.booleans())}
-    query = Query(prompt, overlaps, cold, session_id, data.draw(st.integers(0, 10**6)))
+    heir = data.draw(st.sampled_from([None, "gone", *(one.replica_id for one in pool)]))
+    query = Query(prompt, overlaps, cold, heir, session_id, data.draw(st.integers(0, 10**6)))
     seed = data.draw(st.integers())
     first, second = (policy_named(name).pick(pool, query, Random(seed), CONFIG) for _ in range(2))
     assert first is second
@@ -210,7 +235,8 @@ def test_two_routers_choose_the_same_home_for_a_new_prefix():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("kv_pressure", 1.0), ("hysteresis", -0.1), ("request_cost", -1.0), ("session_load", 1.0)]
+    ("setting", "value"),
+    [("kv_pressure", 1.0), ("hysteresis", -0.1), ("request_cost", -1.0), ("imbalance", -1.0), ("session_load", 1.0)],
 )
 def test_impossible_weights_are_refused_by_name(setting, value):
     with pytest.raises(ConfigError) as caught:
