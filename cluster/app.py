@@ -13,7 +13,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import ClusterConfig
+from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
 from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
@@ -75,10 +76,12 @@ def _surge(app: AppConfig, copies: int) -> int:
 
 def _replica(config: ClusterConfig, name: str, surge: int) -> serve.Deployment:
     bundles = plan_placement(config, uses_gpu(config)).bundles
+    scaling = scaling_settings(config)
     return serve.deployment(
         Replica,
         name=name,
-        num_replicas=config.replicas,
+        num_replicas=config.replicas if scaling is None else None,
+        autoscaling_config=None if scaling is None else autoscaling_config(scaling, config.replicas),
         placement_group_bundles=list(bundles),
         placement_group_strategy="PACK",
         ray_actor_options={"num_cpus": bundles[0]["CPU"], "num_gpus": bundles[0].get("GPU", 0)},

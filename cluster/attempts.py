@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
+from cluster.admission.figures import QueueFigures
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
@@ -29,6 +31,8 @@ class Attempts:
         self._loop = asyncio.get_running_loop()
         self._waiting_room = WaitingRoom(self._loop, self._give_up)
         self._next_stream = 0
+        self.on_waiting: Callable[[], None] = lambda: None  # called when a request has to wait for a replica
+        self.last_given_up = float("-inf")
 
     def place(self, live: LiveRequest) -> None:
         """Submit the request to the replica that suits it best, or let it wait for one."""
@@ -68,6 +72,13 @@ class Attempts:
             return
         wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
         self._waiting_room.enter(live, wait)
+        self.on_waiting()
+
+    def queue(self) -> QueueFigures:
+        """Return what waits for a replica."""
+        lives = self._waiting_room.waiting()
+        age = self._loop.time() - min((live.accepted_at for live in lives), default=self._loop.time())
+        return QueueFigures(len(lives), sum(len(live.log.request.prompt_token_ids) for live in lives), age)
 
     def place_waiting(self) -> None:
         """Try again for all that wait, the first one first."""
@@ -79,6 +90,7 @@ class Attempts:
             message = "the replica that ran the request was lost, and none came in its place"
             self.fail(live, ApiError("replica_lost", message))
         else:
+            self.last_given_up = self._loop.time()
             self.fail(live, ApiError("no_replica", "no replica is ready to take the request"))
 
     def move(self, live: LiveRequest) -> None:

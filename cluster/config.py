@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from cluster.autoscaling.policy import ScalingSettings
 from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
@@ -19,6 +20,7 @@ from engine.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
+DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
 INGRESSES = ("serve", "haproxy")
 
@@ -56,7 +58,12 @@ class ModelConfig(EngineConfig):
         the replicas at once; None = its share of what their steps and KV caches hold, and a little more. The rest
         waits, each tenant in a line of its own, and tenants take turns.
     target_ttft: seconds to the first token that are aimed at: as long a request may wait at most, if that is less
-        than `max_queue_wait`.
+        than `max_queue_wait`; and what autoscaling goes by, 2 unless given.
+    min_replicas / max_replicas: bounds of autoscaling, which there is where `max_replicas` is given; `replicas` are
+        started first. With 0 the last replica goes when nothing has come for a while, and the next request waits for
+        another, at most `cold_start_timeout` seconds.
+    upscale_delay_s / downscale_delay_s / downscale_to_zero_delay_s: seconds that more or fewer replicas must have
+        been wanted without a break, and none at all.
     routing_policy: how a router chooses the replica of a request (`POLICIES`).
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
         `tool_choice` "auto" is refused, while forced calls need none.
@@ -72,10 +79,26 @@ class ModelConfig(EngineConfig):
     max_inflight: Count | None = None
     max_inflight_tokens: Count | None = None
     target_ttft: Seconds | None = None
+    min_replicas: Annotated[int, Field(ge=0)] | None = None
+    max_replicas: Count | None = None
+    upscale_delay_s: Annotated[float, Field(ge=0)] = 5.0
+    downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
+    downscale_to_zero_delay_s: Annotated[float, Field(ge=0)] | None = None
+    cold_start_timeout: Seconds = 120.0
     routing_policy: str = "kv_aware"
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     embedding_pooling: Annotated[str, _one_of(POOLINGS)] = "last"
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be at one time."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def scales_to_zero(self) -> bool:
+        """Whether there may be none while nobody asks."""
+        return self.max_replicas is not None and self.min_replicas == 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +171,36 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     except ValidationError as error:
         raise _as_config_error(error) from None
     _check_names(config)
+    scaling_settings(config)
     return config
+
+
+def scaling_settings(config: ModelConfig) -> ScalingSettings | None:
+    """Return what the autoscaling policy goes by, None for a fixed number of replicas.
+
+    Raises `ConfigError` where the settings contradict each other.
+    """
+    most, least = config.max_replicas, 1 if config.min_replicas is None else config.min_replicas
+    if most is None:
+        if config.min_replicas is not None:
+            raise ConfigError(
+                f"max_replicas is missing: min_replicas={least} bounds autoscaling, so give max_replicas too, such "
+                f"as {max(least, config.replicas) + 1}, or replicas alone",
+                "max_replicas",
+            )
+        return None
+    idle = config.downscale_to_zero_delay_s
+    down = config.downscale_delay_s
+    settings = ScalingSettings(
+        least, most, config.target_ttft or DEFAULT_TTFT, config.upscale_delay_s, down, down if idle is None else idle
+    )
+    if not max(least, 1) <= config.replicas <= most:
+        raise ConfigError(
+            f"replicas must lie between {max(least, 1)} and {most}, as min_replicas and max_replicas say, "
+            f"not {config.replicas}",
+            "replicas",
+        )
+    return settings
 
 
 def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -19,6 +19,7 @@ from cluster.links.tcp import connect
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.25
+COLD_PATIENCE = 1.0  # seconds until a call is made anew that waits for a first replica
 LEASE_PATIENCE = 5.0  # seconds; a replica that has stopped may have been asked, and another have come since
 
 
@@ -26,11 +27,17 @@ class ReplicaDirectory:
     """Keeps one link per running replica in the dispatcher, for as long as the replica's lease lasts.
 
     vocabulary: what the router's tokens are of; while an update goes on there may be replicas of another, which get
-    nothing from this router.
+    nothing from this router. on_demand: the deployment is autoscaled, so no lease call is pending while there is
+    nothing to find.
     """
 
     def __init__(
-        self, router_id: str, replicas: DeploymentHandle[Any], dispatcher: Dispatcher, vocabulary: str = ""
+        self,
+        router_id: str,
+        replicas: DeploymentHandle[Any],
+        dispatcher: Dispatcher,
+        vocabulary: str = "",
+        on_demand: bool = False,
     ) -> None:
         self._router_id = router_id
         self._vocabulary = vocabulary
@@ -41,6 +48,11 @@ class ReplicaDirectory:
         self._members: frozenset[str] = frozenset()
         self._announced: dict[str, Announcement] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._on_demand = on_demand
+        self._found_one = False
+        self._look = asyncio.Event()
+        if on_demand:
+            dispatcher.call_when_waiting(self._look.set)
         self._spawn(self._search())
 
     @property
@@ -51,9 +63,10 @@ class ReplicaDirectory:
     async def _search(self) -> None:
         """Keep one lease call pending; each that is answered brings one more replica."""
         while True:
+            await self._until_wanted()
             lease = self._lease_call.remote(self._router_id, self._node, watch=self._watch)
             try:
-                async with asyncio.timeout(LEASE_PATIENCE):
+                async with asyncio.timeout(self._patience):
                     announcement = await anext(lease)
             except (Exception, asyncio.CancelledError) as error:
                 if _is_cancelled():
@@ -70,6 +83,7 @@ class ReplicaDirectory:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             self._watch.known.add(announcement.replica_id)
+            self._found_one = True
             if announcement.vocabulary != self._vocabulary:
                 logger.info("replica %s is of another model, and left to its routers", announcement.replica_id)
                 lease.cancel()
@@ -94,13 +108,37 @@ class ReplicaDirectory:
             self._announced.pop(replica_id, None)
             lease.cancel()
             # A replica whose link keeps breaking is tried again, but not in a tight loop.
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._watch.known.discard, replica_id)
+            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._forget, replica_id)
+
+    async def _until_wanted(self) -> None:
+        """Return when a lease call has something to find, or should be seen to wait.
+
+        A call that waits counts as demand: with none ever pending Serve would not start a first replica, with one
+        always pending it would never leave the deployment without.
+        """
+        while self._on_demand and self._found_one and not (self._members - self._watch.known or self._awaited):
+            self._look.clear()
+            await self._look.wait()
+
+    @property
+    def _awaited(self) -> bool:
+        return not self._members and self._dispatcher.queue().requests > 0
+
+    @property
+    def _patience(self) -> float:
+        """Each new call is told to Serve's controller at once where there is no replica."""
+        return LEASE_PATIENCE if self._members or not self._on_demand else COLD_PATIENCE
+
+    def _forget(self, replica_id: str) -> None:
+        self._watch.known.discard(replica_id)
+        self._look.set()
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Serve took replicas out of the set: they get nothing new and may go when they are done."""
         for replica_id in self._members - ids:
             self._dispatcher.remove_replica(replica_id)
         self._members = ids
+        self._look.set()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

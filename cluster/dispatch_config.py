@@ -19,6 +19,9 @@ _TIMES = (
 )
 
 
+ADMISSION_WAIT = 1.0  # seconds
+
+
 @dataclass(frozen=True, slots=True)
 class DispatcherConfig:
     """Times in seconds. Raises `ConfigError` naming the field.
@@ -43,7 +46,7 @@ class DispatcherConfig:
 
     stall_timeout: float = 3.0
     progress_timeout: float = 60.0
-    admission_wait: float = 1.0
+    admission_wait: float = ADMISSION_WAIT
     no_replica_timeout: float = 30.0
     hand_over_after: float = 30.0
     quarantine_deaths: int = 3

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from random import Random
 
 from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
+from cluster.admission.figures import QueueFigures, together
 from cluster.admission.room import ReplicaRoom
 from cluster.attempts import Attempts
 from cluster.counters import DispatcherCounters
@@ -59,6 +60,7 @@ class Dispatcher:
         self._attempts = Attempts(self._config, self._fleet, self.counters)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
+        self._queue_before: Callable[[], QueueFigures] = QueueFigures
         self._quiet = asyncio.Event()
         self._quiet.set()
 
@@ -75,6 +77,28 @@ class Dispatcher:
     def caches(self) -> CacheReports:
         """What the replicas tell of their prefix caches."""
         return self._fleet.caches
+
+    @property
+    def closing(self) -> bool:
+        """Whether nothing new is taken."""
+        return self._closing
+
+    @property
+    def given_up_ago(self) -> float:
+        """Seconds since a new request was last refused because no replica came for it."""
+        return self._loop.time() - self._attempts.last_given_up
+
+    def watch_queue(self, figures: Callable[[], QueueFigures]) -> None:
+        """Count what waits in front of this as waiting, too."""
+        self._queue_before = figures
+
+    def call_when_waiting(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever a request has to wait for a replica."""
+        self._attempts.on_waiting = callback
+
+    def queue(self) -> QueueFigures:
+        """Return what waits, here for a replica and in front of this; replicas are told."""
+        return together([self._queue_before(), self._attempts.queue()])
 
     @property
     def num_live(self) -> int:

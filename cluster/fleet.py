@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from cluster.admission.figures import QueueFigures
 from cluster.admission.room import ReplicaRoom
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
@@ -48,6 +49,10 @@ class FleetListener(Protocol):
 
     def on_overstay(self, member: Member) -> None:
         """A draining replica has not finished what it runs in good time. Told again as long as that is so."""
+
+    def queue(self) -> QueueFigures:
+        """Return what waits for replicas."""
+        ...
 
 
 class Fleet:
@@ -228,7 +233,8 @@ class Fleet:
             self.lose(member, STALLED, f"its engine has not moved for {self._config.progress_timeout:g} s")
         elif now - member.last_ping >= self._config.ping_interval and not member.link.closed:
             member.last_ping = now
-            self._tell(member, Ping())
+            queue = self._listener.queue()
+            self._tell(member, Ping(queue.requests, queue.tokens, max(0.0, queue.age), queue.rate))
 
     def _tell(self, member: Member, message: Up) -> None:
         try:

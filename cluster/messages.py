@@ -77,7 +77,12 @@ class FinishChoice(_Message, tag=4, frozen=True):
 
 
 class Ping(_Message, tag=5, frozen=True):
-    """The router is alive."""
+    """The router is alive, and this waits in it: see `QueueFigures`."""
+
+    queued_requests: Count = 0
+    queued_tokens: Count = 0
+    queue_age: Annotated[float, Meta(ge=0)] = 0.0
+    drain_rate: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Resync(_Message, tag=6, frozen=True):

@@ -57,7 +57,7 @@ def plan_placement(config: ClusterConfig, use_gpu: bool) -> Placement:
     if use_gpu:
         bundle["GPU"] = 1.0
     bundles = tuple(dict(bundle) for _ in range(config.tensor_parallel_size))
-    return Placement(bundles, config.replicas)
+    return Placement(bundles, config.most_replicas)
 
 
 def plan_app(app: AppConfig, use_gpu: Callable[[ClusterConfig], bool]) -> AppPlacement:

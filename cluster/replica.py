@@ -13,6 +13,7 @@ import ray
 from ray import serve
 
 from cluster.announcement import Announcement
+from cluster.autoscaling.figures import replica_stats
 from cluster.config import ClusterConfig, resolve_config
 from cluster.group_start import StartedGroup, listening_host, start_group
 from cluster.life.start import Start
@@ -77,6 +78,11 @@ class Replica:
         logger.info("replica %s: leased by router %s", self._id, router_id)
         yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
         await self._core.until_left(router_id, LINK_PATIENCE)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy goes by (called by Serve)."""
+        core = self._core
+        return replica_stats(core.stats, self._config.max_num_seqs, core.prefill_wait, core.queue)
 
     def check_health(self) -> None:
         """End the replica when it does not move: health is progress, not that a process exists (called by Serve)."""

@@ -8,6 +8,8 @@ import secrets
 import time
 from collections.abc import Callable
 
+from cluster.admission.figures import QueueFigures, together
+from cluster.autoscaling.speed import StepSpeed
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineMaker, EngineThread
 from cluster.grammar_start import Grammars, GrammarStart
@@ -67,6 +69,7 @@ class ReplicaCore:
         self._runs = Runs()
         self._cached = CachedBlocks()
         self._num_sessions = 0
+        self._speed = StepSpeed()
         self._draining = False
         self._engine.start()
         self._ticker = self._loop.create_task(self._tick())
@@ -80,6 +83,16 @@ class ReplicaCore:
     def num_requests(self) -> int:
         """Requests that run or wait here."""
         return len(self._runs)
+
+    @property
+    def prefill_wait(self) -> float:
+        """Seconds that the prompt tokens which wait here take to compute."""
+        return self._speed.seconds_for(self.stats.outstanding_tokens)
+
+    @property
+    def queue(self) -> QueueFigures:
+        """What waits in the routers."""
+        return together(session.queue for session in self._sessions.values())
 
     def is_healthy(self, deadline: float) -> bool:
         """Whether the engine finished a step, or was seen idle and ready, within the last `deadline` seconds."""
@@ -130,6 +143,7 @@ class ReplicaCore:
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""
         now = self._loop.time()
+        self._speed.note(report.num_tokens, report.seconds)
         self._runs.distribute(report)
         blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
@@ -192,8 +206,8 @@ class ReplicaCore:
                 self._finish_choice(session.runs.get(stream), choice)
             case Resync():
                 self._tell_blocks(session, self._loop.time())
-            case Ping():
-                pass
+            case Ping(requests, tokens, age, rate):
+                session.queue = QueueFigures(requests, tokens, age, rate)
             case _:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.admission.figures import QueueFigures
 from cluster.link import LinkClosedError, RouterLink
 from cluster.messages import BlockUpdate, Down, FinishRow, Load, LogprobRow, PooledRow, PromptRow, Report
 from engine.report import TokenLogprob
@@ -45,6 +46,7 @@ class RouterSession:
         self.highest_stream = -1
         self.last_heard = now
         self.last_sent = now
+        self.queue = QueueFigures()  # what waits in the router
         self.streams: list[int] = []
         self.indices: list[int] = []
         self.tokens: list[int] = []

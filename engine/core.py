@@ -114,7 +114,8 @@ class EngineCore:
         Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
         """
         self._check_alive()
-        self._scheduler.expire(self._clock())
+        began = self._clock()
+        self._scheduler.expire(began)
         planned = self._plan()
         if planned is None:
             return self._report(None, None)
@@ -128,6 +129,7 @@ class EngineCore:
             self._blocks.clear_cache()
         report = self._report(schedule, outputs)
         report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
+        report.seconds = self._clock() - began
         return report
 
     def stats(self) -> EngineStats:

@@ -206,5 +206,6 @@ class StepReport:
     events: BlockEvents
     stats: EngineStats
     num_tokens: int = 0  # tokens computed by this step, prompt and decode
+    seconds: float = 0.0  # that the step took
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[tuple[Sequence, Floats]] = field(default_factory=list)  # [hidden] each, of sequences that end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.admission.room import Room, RoomConfig
+from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.config import ClusterConfig
 from cluster.dispatcher import Dispatcher
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
@@ -11,7 +11,8 @@ from cluster.tenants.fair_gate import FairGate, FairGateConfig
 def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
     """Return the gate of one model on one router.
 
-    Where no replica is ready nobody is held back: the dispatcher says at once what is wrong.
+    Where no replica is ready nobody is held back: the dispatcher says at once what is wrong. Unless the model may
+    have none while nobody asks: then those who come wait for one.
     """
     counters = dispatcher.counters
     sizes = RoomConfig(
@@ -21,6 +22,22 @@ def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
         config.max_inflight,
         config.max_inflight_tokens,
     )
-    room = Room(sizes, dispatcher.room, counters.outcomes.total)
+
+    def present() -> ReplicaRoom | None:
+        room = dispatcher.room()
+        if room is None and config.scales_to_zero and not dispatcher.closing:
+            return ReplicaRoom(1, UNBOUNDED)  # as much as the first replica will take may wait for it, the rest here
+        return room
+
+    room = Room(sizes, present, counters.outcomes.total)
     bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft)
-    return FairGate(dispatcher, room.sequences, bounds, room.tokens, lambda: counters.tokens + counters.prefilled)
+    gate = FairGate(
+        dispatcher,
+        room.sequences,
+        bounds,
+        room.tokens,
+        lambda: counters.tokens + counters.prefilled,
+        lambda: dispatcher.ready,
+    )
+    dispatcher.watch_queue(gate.figures)
+    return gate

@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.admission.start import fair_gate
 from cluster.config import ClusterConfig
 from cluster.directory import ReplicaDirectory
-from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.life.app_body import ModelViews
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
@@ -36,11 +36,14 @@ class LiveModel:
         times = DispatcherConfig(
             stall_timeout=config.stall_timeout,
             progress_timeout=2 * config.step_timeout,
+            admission_wait=config.cold_start_timeout if config.scales_to_zero else ADMISSION_WAIT,
             routing_policy=config.routing_policy,
         )
         self._dispatcher = Dispatcher(times)
         vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
-        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher, vocabulary)
+        self._cold_start = config.scales_to_zero
+        scaled = config.max_replicas is not None
+        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher, vocabulary, on_demand=scaled)
         self._deployment = replicas.deployment_name
         metrics.register(
             RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
@@ -56,7 +59,7 @@ class LiveModel:
 
     def ready(self) -> dict[str, Any]:
         """Return what `/ready` says of this model."""
-        return ready_body(self._dispatcher, self._directory.announcements)
+        return ready_body(self._dispatcher, self._directory.announcements, self._cold_start)
 
     def views(self) -> ModelViews:
         """Return what this router sees of the model's replicas."""

@@ -11,6 +11,7 @@ from typing import cast
 
 from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.drain_rate import DrainRate
+from cluster.admission.figures import QueueFigures
 from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED
 from cluster.errors import ApiError
@@ -19,7 +20,7 @@ from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
 from engine.request import Request
 
-__all__ = ["UNBOUNDED", "FairGate", "FairGateConfig", "QueueFigures"]
+__all__ = ["UNBOUNDED", "FairGate", "FairGateConfig"]
 
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
@@ -51,26 +52,14 @@ class FairGateConfig:
         return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
 
 
-@dataclass(frozen=True, slots=True)
-class QueueFigures:
-    """What waits at a gate. tokens: of prompts and expected output. age: seconds that the first has waited.
-
-    rate: tokens per second that the queue drains by, 0 while that is not known.
-    """
-
-    requests: int = 0
-    tokens: int = 0
-    age: float = 0.0
-    rate: float = 0.0
-
-
 class FairGate:
     """Hands requests to `source`, whose turn it is first. Used on one event loop.
 
     bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
     and expected output. A request may go over either, so that a large one is never passed over for ever. While there
     is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
-    which the queue's drain rate is measured; None = the work of requests that have ended.
+    which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether `source`
+    can get anything done at all: time without a replica says nothing about the rate.
     """
 
     def __init__(
@@ -80,6 +69,7 @@ class FairGate:
         config: FairGateConfig | None = None,
         token_bound: Callable[[], int] = lambda: UNBOUNDED,
         work_done: Callable[[], int] | None = None,
+        serving: Callable[[], bool] = lambda: True,
     ) -> None:
         self.source = source
         self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
@@ -90,6 +80,7 @@ class FairGate:
         self._lengths = OutputLength()
         self._drain = DrainRate()
         self._ended_work = 0
+        self._serving = serving
         self._work_done = work_done or (lambda: self._ended_work)
         self._inside = 0
         self._tokens = 0
@@ -236,7 +227,7 @@ class FairGate:
         self._let_in()
 
     def _note_drain(self, now: float) -> None:
-        self._drain.note(self._work_done(), now, waiting=bool(self._queue))
+        self._drain.note(self._work_done(), now, waiting=bool(self._queue) and self._serving())
 
     def _overloaded(self, turn: _Turn, reason: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the rate of late."""
