@@ -14,6 +14,7 @@ import psutil
 import ray
 
 from cluster.placement import AppPlacement
+from deploy.orphans import OrphanWatch
 from engine.errors import ConfigError
 
 # Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
@@ -45,6 +46,7 @@ class LocalRay(RayCluster):
     """
 
     def __init__(self, cpus: float, verbose: bool) -> None:
+        self._watch = OrphanWatch()
         _adopt_orphans()
         logical = max(os.cpu_count() or 1, math.ceil(cpus))
         ray.init(
@@ -55,6 +57,7 @@ class LocalRay(RayCluster):
             log_to_driver=verbose,
             logging_level=logging.INFO if verbose else logging.ERROR,
         )
+        self._watch.guard(descendants())
         self.about = f"on this machine, {logical} logical CPUs"
 
     def alive(self) -> bool:
@@ -66,6 +69,7 @@ class LocalRay(RayCluster):
 
     def stop(self) -> None:
         """End Ray and make sure that none of its processes outlives the command."""
+        self._watch.close()
         started = descendants()
         ray.shutdown()
         _, alive = psutil.wait_procs(started, timeout=EXIT_SECONDS)
