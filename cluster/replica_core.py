@@ -44,7 +44,7 @@ class ReplicaCore:
     on_dead: called once with the reason when the engine cannot go on; the process should then end.
     incarnation: number of this life of the replica; random unless given.
     grammars: compiles what outputs must match, and is closed with this; None = such requests are refused.
-    engine: makes what runs the core.
+    engine: makes what runs the core. clock: the core's.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ReplicaCore:
         incarnation: int | None = None,
         grammars: Grammars | None = None,
         engine: EngineMaker = EngineThread,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.facts = facts
         self.incarnation = secrets.randbits(62) if incarnation is None else incarnation
@@ -69,6 +70,7 @@ class ReplicaCore:
         self._runs = Runs()
         self._cached = CachedBlocks()
         self._num_sessions = 0
+        self._clock = clock
         self._speed = StepSpeed()
         self._draining = False
         self._engine.start()
@@ -221,7 +223,7 @@ class ReplicaCore:
             return
         engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
         try:
-            request = submitted_request(submit, engine_id, time.monotonic())
+            request = submitted_request(submit, engine_id, self._clock())
         except InvalidRequestError as error:
             self._reject(session, submit.stream, error)
             return

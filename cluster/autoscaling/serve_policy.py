@@ -33,6 +33,8 @@ class ReplicaScaling:
 def autoscaling_config(settings: ScalingSettings, initial_replicas: int) -> AutoscalingConfig:
     """Return what Serve is told. Serve starts the first replica of none by itself, when a call waits for one.
 
+    A number to start with holds for each update anew, which would then begin with the replicas of a quiet hour. So it
+    is left out where it is what Serve comes to anyway.
     Its own delays go by the wall clock, which jumps: they are left out, the policy has those of `settings`.
     """
     with warnings.catch_warnings():
@@ -40,7 +42,7 @@ def autoscaling_config(settings: ScalingSettings, initial_replicas: int) -> Auto
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=settings.min_replicas,
-            initial_replicas=initial_replicas,
+            initial_replicas=None if initial_replicas <= max(settings.min_replicas, 1) else initial_replicas,
             max_replicas=settings.max_replicas,
             metrics_interval_s=REPORT_SECONDS,
             look_back_period_s=LOOK_BACK,

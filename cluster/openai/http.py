@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
 from cluster.openai.frames import error_frame
+from engine.scheduler import DEADLINE_EXCEEDED
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body
 _MAX_MESSAGE = 1000  # characters of an error message; clients may have put megabytes into what it quotes
@@ -129,6 +130,9 @@ class Answer:
             await self.end(error_frame(error.body()))
             return
         retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
+        if error.code == DEADLINE_EXCEEDED:
+            # OpenAI's clients send a failed request again by themselves, unless told otherwise: with its time anew.
+            retry.append((b"x-should-retry", b"false"))
         await self.json(error.status, json.encode(error.body()), [*retry, *headers])
 
     async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:

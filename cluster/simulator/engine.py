@@ -88,7 +88,7 @@ class SimulatedEngine:
             self._commands.popleft()()
         if self._core.has_unfinished:
             report = self._core.step()
-            seconds = self._step_seconds() if report.num_tokens else 0.0
+            report.seconds = seconds = self._step_seconds() if report.num_tokens else 0.0
             self._loop.call_later(seconds, self._end, report)
         else:
             self._stats = self._core.stats()

@@ -55,4 +55,5 @@ def simulated_replica(
         times,
         incarnation=incarnation,
         engine=lambda core, loop, listener: SimulatedEngine(core, loop, listener, lambda: executor.last_step),
+        clock=loop.time,
     )

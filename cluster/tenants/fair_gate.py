@@ -112,8 +112,8 @@ class FairGate:
 
     def figures(self) -> QueueFigures:
         """Return what waits now."""
-        now = asyncio.get_running_loop().time()
-        ages = [now - turn.since for turn in self._queue.oldest()]
+        since = [turn.since for turn in self._queue.oldest()]
+        ages = [asyncio.get_running_loop().time() - min(since)] if since else []
         return QueueFigures(len(self._queue), self._queue.work, max(ages, default=0.0), self._drain.per_second or 0.0)
 
     def generate(self, tenant: str, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:

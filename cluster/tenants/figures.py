@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.models.registry import Models
+from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.tenancy import Tenancy, TenantCounts
 
 _LABELS = ("model_name", "tenant")
@@ -57,7 +58,36 @@ class TenantCollector(Collector):
                 waiting.add_metric([front.model_id, tenant], queued.get(tenant, 0))
                 shed.add_metric([front.model_id, tenant], front.gate.shed[tenant])
             inside.add_metric([front.model_id], front.gate.num_inside)
-        return (waiting, shed, inside)
+        return (waiting, shed, inside, *self._queues())
+
+    def _queues(self) -> Iterable[Metric]:
+        read: tuple[tuple[str, str, Callable[[FairGate], float]], ...] = (
+            ("tokens_dispatched", "Tokens of prompts and expected output past the fair gate.", _tokens_inside),
+            ("queued_tokens", "Tokens of prompts and expected output that wait at it.", _queued_tokens),
+            ("queue_age_seconds", "Seconds that the first request has waited.", _queue_age),
+            ("queue_drain_tokens_per_second", "Rate at which the queue drains; 0 = not known.", _drain_rate),
+        )
+        for name, text, figure in read:
+            gauge = GaugeMetricFamily(f"squadron_{name}", text, labels=["model_name"])
+            for front in self._models:
+                gauge.add_metric([front.model_id], figure(front.gate))
+            yield gauge
+
+
+def _tokens_inside(gate: FairGate) -> float:
+    return gate.tokens_inside
+
+
+def _queued_tokens(gate: FairGate) -> float:
+    return gate.figures().tokens
+
+
+def _queue_age(gate: FairGate) -> float:
+    return gate.figures().age
+
+
+def _drain_rate(gate: FairGate) -> float:
+    return gate.figures().rate
 
 
 def _door(found: Mapping[tuple[str, str], TenantCounts]) -> Iterable[Metric]:

@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from cluster.admission.drain_rate import DrainRate
 from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
+from cluster.admission.start import fair_gate
+from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
+from cluster.simulator.cluster import SimulatedCluster
+from cluster.simulator.replica import SimulatedModel
+from cluster.simulator.virtual_time import run_virtually
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
 from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
@@ -21,7 +26,6 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.unit.cluster_lab import Lab
 from tests.unit.engine_driver import request as engine_request
-from tests.virtual_time import in_virtual_time
 
 SLOTS, PROMPT, OUTPUT, STEP = 8, 40, 20, 0.05  # a step of the modelled replicas draws a token for each sequence
 
@@ -94,7 +98,38 @@ def test_of_a_herd_ten_times_too_large_those_let_in_are_served_in_time_and_the_o
         assert refused_after[int(0.8 * len(refused_after))] < 0.01, "refused at once, not after waiting"
         assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
 
-    in_virtual_time(play())
+    run_virtually(play())
+
+
+def test_a_herd_before_real_schedulers_is_served_in_time_or_refused_at_once():
+    """Ten times the load for five seconds on two simulated replicas behind a real router; whole, exact counts."""
+
+    async def play():
+        model = SimulatedModel(max_num_seqs=16, max_num_batched_tokens=512, num_kv_blocks=512, max_model_len=1024)
+        sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+        config = parse_config({"model": "demo", "target_ttft": 1.0, "replicas": 2} | sizes)
+        async with SimulatedCluster(2, model) as cluster:
+            gate = fair_gate(config, cluster.routers[0])
+            tasks = []
+            for i in range(3500):
+                params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0.0)
+                one = Request(f"r{i}", (1 + i,) * 100, params)
+                tasks.append(asyncio.create_task(ask(gate, one)))
+                await asyncio.sleep(5 / 3500)
+            results = await asyncio.gather(*tasks)
+            counters = cluster.routers[0].counters
+        served = [one for one in results if isinstance(one, float)]
+        errors = [one for one in results if not isinstance(one, float)]
+        assert {error.code for error, _ in errors} == {"overloaded"}
+        assert max(served) <= 2.0, "twice the target"
+        assert len(served) > 200
+        at_once = sum(1 for _, seconds in errors if seconds < 0.01)
+        assert at_once >= 0.8 * len(errors)
+        assert counters.outcomes == {"completed": len(served)}
+        assert counters.tokens == 50 * len(served)
+        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
+
+    run_virtually(play())
 
 
 def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
@@ -113,7 +148,7 @@ def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 def test_a_tenant_that_comes_anew_is_not_refused_for_the_queue_of_another():
@@ -128,7 +163,7 @@ def test_a_tenant_that_comes_anew_is_not_refused_for_the_queue_of_another():
             task.cancel()
         await asyncio.gather(*greedy, return_exceptions=True)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once():
@@ -144,7 +179,7 @@ def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 # --- room in tokens
@@ -162,7 +197,7 @@ def test_tokens_bound_what_is_inside_and_a_large_request_is_not_passed_over():
         assert source.started[-1] == "huge"
         assert gate.tokens_inside == 0
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 def test_what_is_found_in_a_prefix_cache_takes_up_no_room():
@@ -175,7 +210,7 @@ def test_what_is_found_in_a_prefix_cache_takes_up_no_room():
         await asyncio.gather(*tasks)
         assert (gate.num_inside, gate.tokens_inside) == (0, 0)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 def test_the_room_is_that_of_the_replicas_that_are_ready():
@@ -282,7 +317,7 @@ def test_a_full_line_gives_up_its_least_urgent_for_a_more_urgent_one():
         assert source.started == ["runs", "urgent", "a", "b"]
         assert (gate.num_inside, gate.num_waiting) == (0, 0)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(-2, 2), st.integers(1, 60)), max_size=40))
@@ -299,7 +334,7 @@ def test_whatever_comes_each_ends_once_and_nothing_is_left(arrivals):
         assert ends.total() == len(arrivals)
         assert (gate.num_inside, gate.tokens_inside, gate.num_waiting, gate.figures().tokens) == (0, 0, 0, 0)
 
-    in_virtual_time(play())
+    run_virtually(play())
 
 
 def test_bounds_that_cannot_be_are_refused_by_name():

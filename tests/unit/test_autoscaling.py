@@ -147,8 +147,9 @@ def test_figures_travel_through_serve_and_odd_ones_are_missing():
 
 
 def test_serve_calls_the_policy_with_its_settings():
+    assert autoscaling_config(ScalingSettings(1, 3), 2).initial_replicas == 2
     config = autoscaling_config(ScalingSettings(0, 3, upscale_delay_s=0.0), 1)
-    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, 1, 3)
+    assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, None, 3)
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert isinstance(policy, ReplicaScaling) or type(policy).__name__ == "ReplicaScaling"
     busy = {name: {"a": [SimpleNamespace(value=1.25)]} for name in replica_stats(EngineStats(), 1, 0, QueueFigures())}
