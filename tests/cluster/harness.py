@@ -94,10 +94,12 @@ class App:
             timeout,
         )
 
-    def metric(self, name: str) -> float:
-        """Sum of one metric over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of one metric over its labels, those of `labels` having these values."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
-        values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
+        own = [line for line in lines if line.split("{")[0].split(" ")[0] == name]
+        values = [float(line.rsplit(" ", 1)[1]) for line in own if all(one in line for one in wanted)]
         assert values, f"no metric {name}"
         return sum(values)
 
@@ -106,7 +108,8 @@ def deploy(port: int, name: str = APP, **settings: Any) -> App:
     """Deploy an app and wait until all its replicas are ready. Other names than the default live under /NAME."""
     prefix = "" if name == APP else f"/{name}"
     serve.run(build(settings), name=name, route_prefix=prefix or "/")
-    app = App(port, settings.get("replicas", 1), prefix)
+    models = settings.get("models", [{}])
+    app = App(port, sum(one.get("replicas", settings.get("replicas", 1)) for one in models), prefix)
     app.wait_whole()
     return app
 
