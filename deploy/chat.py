@@ -68,6 +68,7 @@ class Chat:
         self._model = options.model or ""
         self._messages: list[dict[str, str]] = []
         self._unanswered = 0
+        self._others: list[str] = []  # models beside the one that was taken for want of a choice
 
     def run(self, lines: TextIO) -> bool:
         """Talk until /exit or the end of `lines`; from a pipe each line is one message, and no prompt is shown.
@@ -80,6 +81,8 @@ class Chat:
             self.clear()
             if interactive:
                 self._dim(f"{self._model} at {self._client.base_url}   /clear forgets, /exit or Ctrl-D ends")
+                if self._others:
+                    self._dim(f"--model chooses another one: {', '.join(self._others)}")
             for line in _typed(self._console) if interactive else lines:
                 if not self.take(line.strip()):
                     break
@@ -168,7 +171,10 @@ class Chat:
             ) from error
         if response.status_code != 200:
             raise ChatError(_refusal(response))
-        return str(response.json()["data"][0]["id"])
+        cards = response.json()["data"]
+        own = [str(card["id"]) for card in cards if card.get("root", card["id"]) == card["id"]]  # no aliases
+        self._others = own[1:]
+        return str(cards[0]["id"])
 
     def _dim(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False)

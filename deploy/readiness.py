@@ -50,7 +50,7 @@ class Readiness:
                     raise StartError(f"the app {self._name} was deleted while it started")
                 refuse_failed(status)
                 bodies = self._ready_replicas()
-                if not Counter(self._wanted) - Counter(body["model"] for body in bodies):
+                if not Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies]):
                     return bodies
                 if time.monotonic() > next_note:
                     self._note(_pending(status))

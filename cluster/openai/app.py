@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from cluster.errors import ApiError
 from cluster.metrics import CONTENT_TYPE, Metrics
+from cluster.models.front import ModelFront
 from cluster.models.registry import Models
 from cluster.openai.base_endpoint import Services
 from cluster.openai.embeddings import EmbeddingsEndpoint
@@ -130,13 +131,19 @@ def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBo
         body, asked = ready(), request.query_params.get("model")
         if asked is not None:
             front = models.named(asked)
-            body = {**body, "ready": front.ready(), "models": {front.model_id: front.ready()}}
+            body = {**body, **_of_model(body, front)}
         return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
 
     async def show_metrics(_: Request) -> Response:
         return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
 
     return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]
+
+
+def _of_model(body: ReadyBody, front: ModelFront) -> ReadyBody:
+    """What `/ready` says of one model."""
+    replicas = [replica for replica in body["replicas"] if replica["model"] == front.model_id]
+    return {"ready": front.ready(), "models": {front.model_id: front.ready()}, "replicas": replicas}
 
 
 def _api_error(request: Request, error: Exception) -> Response:

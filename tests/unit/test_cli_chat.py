@@ -19,6 +19,7 @@ class Server(ThreadingHTTPServer):
         self.bodies = []
         self.keys = []
         self.status = 200
+        self.models = ["demo"]
         self.events = [
             {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
             {"choices": [{"index": 0, "delta": {"content": "[bold]Hello"}}]},
@@ -32,7 +33,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.server.keys.append(self.headers.get("Authorization"))
-        self._send(200, json.dumps({"data": [{"id": "demo"}]}))
+        self._send(
+            200,
+            json.dumps({"data": [{"id": name, "root": name.removesuffix("-alias")} for name in self.server.models]}),
+        )
 
     def do_POST(self):
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -137,3 +141,21 @@ def test_nobody_there_is_one_sentence(server):
 
 def test_comments_and_what_follows_done_are_no_events():
     assert list(sse_events(iter([": ping", "", 'data: {"a": 1}', "data: [DONE]", "data: {}"]))) == [{"a": 1}]
+
+
+class Typed(io.StringIO):
+    """Lines from somebody at a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_somebody_who_named_no_model_is_told_of_the_others(server, monkeypatch):
+    server.models = ["demo", "demo-alias", "other", "third"]
+    monkeypatch.setattr("deploy.chat._typed", lambda _: iter(["hi"]))
+    output, url = io.StringIO(), f"http://127.0.0.1:{server.server_port}"
+    Chat(ChatOptions(url), Console(file=output, width=200)).run(Typed())
+    assert "--model chooses another one: other, third" in output.getvalue()
+    Chat(ChatOptions(url, model="other"), Console(file=output, width=200)).run(Typed())
+    assert [body["model"] for body in server.bodies] == ["demo", "other"]
+    assert output.getvalue().count("chooses another") == 1

@@ -190,7 +190,8 @@ async def test_ready_tells_of_each_model_and_a_dead_one_takes_none_with_it(model
         of_alpha = await client.get("/ready", params={"model": "first"})
     assert (whole.status_code, of_beta.status_code, of_alpha.status_code) == (200, 200, 503)
     assert of_alpha.headers["retry-after"] == "1"
-    assert of_alpha.json()["models"] == {"alpha": False}
+    assert (of_alpha.json()["models"], of_alpha.json()["replicas"]) == ({"alpha": False}, [])
+    assert [replica["id"] for replica in of_beta.json()["replicas"]] == ["r1"]
 
 
 async def test_figures_are_labelled_by_the_model_that_was_asked(models):

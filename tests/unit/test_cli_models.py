@@ -1,0 +1,107 @@
+"""What `squadron serve` says where it serves several models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+import deploy.readiness
+from cluster.app_config import AppConfig, parse_app
+from cluster.start_error import ReplicaStartError, find_start_failure
+from deploy.readiness import Readiness, StartError, refuse_failed
+from deploy.replica_log import ReplicaLog
+from deploy.serve import Options, Server
+from engine.errors import ConfigError
+
+BODIES = [
+    {"id": "a", "model": "demo", "pids": [1], "phases": {"weights": 1.0}, "kv_tokens": 100},
+    {"id": "b", "model": "other", "pids": [2, 3], "phases": {"weights": 2.0}, "kv_tokens": 200},
+    {"id": "c", "model": "other", "pids": [4, 5], "phases": {"weights": 3.0}, "kv_tokens": 200},
+]
+
+
+def app(*names: str) -> AppConfig:
+    models = [{"model": "demo", "served_model_name": [name, f"{name}-alias"]} for name in names]
+    models[-1] |= {"replicas": 2, "tensor_parallel_size": 2} if len(names) > 1 else {}
+    return parse_app({"models": models, "port": 77})
+
+
+def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
+    server = Server(app("demo", "other"), Options())
+    server._replicas = BODIES
+    server._tell_phases(10.0)
+    server.announce()
+    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    first = lines.index("Model demo")
+    assert lines[first + 1 : first + 3] == ["Placement 9.0 s 1 replica x 1 rank", "Weights 1.0 s"]
+    second = lines.index("Model other")
+    assert lines[second + 1 : second + 3] == ["Placement 7.0 s 2 replicas x 2 ranks", "Weights 3.0 s"]
+    assert "http://127.0.0.1:77/v1 models demo, other" in " ".join(lines)
+    assert '"model": "demo"' in text
+    assert "`squadron chat --url http://127.0.0.1:77 --model demo`" in text
+
+
+def test_one_model_is_told_as_ever(capsys):
+    server = Server(app("demo"), Options())
+    server._replicas = BODIES[:1]
+    server._tell_phases(10.0)
+    server.announce()
+    text = capsys.readouterr().out
+    assert "Model demo" not in text
+    assert "model demo\n" in text
+    assert "--model" not in text
+
+
+def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
+    status = ApplicationStatusOverview(
+        status=ApplicationStatus.RUNNING, message="", last_deployed_time_s=0.0, deployments={}
+    )
+    listed = [BODIES[:1], [BODIES[0], BODIES[0] | {"id": "d"}, BODIES[1]], BODIES]
+    asked: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json={"ready": True, "replicas": listed[min(len(asked), len(listed)) - 1]})
+
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(deploy.readiness, "client_for", lambda *_: client)
+    monkeypatch.setattr(deploy.readiness, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(
+        deploy.readiness, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
+    )
+    assert Readiness("app", "http://server", None, {"demo": 1, "other": 2}, print).wait() == BODIES
+    assert len(asked) == 3
+
+
+def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_counted():
+    lines: list[str] = []
+    log = ReplicaLog(BODIES, 2, lines.append, "other")
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"replicas": BODIES[:2]}))
+    with httpx.Client(base_url="http://server", transport=transport) as client:
+        for _ in range(3):
+            log.look(client)
+    assert lines == [
+        "Replica c of other (pids 4, 5) is lost; what it ran goes on elsewhere, 1 of 2 left. Ray starts another."
+    ]
+
+
+def test_a_model_that_cannot_start_is_named():
+    error = ReplicaStartError.of(
+        ConfigError("the KV cache holds 2 tokens; raise num_kv_blocks", "num_kv_blocks"), "b"
+    )
+    message = f"Traceback ...\ncluster.start_error.ReplicaStartError: {error}\n"
+    found = find_start_failure(message)
+    assert found is not None
+    assert (found.flag, found.message) == (
+        "num_kv_blocks",
+        "model b: the KV cache holds 2 tokens; raise num_kv_blocks",
+    )
+    status = ApplicationStatusOverview(
+        status=ApplicationStatus.DEPLOYING, message=message, last_deployed_time_s=0.0, deployments={}
+    )
+    with pytest.raises(StartError, match=r"^model b: the KV cache holds 2 tokens"):
+        refuse_failed(status)
