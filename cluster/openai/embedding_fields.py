@@ -46,7 +46,7 @@ Inputs = Annotated[
 class EmbeddingFields(Fields):
     """`POST /v1/embeddings`."""
 
-    model: str = Field(description="must be the served model's id")
+    model: str = Field(description="a name of a served model; GET /v1/models lists them")
     input: Inputs = Field(description=f"a text, token ids, or up to {MAX_INPUTS} of either; none of them empty")
     encoding_format: Literal["float", "base64"] = note("base64: float32, little-endian", default="float")
     dimensions: int | None = note("where the model was trained to be cut (Matryoshka), else 400", 1, _MAX)

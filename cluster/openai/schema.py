@@ -37,7 +37,7 @@ class ChatTemplateKwargs(Fields):
 class GenerationFields(Fields):
     """What completions and chat completions share. A field that was not sent keeps `SamplingParams`' default."""
 
-    model: str = Field(description="must be the served model's id")
+    model: str = Field(description="a name of a served model; GET /v1/models lists them")
     n: int | None = note("1 to 16 choices", 1, 16)
     temperature: float | None = note("0 is greedy; up to 100", 0, 100)
     top_p: float | None = note("above 0, at most 1", 0, 1)
@@ -112,7 +112,7 @@ class ChatFields(GenerationFields):
 class TokenizeFields(Fields):
     """`POST /tokenize`: a text or a chat to tokens."""
 
-    model: str | None = note("may be left out; else the served model's id")
+    model: str | None = note("a name of a served model; may be left out where there is only one")
     prompt: str | None = note("a text; or messages")
     messages: Messages | None = Field(default=None, description="a chat, as the template writes it; or prompt")
     tools: Tools | None = note("as in a chat")
@@ -128,5 +128,5 @@ class TokenizeFields(Fields):
 class DetokenizeFields(Fields):
     """`POST /detokenize`: tokens to text, special tokens included."""
 
-    model: str | None = note("may be left out; else the served model's id")
+    model: str | None = note("a name of a served model; may be left out where there is only one")
     tokens: TokenIds = Field(description="token ids")

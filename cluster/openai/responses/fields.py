@@ -117,7 +117,7 @@ class StreamOptions(Fields):
 class ResponseFields(Fields):
     """`POST /v1/responses`."""
 
-    model: str = Field(description="must be the served model's id")
+    model: str = Field(description="a name of a served model; GET /v1/models lists them")
     input: Input = Field(
         description=f"a text, or up to {MAX_MESSAGES} items: messages with text, function_call, function_call_output"
     )
