@@ -143,7 +143,8 @@ def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBo
 def _of_model(body: ReadyBody, front: ModelFront) -> ReadyBody:
     """What `/ready` says of one model."""
     replicas = [replica for replica in body["replicas"] if replica["model"] == front.model_id]
-    return {"ready": front.ready(), "models": {front.model_id: front.ready()}, "replicas": replicas}
+    cold = [name for name in body["cold"] if name == front.model_id]
+    return {"ready": front.ready(), "models": {front.model_id: front.ready()}, "cold": cold, "replicas": replicas}
 
 
 def _api_error(request: Request, error: Exception) -> Response:

@@ -176,11 +176,12 @@ async def test_an_unknown_model_of_a_get_is_a_404_with_its_request_id(models):
 
 async def test_ready_tells_of_each_model_and_a_dead_one_takes_none_with_it(models):
     dead = {"ready": False, "replicas": []}
-    alive = {"ready": True, "replicas": [{"id": "r1", "phases": {}}]}
+    alive = {"ready": True, "cold": True, "replicas": [{"id": "r1", "phases": {}}]}
     body = app_ready_body([("alpha", dead), ("beta", alive)])
     assert body == {
         "ready": True,
         "models": {"alpha": False, "beta": True},
+        "cold": ["beta"],
         "replicas": [{"id": "r1", "phases": {}, "model": "beta"}],
     }
     assert not app_ready_body([("alpha", dead), ("beta", dead)])["ready"]
@@ -192,6 +193,7 @@ async def test_ready_tells_of_each_model_and_a_dead_one_takes_none_with_it(model
     assert of_alpha.headers["retry-after"] == "1"
     assert (of_alpha.json()["models"], of_alpha.json()["replicas"]) == ({"alpha": False}, [])
     assert [replica["id"] for replica in of_beta.json()["replicas"]] == ["r1"]
+    assert (of_alpha.json()["cold"], of_beta.json()["cold"]) == ([], ["beta"])
 
 
 async def test_figures_are_labelled_by_the_model_that_was_asked(models):
