@@ -20,6 +20,7 @@ STATUS_BY_CODE = {
     "router_lost": 503,
     "no_router": 503,
     "model_changed": 503,
+    "out_of_memory": 503,
     "shutting_down": 503,
     "internal_error": 500,
     "deadline_exceeded": 504,

@@ -21,6 +21,7 @@ from cluster.life.start_register import StartRegister, living_actors, version_of
 from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
 from cluster.logs import log_to_serve
+from cluster.orphans import watch_parent
 from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
 from cluster.start_error import ReplicaStartError
@@ -47,6 +48,7 @@ class Replica:
 
     def __init__(self, settings: dict[str, Any], title: str = "") -> None:
         log_to_serve()
+        watch_parent()
         self._id = serve.get_replica_context().replica_id.unique_id
         self._start = _start(self._id, settings)
         self._start.hold_back()

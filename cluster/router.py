@@ -28,6 +28,7 @@ from cluster.models.registry import Models
 from cluster.models.served import served_model
 from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
+from cluster.orphans import watch_parent
 from cluster.readiness import app_ready_body
 from cluster.start_error import ReplicaStartError
 from cluster.tenants.start import keys_for
@@ -44,6 +45,7 @@ class Router:
 
     def __init__(self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]]) -> None:
         log_to_serve()
+        watch_parent()
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
         self._config = self._configs[0]
         try:

@@ -12,12 +12,16 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.orphans import watch_parent
 from engine.errors import EngineDeadError
 from engine.runner import START_TIMEOUT
 
 
 class WorkerActor:
     """One rank in a process of its own, placed by Ray. Runs the engine's worker loop until the driver lets go."""
+
+    def __init__(self) -> None:
+        watch_parent()
 
     def identity(self) -> tuple[str, int]:
         """Return (node id, process id), so that the driver can end a worker that no longer answers."""

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, StepMemoryError
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
 
 logger = logging.getLogger(__name__)
+
+NO_MEMORY = "there was no memory to go on with this request beside the others; it may be sent again"
 
 
 class Boundary:
@@ -44,6 +46,10 @@ class Boundary:
             if isinstance(error, InvalidRequestError):
                 logger.info("request %s cannot go on: %s", request_id, error.code)
                 self._roster.finish_request(request_id, FinishReason.ERROR, str(error), error.code)
+                continue
+            if isinstance(error, StepMemoryError):
+                logger.error("request %s is shed: %s", request_id, error)
+                self._roster.finish_request(request_id, FinishReason.ERROR, NO_MEMORY, error.code)
                 continue
             logger.error("request %s failed in the engine", request_id, exc_info=error)
             message = f"the engine failed on this request ({type(error).__name__})"

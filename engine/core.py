@@ -11,7 +11,14 @@ import numpy as np
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, GrammarError, InvalidRequestError, PoisonedLogitsError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    GrammarError,
+    InvalidRequestError,
+    PoisonedLogitsError,
+    StepMemoryError,
+)
 from engine.executor import Executor
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
@@ -116,11 +123,10 @@ class EngineCore:
         self._check_alive()
         began = self._clock()
         self._scheduler.expire(began)
-        planned = self._plan()
-        if planned is None:
+        computed = self._compute()
+        if computed is None:
             return self._report(None, None)
-        schedule, inputs, sampling = planned
-        outputs = self._execute(inputs, sampling)
+        schedule, outputs = computed
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
         pooled = take_pooled(schedule, outputs, self._scheduler.mark)
         self._scheduler.update(schedule, outputs.token_ids, _failures(schedule, outputs))
@@ -154,6 +160,17 @@ class EngineCore:
         self._masks.close()
         self._executor.close()
 
+    def _compute(self) -> tuple[Schedule, StepOutputs] | None:
+        """Schedule, prepare and run. Where there is no memory for a step, its newest request is shed."""
+        while (planned := self._plan()) is not None:
+            schedule, inputs, sampling = planned
+            try:
+                return schedule, self._execute(inputs, sampling)
+            except StepMemoryError as error:
+                newest = max(schedule.sequences, key=lambda sequence: (sequence.arrival_time, sequence.order))
+                self._scheduler.fail(newest, error)
+        return None
+
     def _plan(self) -> tuple[Schedule, StepInputs, SamplingInputs] | None:
         """Schedule and prepare. A request whose inputs cannot be made is failed, and the others scheduled again."""
         while (schedule := self._scheduler.schedule()) is not None:
@@ -179,6 +196,8 @@ class EngineCore:
     def _execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
         try:
             outputs = self._executor.execute(inputs, sampling)
+        except StepMemoryError:
+            raise
         except Exception as error:
             self._dead = f"a step failed: {error}"
             if isinstance(error, EngineDeadError):

@@ -6,6 +6,7 @@ SquadronError
 ├── InvalidRequestError      one request is wrong; names the field (`param`)
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
 ├── GrammarError             the tokens of one request do not match its grammar, or none is left; its request ends
+├── StepMemoryError          a step found no memory; the newest request of it ends, the others go on
 ├── PoisonedLogitsError      the model gave NaN or infinity for one sequence; its request ends, the others go on
 ├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
 └── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
@@ -53,6 +54,12 @@ class EngineDeadError(SquadronError):
 
 class GrammarError(SquadronError):
     """No token that its rules allow is left to one sequence, or one came that they forbid: that request ends."""
+
+
+class StepMemoryError(SquadronError):
+    """There was no memory for a step; nothing of it was kept, and a smaller one may be run. `code` is stable."""
+
+    code = "out_of_memory"
 
 
 class PoisonedLogitsError(SquadronError):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import ConfigError, EngineDeadError, StepMemoryError
 from engine.executor import Executor
 from engine.loader import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
@@ -27,6 +29,7 @@ from parallel.ring import SharedMemoryRing
 
 logger = logging.getLogger(__name__)
 
+CPU_ALLOCATOR = "DefaultCPUAllocator"  # named by torch when the system gives it no memory
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
 
 OnPhase = Callable[[str], None]
@@ -73,7 +76,8 @@ class SoloExecutor(Executor):
     def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
-        return _outputs(self._runner, inputs, sampling)
+        with out_of_memory_told():
+            return _outputs(self._runner, inputs, sampling)
 
     @override
     def close(self) -> None:
@@ -123,6 +127,19 @@ class GangExecutor(Executor):
         self._workers.kill()
         self._channel.close()
         self._group.close()
+
+
+@contextmanager
+def out_of_memory_told() -> Iterator[None]:
+    """Turn what torch and Python raise when memory runs out into `StepMemoryError`."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise StepMemoryError(f"no memory for the step: {error}") from error
+    except RuntimeError as error:
+        if CPU_ALLOCATOR not in str(error):  # torch has no type of its own for it
+            raise
+        raise StepMemoryError(f"no memory for the step: {error}") from error
 
 
 def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:

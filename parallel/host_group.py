@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 HALF_BYTES = 1 << 18  # larger tensors go in several exchanges
 SPIN = 50e-6  # seconds of looking before parking: ranks that share the work arrive close together
 _WORD_BYTES = 64  # a cache line
+_SIGNS = slice(32, 48)  # for each half, what its exchange is of
 _TOKEN = slice(16, 32)  # random bytes that tell a rank's segment from one of the same name on another host
+_SUM, _JOIN = 0, 1  # kinds of exchange
 _NONE = "none"  # what a rank without a segment tells the others
 _MASK = 2**32 - 1
 
@@ -50,6 +52,7 @@ class HostGroup(Group):
         self._count = 0
         self._words = [SharedWord(segment.memory, 0) for segment in segments]
         memory = [torch.frombuffer(segment.memory, dtype=torch.uint8, offset=_WORD_BYTES) for segment in segments]
+        self._signs = [memoryview(segment.memory)[_SIGNS].cast("Q") for segment in segments]
         self._halves = [half for both in memory for half in both.split(HALF_BYTES)]  # rank * 2 + half
         self._closed = False
 
@@ -57,7 +60,7 @@ class HostGroup(Group):
     def all_reduce(self, x: Tensor) -> Tensor:
         require_contiguous(x)
         for piece in x.view(-1).split(HALF_BYTES // x.element_size()):
-            first, *others = self._exchange(piece)
+            first, *others = self._exchange(piece, _SUM)
             torch.add(first, others[0], out=piece)
             for other in others[1:]:
                 piece.add_(other)
@@ -68,7 +71,7 @@ class HostGroup(Group):
         joined = x.new_empty(self.size, x.numel())
         start = 0
         for piece in x.contiguous().view(-1).split(HALF_BYTES // x.element_size()):
-            for row, data in zip(joined, self._exchange(piece), strict=True):
+            for row, data in zip(joined, self._exchange(piece, _JOIN), strict=True):
                 row[start : start + len(piece)] = data
             start += len(piece)
         return torch.cat([row.view(x.shape) for row in joined], dim)
@@ -88,10 +91,10 @@ class HostGroup(Group):
             segment.close()
         self._inner.close()
 
-    def _exchange(self, piece: Tensor) -> list[Tensor]:
+    def _exchange(self, piece: Tensor, kind: int) -> list[Tensor]:
         """Hand `piece` to the peers; return everybody's of the same shape and dtype, in rank order.
 
-        What is returned is valid until the next exchange.
+        What is returned is valid until the next exchange. Raises `ChannelError` when a peer is at another collective.
         """
         if self._closed:
             raise ChannelError("collective on a group that is closed")
@@ -99,11 +102,15 @@ class HostGroup(Group):
         half = self._count % 2
         parts = [data.view(piece.dtype)[: len(piece)] for data in self._halves[half::2]]
         parts[self.rank].copy_(piece)
+        sign = len(piece) << 8 | piece.element_size() << 2 | kind
+        self._signs[self.rank][half] = sign
         self._words[self.rank].publish(self._count & _MASK)
         deadline = time.monotonic() + self._timeout
         for peer in range(self.size):
             if peer != self.rank:
                 self._await(peer, deadline)
+                if self._signs[peer][half] != sign:
+                    raise ChannelError(f"rank {peer} is at another collective than rank {self.rank}: out of step")
         return parts
 
     def _await(self, peer: int, deadline: float) -> None:

@@ -3,8 +3,9 @@
     python -m tests.bench.soak [--minutes 10] [--streams 16] [--seed 1] [--kill-every 30]        (make soak)
 
 A fifth of the requests is given up by its client at a random token, the first one included; the others must be whole
-and as in an undisturbed run, or end in one typed error. A replica or a worker rank is killed now and then. Memory is
-flat when the slope of a straight line through each long-lived process's resident set is small against its size.
+and as in an undisturbed run, or end in one typed error. A replica or a worker rank is killed now and then, in the
+first half of the time: in the second half replicas live long enough to be weighed. Memory is flat when a straight
+line through the resident set of a process does not rise.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ ABORTED = "aborted"
 ABORT_SHARE = 0.2
 MB = 2**20
 WARM_UP = 60.0  # seconds of a process's life that say nothing of its slope
+KILLING_SHARE = 0.5  # of the time, from the beginning
 FLAT = 2.0  # MB per minute that count as flat: 1 GB would be gained in eight hours
 
 
@@ -93,7 +95,7 @@ class SoakReport:
 def slope_of(series: Sequence[tuple[float, float]], warm_up: float = WARM_UP) -> float | None:
     """Return the slope per minute of a straight line through the points after `warm_up`; None for a short life."""
     settled = [(at, value) for at, value in series if at >= series[0][0] + warm_up]
-    if len(settled) < 10 or settled[-1][0] - settled[0][0] < warm_up:
+    if len(settled) < 10 or settled[-1][0] - settled[0][0] < 2 * warm_up:
         return None
     at, values = np.array(settled).T
     return float(np.polyfit(at / 60.0, values, 1)[0])
@@ -160,7 +162,7 @@ class Soak:
         while True:
             due = time.monotonic() + self._kill_every * self._rng.uniform(0.5, 1.5)
             while time.monotonic() < due:
-                if self._over:
+                if time.monotonic() - self._began > KILLING_SHARE * self._seconds:
                     return
                 await asyncio.sleep(0.1)
             name = self._rng.choice(sorted(VICTIMS))

@@ -8,7 +8,7 @@ from tests.cluster.harness import App
 
 
 async def test_streams_aborts_and_random_kills_break_no_promise(demo_app: App) -> None:
-    report = await Soak(demo_app, seconds=14, streams=12, tokens=120, seed=7, kill_every=7).run()
+    report = await Soak(demo_app, seconds=10, streams=12, tokens=120, seed=7, kill_every=2).run()
     assert not report.problems
     assert report.kills, "nothing was killed"
     assert report.outcomes[ABORTED], "nobody gave up"
@@ -23,4 +23,4 @@ def test_a_leak_shows_as_a_slope_and_a_warm_up_does_not() -> None:
     slope = slope_of(leaking)
     assert slope is not None
     assert abs(slope - 3.0) < 0.1
-    assert slope_of(flat[:50]) is None, "too short to say"
+    assert slope_of(flat[:150]) is None, "too short to say"
