@@ -237,7 +237,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 def train(args: argparse.Namespace) -> None:
     """Train until the minutes are used up, with a checkpoint every two minutes and an export now and then."""
     torch.manual_seed(args.seed)
-    state = torch.load(args.checkpoint) if args.checkpoint.exists() else None
+    state = torch.load(args.checkpoint, weights_only=True) if args.checkpoint.exists() else None
     texts = chain((f"{e.questions[0]}\n{e.answer}" for e in conversations()), plain_text(args.seed)[:1500])
     tokenizer = Tokenizer.from_str(state["tokenizer"]) if state else train_tokenizer(texts, args.vocab_size)
     model = LlamaForCausalLM(model_config(args.vocab_size))

@@ -17,7 +17,7 @@ from parallel.parameter import WeightSource
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # What a served model needs; weights in other formats are never fetched.
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "SHA256SUMS"]
 
 
 def find_checkpoint(model: str) -> Path:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
+from engine.checksums import check_sums
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, StepMemoryError
 from engine.executor import Executor
@@ -164,10 +165,13 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
 def prepare_model(config: EngineConfig) -> tuple[ModelFolder, EngineConfig]:
     """Read the model's config and check that it can be served so, before any process or weight.
 
+    Where the checkpoint has sums of its files (`engine.checksums`), those are checked.
+
     Returns the folder, and the config as all ranks must get it (device and dtype chosen).
     Raises `CheckpointError` or `ConfigError`.
     """
     folder = open_model(config.model)
+    check_sums(folder.path)
     full = resolve(config, folder.spec)
     try:
         check_sharding(folder.spec, config.tensor_parallel_size)

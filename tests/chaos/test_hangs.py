@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 
@@ -54,6 +55,22 @@ async def test_a_stopped_rank_ends_its_group_and_every_stream_goes_on(lone_app: 
     assert gone(driver)
     assert gone(worker)
     lone_app.wait_whole()
+
+
+async def test_a_rank_that_stops_for_a_second_is_not_replaced(lone_app: App) -> None:
+    undisturbed = await stream_all(lone_app)
+    ranks = pids(lone_app)
+    paused: list[psutil.Process] = []
+
+    def pause_worker(seen: int) -> None:
+        if seen >= 200 and not paused:
+            paused.append(psutil.Process(ranks[1]))
+            paused[0].suspend()
+            asyncio.get_running_loop().call_later(1.0, paused[0].resume)
+
+    assert await stream_all(lone_app, pause_worker) == undisturbed
+    assert paused, "the streams ended before the process was stopped"
+    assert pids(lone_app) == ranks, "a pause was taken for a death"
 
 
 async def test_a_stopped_driver_is_replaced_in_time_for_its_streams(lone_app: App) -> None:

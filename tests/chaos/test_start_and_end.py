@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import ERROR, Stream, check_exact, client_of, greedy_or_seeded, read_all, read_stream
 from tests.cluster.harness import App, eventually, kill, processes, replica_processes, worker_processes
 
 STREAMS = 16
+pytestmark = pytest.mark.timeout(300)  # replicas are started anew, on a machine that others may use as well
 TOKENS = 120
 LONG = "import os, re, json, ast, abc, cmd, csv, dis\n" * 40
 
@@ -60,7 +62,7 @@ async def test_a_kill_in_prefill_and_another_while_weights_load_cost_no_token(de
         newcomers = await sooner_or_later(lambda: [p for p in replica_processes() if p.pid not in before], "a start")
         kill(newcomers[0])
         check_exact(await running, oracle)
-        await asyncio.to_thread(demo_app.wait_whole)
+        await asyncio.to_thread(demo_app.wait_whole, 150)
 
 
 async def test_the_death_of_all_replicas_is_told_within_a_second_and_running_streams_wait_for_the_next(
@@ -84,7 +86,7 @@ async def test_the_death_of_all_replicas_is_told_within_a_second_and_running_str
         assert int(refused.retry_after or 0) >= 1
         assert waited < 3.0, f"refused after {waited:.1f} s"  # 1 s and what a busy machine adds
         check_exact(await running, oracle)
-        await asyncio.to_thread(demo_app.wait_whole)
+        await asyncio.to_thread(demo_app.wait_whole, 150)
         check_exact([await read_stream(client, oracle[0].asked)], oracle[:1])
 
 
@@ -99,5 +101,5 @@ async def test_without_serves_controller_requests_are_served_and_the_next_one_ta
         victim = replica_processes()[0]
         disturbed = asyncio.create_task(read_all(client, requests(), at_chunk(20 * STREAMS, lambda: kill(victim))))
         check_exact(await disturbed, oracle)
-        await asyncio.to_thread(demo_app.wait_whole)
+        await asyncio.to_thread(demo_app.wait_whole, 150)
     assert httpx.get(f"{demo_app.url}/ready", timeout=10).status_code == 200
