@@ -118,9 +118,9 @@ class Soak:
 
     async def run(self) -> SoakReport:
         """Run for the time that was asked for; everything must be settled afterwards."""
-        self._began = time.monotonic()
         async with client_of(self._app.url) as client, Invariants(self._app.url) as invariants:
             oracle = await read_all(client, [greedy_or_seeded(i, self._tokens) for i in range(DISTINCT)])
+            self._began = time.monotonic()
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
             helpers = [asyncio.create_task(self._weigh()), asyncio.create_task(self._kill())]
             readers = [asyncio.create_task(self._read(client, oracle, rng)) for rng in rngs]
