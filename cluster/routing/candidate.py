@@ -65,8 +65,8 @@ class PolicyConfig:
     """
 
     request_cost: float = 128.0
-    hysteresis: float = 1.0
-    imbalance: float = 2.0
+    hysteresis: float = 2.0
+    imbalance: float = 4.0
     full_cache_cost: float = 1.0
     kv_pressure: float = 0.8
     session_load: float = 1.25

@@ -19,6 +19,8 @@ from random import Random
 
 from cluster.routing.candidate import C, Candidate, PolicyConfig, Query, random_two
 
+MAX_HOLDERS = 16  # of those with a cached prefix that are compared: more cost time and bring little
+
 
 def kv_aware(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
     """Return the cheapest of those with a cached prefix, whoever a new prefix belongs to, and a random one.
@@ -27,7 +29,12 @@ def kv_aware(candidates: Sequence[C], query: Query, rng: Random, config: PolicyC
     """
     overlaps, prompt = query.overlaps, query.prompt_tokens
     holders = [one for one in candidates if one.replica_id in overlaps] if overlaps else []
-    cold = prompt - max(overlaps.values()) if holders else prompt
+    longest = max(overlaps.values()) if holders else 0
+    if len(holders) > MAX_HOLDERS:
+        best_ones = [one for one in holders if overlaps[one.replica_id] == longest]
+        start = int(rng.random() * len(best_ones))
+        holders = (best_ones + best_ones[:MAX_HOLDERS])[start : start + MAX_HOLDERS]
+    cold = prompt - longest
     heirs = _heirs(candidates, query)
     best, least = candidates[0], float("inf")
     for candidate in (*heirs, *holders, *random_two(candidates, rng)[: 1 if heirs else 2]):

@@ -92,9 +92,11 @@ class PrefixIndex:
         alive, depth, total = self._alive, 0, len(keys)
         depths: dict[str, int] = {}
         holders = self._holders.get
+        names: Sequence[int] = ()
         while alive and depth < total:
             ahead = min(depth + STRIDE, total)
-            names = keys.first(ahead)
+            if ahead > len(names):
+                names = keys.first(ahead)
             if depth and alive & holders(names[ahead - 1], 0) == alive:
                 depth = ahead
                 continue

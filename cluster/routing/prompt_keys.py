@@ -32,6 +32,8 @@ class PromptKeys:
     def first(self, count: int) -> Sequence[int]:
         """Return the keys of at least the first `count` blocks; there must be as many."""
         keys, parent, width, tokens = self._keys, self._parent, self._width, self._tokens
+        if count <= len(keys):
+            return keys
         for start in range(len(keys) * width, count * width, width):
             parent = block_hash(parent, tokens[start : start + width])
             keys.append(block_key(parent))

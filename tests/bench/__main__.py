@@ -1,7 +1,6 @@
 """`make bench`: run the benchmarks, print a table, write bench.json.
 
-    python -m tests.bench [--only host_step channel router openai_stream grpc_stream served offline]
-        [--output bench.json]
+    python -m tests.bench [--only MODULE ...] [--output bench.json]
 
 With `--only`, figures of the others stay in the file as they were.
 """
@@ -21,7 +20,17 @@ from rich.table import Column, Table
 
 from tests.bench.machine import provenance
 
-MODULES = ("host_step", "channel", "router", "openai_stream", "grpc_stream", "served", "offline")
+MODULES = (
+    "host_step",
+    "channel",
+    "router",
+    "router_scale",
+    "routing",
+    "openai_stream",
+    "grpc_stream",
+    "served",
+    "offline",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,11 @@ HEADLINES = {
     "host_step_us_256": Headline("host_step", ("256", "median"), "us", "at most 200"),
     "channel_4kb_us": Headline("channel", ("ring_4kb_us",), "us", "at most 20"),
     "router_tokens_per_s_32": Headline("router", ("router_tokens_per_s_32",), "tokens/s", "at least 20,000"),
+    "router_choice_us_p50_128": Headline("router_scale", ("choice_us_median",), "us", "tens"),
+    "router_saturated_tokens_per_s": Headline("router_scale", ("saturated_tokens_per_s",), "tokens/s", ""),
+    "routing_hit_rate_of_oracle": Headline("routing", ("shared", "kv_aware", "hit_rate_of_oracle"), "x", ""),
+    "routing_vs_round_robin": Headline("routing", ("vs_round_robin",), "x tokens/s", ""),
+    "routing_vs_ray_affinity": Headline("routing", ("vs_ray_affinity",), "x tokens/s", ""),
     "wire_tokens_per_s_32": Headline("openai_stream", ("wire_tokens_per_s_32",), "tokens/s", "at least 20,000"),
     "grpc_tokens_per_s_32": Headline("grpc_stream", ("grpc_tokens_per_s_32",), "tokens/s", "at least 10,000"),
     "router_added_ttft_ms": Headline("served", ("router_added_ttft_ms_1",), "ms", ""),

@@ -4,8 +4,10 @@
 
 Simulated replicas (real scheduler, block manager, reports and router; step times from a formula) in virtual time, so
 the figures are the same on every machine. Workloads: prompts that share 2,048 of 2,112 tokens with others of their
-group, all groups as often or by Zipf's law, where the replicas' caches together hold `--share` of what all groups
-share; and prompts of which no two begin alike. Clients ask one after the other, as many at a time as `--clients`.
+group, all groups as often ("shared") or by Zipf's law with exponent 1 ("skewed") or 1.6 ("hot"), where the replicas'
+caches together hold `--share` of what all groups share; and prompts of which no two begin alike ("unique"). Clients
+ask one after the other, as many at a time as `--clients`. "busiest": prompt tokens of the busiest replica over the
+mean.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from tests.bench.shared_prefixes import Workload, oracle_hit_tokens
 BLOCK = 16
 GROUPS = 64
 RUNNING_BLOCKS = 12  # of each running sequence beyond what it shares: its own end, its output, one in the making
+REUSED = ("shared", "skewed", "hot")
 Setup = Callable[[Dispatcher], None]
 
 
@@ -123,13 +126,23 @@ def workloads(requests: int) -> list[Workload]:
     return [
         Workload("shared", GROUPS, 0.0, requests),
         Workload("skewed", GROUPS, 1.0, requests),
+        Workload("hot", GROUPS, 1.6, requests),
         Workload("unique", 0, 0.0, requests // 2),
     ]
 
 
 def measure(
-    requests: int = 800, clients: int = 96, replicas: int = 4, share: float = 0.73
-) -> dict[str, dict[str, dict[str, float]]]:
+    requests: int = 600, clients: int = 96, replicas: int = 4, share: float = 0.73
+) -> dict[str, float | dict[str, dict[str, float]]]:
+    """Return the figures by workload and policy, and tokens per second with reuse against those of peers."""
+    figures = compare(requests, clients, replicas, share)
+    rates = {policy: [figures[name][policy]["tokens_per_s"] for name in REUSED] for policy in POLICIES}
+    ours = statistics.geometric_mean(rates["kv_aware"])
+    ratios = {f"vs_{peer}": ours / statistics.geometric_mean(rates[peer]) for peer in ("round_robin", "ray_affinity")}
+    return {**figures, **ratios}
+
+
+def compare(requests: int, clients: int, replicas: int, share: float) -> dict[str, dict[str, dict[str, float]]]:
     """Return the figures by workload and policy."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for workload in workloads(requests):
@@ -158,7 +171,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=96)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.73)
-    for name, rows in measure(**vars(parser.parse_args())).items():
+    for name, rows in compare(**vars(parser.parse_args())).items():
         print(f"\n{name:16}", *(f"{column:>18}" for column in rows["kv_aware"]))
         for policy, values in rows.items():
             print(f"{policy:16}", *(f"{value:18,.3f}" for value in values.values()))
