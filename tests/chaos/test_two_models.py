@@ -184,15 +184,14 @@ async def gone(client: httpx.AsyncClient, model: str) -> None:
 
 
 async def test_an_update_of_one_model_truncates_no_stream_of_the_other(app: App, folders: dict[str, str]) -> None:
-    demo = await oracle_of(app, "demo")
     expected = alone(folders["later"])
     before = pids(app, "tiny")
-    long = [one | {"max_tokens": 1500} for one in asked("demo")]
+    long = [one | {"max_tokens": 1000} for one in asked("demo")[:4]]
     begun: set[int] = set()
     async with client_of(app.url) as client:
         undisturbed = await read_all(client, long)
         running = asyncio.create_task(read_all(client, long, lambda stream: begun.add(id(stream))))
-        while len(begun) < STREAMS:
+        while len(begun) < len(long):
             await asyncio.sleep(0.01)
         target = serve.RunTarget(build(settings(folders["later"])), name=NAME, route_prefix=f"/{NAME}")
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
@@ -203,4 +202,4 @@ async def test_an_update_of_one_model_truncates_no_stream_of_the_other(app: App,
     eventually(lambda: pids(app, "tiny") and pids(app, "tiny").isdisjoint(before), "the new model", 60)
     app.wait_whole()
     assert await greedy(app, "tiny") == expected
-    check_exact(await oracle_of(app, "demo"), demo)
+    assert await greedy(app, "demo") == alone(folders["demo"])
