@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import directory
+from cluster.announcement import Announcement
 from cluster.directory import ReplicaDirectory
+from cluster.link import LinkAddress
 
 
 class Lease:
-    """A lease call that ends in one way."""
+    """A lease call that ends in one way, or finds a replica."""
 
-    def __init__(self, end: BaseException | None) -> None:
+    def __init__(self, end: BaseException | Announcement | None) -> None:
         self._end = end
         self.cancelled = False
 
@@ -24,6 +26,8 @@ class Lease:
     async def __anext__(self):
         if self._end is None:
             await asyncio.Event().wait()
+        if isinstance(self._end, Announcement):
+            return self._end
         if isinstance(self._end, asyncio.CancelledError):
             waited_for = asyncio.get_running_loop().create_future()
             waited_for.cancel()
@@ -37,7 +41,7 @@ class Lease:
 class Replicas:
     """A deployment handle: hands out the leases it was given, then one that stays open."""
 
-    def __init__(self, *ends: BaseException) -> None:
+    def __init__(self, *ends: BaseException | Announcement) -> None:
         self.leases = [Lease(end) for end in ends] + [Lease(None)]
         self.asked = 0
         self.lease = SimpleNamespace(remote=self._ask)
@@ -72,3 +76,32 @@ async def test_a_search_that_ends_with_its_replica_is_followed_by_another(end, m
     search.cancel()
     with pytest.raises(asyncio.CancelledError):
         await search
+
+
+async def test_a_replica_that_speaks_other_tokens_is_given_back_and_never_linked(monkeypatch):
+    """In a rolling update routers of the old model meet replicas of the new one."""
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    linked: list[LinkAddress] = []
+
+    async def connect(address: LinkAddress, _: str) -> None:
+        linked.append(address)
+        raise directory.LinkError("no link in this test")
+
+    monkeypatch.setattr(directory, "connect", connect)
+    found = [
+        Announcement(name, LinkAddress("127.0.0.1", port, "secret"), {}, 1, (1,), vocabulary)
+        for name, port, vocabulary in (("theirs", 1, "new"), ("ours", 2, "old"))
+    ]
+    replicas = Replicas(*found)
+    register = ReplicaDirectory("router", replicas, SimpleNamespace(), vocabulary="old")
+    async with asyncio.timeout(5):
+        await replicas.all_asked.wait()
+        while not linked:
+            await asyncio.sleep(0)
+    assert [address.port for address in linked] == [2]
+    assert replicas.leases[0].cancelled
+    assert "theirs" in register._watch.known, "it would be leased again and again"
+    for task in list(register._tasks):
+        task.cancel()
+    await asyncio.gather(*register._tasks, return_exceptions=True)
