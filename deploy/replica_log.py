@@ -14,16 +14,22 @@ class ReplicaLog:
     """Compares what /ready lists of a model with what it listed before. `say` is called with one line per change.
 
     present: the replicas that the start was announced with, as /ready shows them. wanted: how many there should be.
-    model: its id; "" = all that are listed are of one.
+    model: its id; "" = all that are listed are of one. scaled: their number follows the load, up to `wanted`.
     """
 
     def __init__(
-        self, present: list[dict[str, Any]], wanted: int, say: Callable[[str], None], model: str = ""
+        self,
+        present: list[dict[str, Any]],
+        wanted: int,
+        say: Callable[[str], None],
+        model: str = "",
+        scaled: bool = False,
     ) -> None:
         self._model = model
         self._pids = self._own(present)
         self._missed = dict.fromkeys(self._pids, 0)
         self._wanted = wanted
+        self._scaled = scaled
         self._say = say
 
     def look(self, client: httpx.Client) -> None:
@@ -46,7 +52,10 @@ class ReplicaLog:
             self._missed[name] = 0
             self._pids[name] = seen[name]
         for name in gone:
-            self._say(f"Replica {self._named(name)} is lost; {self._consequence(len(seen))}")
+            if self._scaled:
+                self._say(f"Replica {self._named(name)} is gone; {len(seen)} of at most {self._wanted} left.")
+            else:
+                self._say(f"Replica {self._named(name)} is lost; {self._consequence(len(seen))}")
             del self._pids[name]
         for name in new:
             self._say(f"Replica {self._named(name)} is ready: {len(seen)} of {self._wanted}.")

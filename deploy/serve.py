@@ -149,7 +149,13 @@ class Server:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""
         named = len(self._app.models) > 1
         logs = [
-            ReplicaLog(self._replicas, config.replicas, self.say, config.model_id if named else "")
+            ReplicaLog(
+                self._replicas,
+                config.most_replicas,
+                self.say,
+                config.model_id if named else "",
+                scaled=config.max_replicas is not None,
+            )
             for config in self._app.models
         ]
         with client_for(self.url, self._config.api_key) as client:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 UNBOUNDED = 2**62
 _AHEAD = 0.1  # seconds: longer than a step and the way from replica to router and back
 _LEAST_AHEAD = 2
-_SHARE_AHEAD = 16  # of the sequences of a step, one in so many at least
+_SHARE_AHEAD = 8  # of the sequences of a step, one in so many at least: replicas are never filled quite evenly
 _WINDOW = 1.0  # seconds over which ends are counted
 _FRESH = 0.02  # seconds that an answer of the replicas is good for
 

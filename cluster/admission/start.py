@@ -39,5 +39,5 @@ def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
         lambda: counters.tokens + counters.prefilled,
         lambda: dispatcher.ready,
     )
-    dispatcher.watch_queue(gate.figures)
+    dispatcher.watch_queue(gate.demand)
     return gate

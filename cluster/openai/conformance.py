@@ -56,6 +56,8 @@ at `/openapi.json`.
 - Errors are `{"error": {message, type, param, code, retryable, request_id}}`; `x-request-id` is on every answer,
   `Retry-After` on 429 and 503. Logs name a request by its id (`id` of an answer, `request_id` of an error) and the
   client's own `x-request-id`.
+- `x-request-timeout-seconds` on a POST is the time that its answer may take; then it ends in `deadline_exceeded`
+  (504, or an error in mid-stream).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
 """
 

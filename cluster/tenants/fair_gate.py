@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from cluster.admission.deadline import deadline_exceeded
@@ -14,6 +14,7 @@ from cluster.admission.drain_rate import DrainRate
 from cluster.admission.figures import QueueFigures
 from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED
+from cluster.admission.turned_away import TurnedAway
 from cluster.errors import ApiError
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
@@ -79,6 +80,7 @@ class FairGate:
         self._queue: FairQueue[_Turn] = FairQueue()
         self._lengths = OutputLength()
         self._drain = DrainRate()
+        self._turned_away = TurnedAway()
         self._ended_work = 0
         self._serving = serving
         self._work_done = work_done or (lambda: self._ended_work)
@@ -115,6 +117,12 @@ class FairGate:
         since = [turn.since for turn in self._queue.oldest()]
         ages = [asyncio.get_running_loop().time() - min(since)] if since else []
         return QueueFigures(len(self._queue), self._queue.work, max(ages, default=0.0), self._drain.per_second or 0.0)
+
+    def demand(self) -> QueueFigures:
+        """Return what waits and what was refused of late, which would wait if it were let."""
+        waits = self.figures()
+        requests, work = self._turned_away.of_late(asyncio.get_running_loop().time())
+        return replace(waits, requests=waits.requests + requests, tokens=waits.tokens + work)
 
     def generate(self, tenant: str, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
@@ -232,6 +240,7 @@ class FairGate:
     def _overloaded(self, turn: _Turn, reason: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the rate of late."""
         self.shed[turn.tenant] += 1
+        self._turned_away.add(asyncio.get_running_loop().time(), turn.work)
         ahead = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
         seconds = min(max(math.ceil(ahead or 0.0), 1), _LONGEST_RETRY)
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)

@@ -5,6 +5,7 @@ from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,15 +17,20 @@ from cluster.admission.start import fair_gate
 from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
 from cluster.tenants.fair_queue import FairQueue
+from cluster.tenants.tenant import OPEN
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from tests.unit.cluster_lab import Lab
+from tests.fake_source import FakeSource
+from tests.grpc_client import refusal_of, serving_grpc
+from tests.openai_app import MODEL, app_for, client_for, served_model
+from tests.unit.cluster_lab import Lab, until
 from tests.unit.engine_driver import request as engine_request
 
 SLOTS, PROMPT, OUTPUT, STEP = 8, 40, 20, 0.05  # a step of the modelled replicas draws a token for each sequence
@@ -151,6 +157,59 @@ def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
     run_virtually(play())
 
 
+def test_what_is_refused_counts_as_demand_for_a_moment_though_it_waits_nowhere():
+    async def play():
+        source = Replicas()
+        gate = gate_of(source, max_wait=3.0)
+        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(100)]
+        await asyncio.sleep(2.0)
+        waits = gate.figures()
+        for i in range(7):
+            assert isinstance(await ask(gate, request(f"late{i}")), tuple)
+            await asyncio.sleep(0.1)
+        demand = gate.demand()
+        assert gate.figures().requests <= waits.requests
+        assert demand.requests == gate.figures().requests + 7
+        assert demand.tokens == gate.figures().tokens + 7 * (PROMPT + OUTPUT)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(4)
+        assert gate.demand() == replace(gate.figures(), requests=0, tokens=0)
+
+    run_virtually(play())
+
+
+BODIES = {
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", [*BODIES, "grpc"])
+async def test_all_ingresses_refuse_alike_and_say_when_to_come_again(path, tmp_path):
+    model = served_model(tmp_path)
+    source = FakeSource(lambda *_: range(5, 100), hold=1)
+    gate = FairGate(source, lambda: 1, FairGateConfig(max_waiting=1))
+    running = [asyncio.create_task(ask(gate, request(f"r{i}"), OPEN.name)) for i in range(2)]
+    await until(lambda: gate.num_waiting == 1)
+    if path == "grpc":
+        async with serving_grpc(source, model, gate=gate) as served:
+            refused = await refusal_of(served.stub.Generate(pb.GenerateRequest(model=MODEL, prompt="hi")))
+            assert (refused.status, refused.code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+            assert refused.retryable and refused.retry_after >= 1
+    else:
+        async with client_for(app_for(source, model, gate=gate)) as client:
+            refused = await client.post(path, json={"model": MODEL} | BODIES[path])
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
 def test_a_tenant_that_comes_anew_is_not_refused_for_the_queue_of_another():
     async def play():
         source = Replicas()
@@ -217,11 +276,11 @@ def test_the_room_is_that_of_the_replicas_that_are_ready():
     now, ended = [0.0], [0]
     ready = [ReplicaRoom(2, 6000)]
     room = Room(RoomConfig(64, 512, routers=2), lambda: ready[0], lambda: ended[0], lambda: now[0])
-    assert (room.sequences(), room.tokens()) == (64 + 4, (6000 + 1024) // 2)
+    assert (room.sequences(), room.tokens()) == (64 + 8, (6000 + 1024) // 2)
     now[0], ended[0] = 1.0, 300
     assert room.sequences() == 64 + 30, "what ends within a tenth of a second is there before it is missed"
     now[0], ready[0] = 2.0, ReplicaRoom(1, 3000)
-    assert (room.sequences(), room.tokens()) == (32 + 2, (3000 + 512) // 2)
+    assert (room.sequences(), room.tokens()) == (32 + 4, (3000 + 512) // 2)
     now[0], ready[0] = 3.0, None
     assert (room.sequences(), room.tokens()) == (UNBOUNDED, UNBOUNDED)
     fixed = Room(RoomConfig(64, 512, 2, 7, 99), lambda: ReplicaRoom(2, 6000), lambda: 0)

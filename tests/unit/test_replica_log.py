@@ -25,6 +25,14 @@ def test_a_lost_replica_and_the_one_in_its_place_are_a_line_each() -> None:
     assert lines[1:] == ["Replica c (pid 7) is ready: 2 of 2."]
 
 
+def test_a_replica_that_autoscaling_takes_away_is_not_called_lost() -> None:
+    lines: list[str] = []
+    log = ReplicaLog([{"id": name, "pids": [1]} for name in "ab"], 4, lines.append, scaled=True)
+    log.compare({"b": [1]})
+    log.compare({"b": [1]})
+    assert lines == ["Replica a (pid 1) is gone; 1 of at most 4 left."]
+
+
 def test_the_loss_of_the_last_replica_says_that_requests_wait() -> None:
     log, lines = log_of("a")
     log.compare({})
