@@ -114,7 +114,7 @@ def test_a_square_wave_on_real_figures_leads_to_no_flapping_and_no_failed_reques
     assert set(ends) == {True}, "every request was whole"
     assert max(targets) >= 2
     ups, downs = moves(targets)
-    assert ups <= 2
+    assert ups <= 3, "from one to four at most, and never again"
     assert downs <= 1, "what was asked for too much in the first rush may go again"
     assert len(set(targets[len(targets) // 2 :])) == 1
 
