@@ -16,13 +16,15 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 from rich.console import Console
+from rich.text import Text
 
 from cluster.app import build, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
+from cluster.ingress.check import UNGUARDED
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
-from deploy.client import client_for
+from deploy.client import client_for, is_guarded
 from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count, descendants
@@ -136,14 +138,20 @@ class Server:
         self.say(f"`squadron chat --url {self.url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
 
     def _tell_of_ingress(self) -> None:
-        """Say what listens beside the address that was asked for, and warn of what anybody reaches unasked."""
+        """Say what listens beside the address that was asked for, and warn of what is not as it should be."""
         haproxy = self._options.haproxy
         if haproxy is None:
+            with client_for(self.url, self._config.api_key) as client:
+                if not is_guarded(client):
+                    self._warn(f"{UNGUARDED}.")
             return
         self.say(haproxy.about())
         found = exposed(descendants()) if is_loopback(self._config.host) else []
         if found:
-            self._console.print(f"[bold red]Warning:[/] HAProxy listens on {', '.join(found)} as well: fence it.")
+            self._warn(f"HAProxy listens on {', '.join(found)} as well: fence it.")
+
+    def _warn(self, text: str) -> None:
+        self._console.print(Text.assemble(("Warning:", "bold red"), " ", text))
 
     def watch(self) -> None:
         """Tell of replicas while the app is there. Raises `StartError` when it is deleted or Ray goes away."""

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, RouterLossGuard, proxy_middlewares
+from deploy.client import is_guarded
 from tests.openai_app import serving
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -162,6 +163,20 @@ async def test_a_router_tells_once_when_its_proxy_is_not_guarded(caplog: pytest.
     assert app.guarded is False
     assert len(caplog.records) == 1
     assert CALLBACK in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "guarded"),
+    [
+        (httpx.Response(200, json={"ready": True, "guarded": True}), True),
+        (httpx.Response(200, json={"ready": True, "guarded": False}), False),
+        (httpx.Response(503, json={"ready": False, "guarded": False}), False),
+        (httpx.Response(200, text="of another program"), True),
+    ],
+)
+def test_the_command_reads_from_ready_whether_it_must_warn(answer: httpx.Response, guarded: bool) -> None:
+    with httpx.Client(transport=httpx.MockTransport(lambda _: answer), base_url="http://test") as client:
+        assert is_guarded(client) is guarded
 
 
 async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
