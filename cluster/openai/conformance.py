@@ -58,6 +58,8 @@ at `/openapi.json`.
   client's own `x-request-id`.
 - `x-request-timeout-seconds` on a POST is the time that its answer may take; then it ends in `deadline_exceeded`
   (504, or an error in mid-stream).
+- `x-session-id`, 1 to 256 printable ASCII characters without spaces, names the conversation that a request is of, for
+  `--routing-policy session` ([cluster.md](cluster.md#routing)).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
 """
 

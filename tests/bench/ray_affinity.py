@@ -10,6 +10,7 @@ Source: ray.llm._internal.serve.routing_policies.prefix_aware, Ray 2.60.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from random import Random
 
@@ -18,6 +19,7 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import Pr
 from cluster.member import LiveRequest, Member
 from cluster.routing.candidate import random_two
 
+logging.getLogger("cluster").setLevel(logging.WARNING)  # what was just imported shows all there is
 FIRST_CHARACTER = 0x10000  # a token is one character here, so that matching text is matching tokens
 
 

@@ -1,13 +1,14 @@
 """KV-aware routing against round robin and against the policy of Ray's PrefixCacheAffinityRouter.
 
-    python -m tests.bench.routing [--requests 2000] [--clients 96] [--replicas 4] [--share 0.73]
+    python -m tests.bench.routing [--requests 2000] [--clients 96] [--replicas 4] [--share 0.73] [--prefix 2048]
+        [--seed 0]
 
 Simulated replicas (real scheduler, block manager, reports and router; step times from a formula) in virtual time, so
-the figures are the same on every machine. Workloads: prompts that share 2,048 of 2,112 tokens with others of their
-group, all groups as often ("shared") or by Zipf's law with exponent 1 ("skewed") or 1.6 ("hot"), where the replicas'
-caches together hold `--share` of what all groups share; and prompts of which no two begin alike ("unique"). Clients
-ask one after the other, as many at a time as `--clients`. "busiest": prompt tokens of the busiest replica over the
-mean.
+the figures are the same on every machine. Workloads: prompts that share `--prefix` tokens with others of their group
+and have 64 of their own, all groups as often ("shared") or by Zipf's law with exponent 1 ("skewed") or 1.6 ("hot"),
+where the replicas' caches together hold `--share` of what all groups share; and prompts of which no two begin alike
+("unique"). Clients ask one after the other, as many at a time as `--clients`. "busiest": prompt tokens of the busiest
+replica over the mean.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from cluster.errors import ApiError
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
-from tests.bench.ray_affinity import RayAffinity
 from tests.bench.shared_prefixes import Workload, oracle_hit_tokens
 
 BLOCK = 16
@@ -56,6 +56,8 @@ def rays(imbalanced_threshold: float) -> tuple[DispatcherConfig, Setup]:
     """Return how to run Ray's."""
 
     def setup(dispatcher: Dispatcher) -> None:
+        from tests.bench.ray_affinity import RayAffinity  # sets up logging of its own when it is imported
+
         dispatcher._fleet._chooser = RayAffinity(Random(0), imbalanced_threshold)
 
     return DispatcherConfig(), setup
@@ -121,13 +123,13 @@ async def drive(cluster: SimulatedCluster, workload: Workload, clients: int) -> 
     )
 
 
-def workloads(requests: int) -> list[Workload]:
+def workloads(requests: int, prefix: int = 2048, seed: int = 0) -> list[Workload]:
     """Return what is run."""
     return [
-        Workload("shared", GROUPS, 0.0, requests),
-        Workload("skewed", GROUPS, 1.0, requests),
-        Workload("hot", GROUPS, 1.6, requests),
-        Workload("unique", 0, 0.0, requests // 2),
+        Workload("shared", GROUPS, 0.0, requests, prefix, seed=seed),
+        Workload("skewed", GROUPS, 1.0, requests, prefix, seed=seed),
+        Workload("hot", GROUPS, 1.6, requests, prefix, seed=seed),
+        Workload("unique", 0, 0.0, requests // 2, prefix, seed=seed),
     ]
 
 
@@ -135,17 +137,19 @@ def measure(
     requests: int = 600, clients: int = 96, replicas: int = 4, share: float = 0.73
 ) -> dict[str, float | dict[str, dict[str, float]]]:
     """Return the figures by workload and policy, and tokens per second with reuse against those of peers."""
-    figures = compare(requests, clients, replicas, share)
+    figures = compare(workloads(requests), clients, replicas, share)
     rates = {policy: [figures[name][policy]["tokens_per_s"] for name in REUSED] for policy in POLICIES}
     ours = statistics.geometric_mean(rates["kv_aware"])
     ratios = {f"vs_{peer}": ours / statistics.geometric_mean(rates[peer]) for peer in ("round_robin", "ray_affinity")}
     return {**figures, **ratios}
 
 
-def compare(requests: int, clients: int, replicas: int, share: float) -> dict[str, dict[str, dict[str, float]]]:
+def compare(
+    chosen: list[Workload], clients: int, replicas: int, share: float
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return the figures by workload and policy."""
     figures: dict[str, dict[str, dict[str, float]]] = {}
-    for workload in workloads(requests):
+    for workload in chosen:
         prompts = workload.prompts()
         capacity = replicas * (blocks_per_replica(replicas, clients, share, workload.prefix) - 1)
         best = oracle_hit_tokens(prompts, capacity, BLOCK) / sum(map(len, prompts))
@@ -171,7 +175,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=96)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.73)
-    for name, rows in compare(**vars(parser.parse_args())).items():
+    parser.add_argument("--prefix", type=int, default=2048)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    chosen = workloads(given.requests, given.prefix, given.seed)
+    for name, rows in compare(chosen, given.clients, given.replicas, given.share).items():
         print(f"\n{name:16}", *(f"{column:>18}" for column in rows["kv_aware"]))
         for policy, values in rows.items():
             print(f"{policy:16}", *(f"{value:18,.3f}" for value in values.values()))

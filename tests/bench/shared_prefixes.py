@@ -25,10 +25,11 @@ class Workload:
     prefix: int = 2048
     suffix: int = 64
     output: int = 64
+    seed: int = 0
 
-    def prompts(self, seed: int = 0) -> list[tuple[int, ...]]:
+    def prompts(self) -> list[tuple[int, ...]]:
         """Return the prompts in order of arrival."""
-        pick = Random(seed)
+        pick = Random(self.seed)
         heads = [self._tokens(pick, self.prefix) for _ in range(self.groups)]
         weights = [1 / (rank + 1) ** self.skew for rank in range(self.groups)]
         chosen = pick.choices(heads, weights, k=self.requests) if heads else None

@@ -21,6 +21,7 @@ from cluster.messages import (
     Ping,
     Rejected,
     Report,
+    Resync,
     Welcome,
     decode_down,
     decode_up,
@@ -48,7 +49,7 @@ REPORT = Report(
 )
 
 
-@pytest.mark.parametrize("message", [Hello("r"), Abort(5), FinishChoice(16, 3), Ping()])
+@pytest.mark.parametrize("message", [Hello("r"), Abort(5), FinishChoice(16, 3), Ping(), Resync()])
 def test_messages_going_up_arrive_as_sent(message):
     assert decode_up(encode(message)) == message
 
