@@ -49,7 +49,11 @@ def build(args: dict[str, Any]) -> Application:
     for config, name, own in zip(app.models, names, settings, strict=True):
         _refuse_damaged(resolve_model(config.model))
         title = config.model_id if app.listed else ""
-        replicas.append(_replica(config, name, _surge(app, config.replicas)).bind(own | {"api_key": None}, title))
+        replicas.append(
+            _replica(config, name, _surge(app, max(config.replicas, config.max_replicas or 0))).bind(
+                own | {"api_key": None}, title
+            )
+        )
     return _router(app.shared, _surge(app, app.shared.routers)).bind(settings, replicas)
 
 

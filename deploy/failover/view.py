@@ -42,7 +42,7 @@ def _head(board: Board, now: float) -> Text:
     wanted = "" if board.wanted_kills is None else f" of {board.wanted_kills}"
     failed = "bold red" if board.failed else "dim"
     return Text.assemble(
-        (f"{now - board.began:5.0f} s   ", "dim"),
+        (f"{now - board.began:.0f} s   ", "dim"),
         (f"{len(board.kills)}{wanted} kills", "bold"),
         "   ",
         (f"{board.exact} exact", "bold green"),
@@ -50,7 +50,7 @@ def _head(board: Board, now: float) -> Text:
         (f"{board.migrations} moved", "cyan"),
         "   ",
         (f"{board.failed} failed", failed),
-        (f"   longest pause {board.worst_gap:.1f} s", "dim"),
+        (f"   pauses up to {board.worst_gap:.1f} s", "dim"),
     )
 
 
@@ -90,7 +90,7 @@ def _stream(stream: StreamState, now: float) -> tuple[RenderableType, ...]:
     full = min(BAR, round(share * BAR))
     colour = "green" if stream.matches else "red"
     mark = "  ✓" if stream.matches else "  ✗"
-    bar = Text.assemble(("━" * full, colour), ("━" * (BAR - full), "bright_black"), (mark, colour))
+    bar = Text.assemble(("━" * full, colour), ("─" * (BAR - full), "bright_black"), (mark, colour))
     tail = Text(stream.error or _visible(stream.text[-TAIL:]), style="red" if stream.error else "dim")
     count = (
         Text(str(stream.exact), style="green") if not stream.failed else Text(f"-{stream.failed}", style="bold red")

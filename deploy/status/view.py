@@ -114,7 +114,7 @@ def _figures(replica: ReplicaLine) -> tuple[str, str, RenderableType]:
     if replica.kv_usage is None:
         return "", "", ""
     full = round(replica.kv_usage * BAR)
-    bar = Text.assemble(("━" * full, "magenta"), ("━" * (BAR - full), "bright_black"), f" {replica.kv_usage:4.0%}")
+    bar = Text.assemble(("━" * full, "magenta"), ("─" * (BAR - full), "bright_black"), f" {replica.kv_usage:4.0%}")
     return str(replica.running or 0), str(replica.waiting or 0), bar
 
 

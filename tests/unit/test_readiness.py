@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from cluster.announcement import Announcement
+from cluster.dispatch_config import DispatcherConfig
+from cluster.life.replica_states import STALLED, replica_states
 from cluster.link import LOST, LinkAddress
 from cluster.readiness import ready_body
 from tests.unit.cluster_lab import Lab, until
+from tests.unit.engine_driver import request
 
 
 def announced(*names: str) -> list[Announcement]:
@@ -50,3 +55,17 @@ async def test_a_router_that_stops_is_not_ready() -> None:
         await lab.start("a")
         await lab.dispatcher.drain()
         assert not ready_body(lab.dispatcher, announced("a"))["ready"]
+
+
+async def test_a_replica_whose_step_does_not_end_is_stalled_and_nothing_is_ready() -> None:
+    async with Lab(DispatcherConfig(stall_timeout=1.0)) as lab:
+        hung = await lab.start("a", steps=0)
+        running = asyncio.create_task(lab.collect(request("r", 5, max_tokens=8)))
+        await until(lambda: not lab.dispatcher.ready)
+        assert ready_body(lab.dispatcher, announced("a")) == {"ready": False, "replicas": []}
+        (state,) = replica_states(lab.dispatcher.replicas(), [], None, 0.0)
+        assert state.state == STALLED
+        assert (state.seconds or 0) >= 1
+        hung.executor.allow(100)
+        await running
+        await until(lambda: lab.dispatcher.ready)
