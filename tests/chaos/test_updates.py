@@ -110,14 +110,22 @@ async def test_a_bad_update_leaves_the_old_version_serving_and_says_so(app: App,
     assert app.ready()["ready"]
 
 
-async def test_a_scale_down_with_an_update_to_another_model_mixes_no_answer(app: App, other_model: Path) -> None:
+async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model: Path) -> None:
     traffic = Traffic(app, STREAMS)
     before = await traffic.references()
-    await traffic.during(lambda: redeploy(app, replicas=1, model=str(other_model)))
+    await traffic.during(lambda: redeploy(app, model=str(other_model)))
     app.wait_whole()
     after = await traffic.references()
     assert before != after
     traffic.check(before, after, least=2 * STREAMS)
+
+
+async def test_a_scale_down_costs_no_stream(app: App, other_model: Path) -> None:
+    traffic = Traffic(app, STREAMS)
+    undisturbed = await traffic.references()
+    await traffic.during(lambda: redeploy(app, replicas=1, model=str(other_model)))
+    traffic.check(undisturbed, least=STREAMS)
+    app.wait_whole()
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused_before_anything_is_stopped(tmp_path: Path) -> None:
