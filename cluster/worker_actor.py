@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.orphans import watch_parent
 from engine.errors import EngineDeadError
 from engine.runner import START_TIMEOUT
+from parallel.memory_deaths import MemoryDeaths
 
 
 class WorkerActor:
@@ -42,6 +43,7 @@ class RayGang:
     def __init__(
         self, group: PlacementGroup, bundles: tuple[dict[str, float], ...], timeout: float = START_TIMEOUT
     ) -> None:
+        self._memory = MemoryDeaths()
         actor = ray.remote(WorkerActor)
         self._workers = [
             actor.options(
@@ -87,8 +89,13 @@ class RayGang:
             try:
                 ray.get(ref)
             except Exception as error:
-                raise EngineDeadError(f"rank {rank} ended: {_first_line(error)}") from error
+                raise EngineDeadError(f"rank {rank} ended: {_first_line(error)}{self._suspicion(rank)}") from error
             raise EngineDeadError(f"rank {rank} ended without being asked to")
+
+    def _suspicion(self, rank: int) -> str:
+        """Return whether memory may have been the reason, as far as this node knows."""
+        here = self.nodes[rank - 1] == ray.get_runtime_context().get_node_id()
+        return self._memory.suspicion() if here else ""
 
     def wait_for_death(self) -> None:
         """Block until any rank ends, then raise like `check`."""

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Self, cast
 
 from parallel.errors import ChannelError, ParallelError
+from parallel.memory_deaths import MemoryDeaths
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHAN = 3  # exit status of a rank that found its parent gone
@@ -37,6 +38,7 @@ class Gang:
         self._reports = tuple(reports)
         self._words: dict[int, str] = {}  # rank -> what it said when it failed
         self._reading = threading.Lock()
+        self._memory = MemoryDeaths()
         # multiprocessing runs these before it waits for children at exit, so a stopped one cannot hold the exit up.
         self._end = util.Finalize(self, _kill_all, args=(self._processes,), exitpriority=100)
 
@@ -59,7 +61,9 @@ class Gang:
         ended = []
         for rank, process in enumerate(self._processes, start=1):
             if not process.is_alive():
-                ended.append(f"rank {rank} (pid {process.pid}) {_how(process.exitcode)}{self._last_words(rank)}")
+                memory = self._memory.suspicion() if process.exitcode == -signal.SIGKILL else ""
+                how = f"{_how(process.exitcode)}{self._last_words(rank)}{memory}"
+                ended.append(f"rank {rank} (pid {process.pid}) {how}")
         return "; ".join(ended) or None
 
     def check(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from engine.errors import StepMemoryError
 from engine.local_executor import out_of_memory_told
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
+from parallel.launcher import launch
+from parallel.memory_deaths import COUNTERS, MemoryDeaths
+from tests.chaos.hungry import take_all
 from tests.chaos.lab import TIMES, NetLab, long_request
 from tests.unit.cluster_lab import GatedExecutor, Lab, LabReplica, oracle, until
 
@@ -108,3 +113,38 @@ async def test_a_cache_of_the_longest_request_serves_two_hundred_with_a_kill_in_
             assert await asyncio.gather(*running) == [oracle(request) for request in requests]
         assert lab.dispatcher.counters.migrations > 0
         await lab.quiet(lab.alive["b"])
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A memory control group of 64 MB, as a container has one."""
+    folder = Path("/sys/fs/cgroup/memory/squadron-test")
+    limit = folder / "memory.limit_in_bytes"
+    if not folder.parent.is_dir():
+        folder = Path("/sys/fs/cgroup/squadron-test")
+        limit = folder / "memory.max"
+    try:
+        folder.mkdir(exist_ok=True)
+        limit.write_text(str(64 * 2**20), encoding="ascii")
+    except OSError as error:
+        pytest.skip(f"no memory control group can be made here: {error}")
+    yield folder
+    folder.rmdir()
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="this kernel does not count its kills for lack of memory")
+def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_reported_so(small_group: Path) -> None:
+    with launch(2, take_all, (str(small_group),)) as gang:
+        told = gang.wait_for_death(60)
+    assert told is not None
+    assert "was killed by SIGKILL; out of memory: the kernel has killed" in told
+
+
+def test_a_kill_without_lack_of_memory_is_not_blamed_on_it(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("pgfault 9\noom_kill 3\n", encoding="ascii")
+    deaths = MemoryDeaths(counters)
+    assert deaths.suspicion() == ""
+    counters.write_text("pgfault 9\noom_kill 5\n", encoding="ascii")
+    assert "killed 2 processes" in deaths.suspicion()
+    assert MemoryDeaths(tmp_path / "elsewhere").suspicion() == ""
