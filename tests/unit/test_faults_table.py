@@ -28,9 +28,9 @@ def test_every_test_that_the_table_names_exists(file: str) -> None:
 
 
 def test_every_scenario_has_a_row_with_a_test_or_the_reason_why_none() -> None:
-    rows = {int(number): rest for number, rest in re.findall(r"^\| (\d+) \|(.*)$", TABLE, re.MULTILINE)}
-    assert sorted(rows) == list(range(1, SCENARIOS + 1))
-    assert all("::test_" in row or "none" in row for row in rows.values())
+    rows = re.findall(r"^\| (\d+) \|(.*)$", TABLE, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, SCENARIOS + 1))
+    assert all("::test_" in row or "none" in row for _, row in rows)
 
 
 def test_nothing_of_ours_unpickles_or_evaluates() -> None:
