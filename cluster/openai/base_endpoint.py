@@ -57,9 +57,9 @@ class Endpoint(ABC):
         try:
             visit: Visit = scope["state"]["visit"]
             body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
-            await until_disconnect(receive, self._take(body, answer, exchange, visit))
-        except ClientGone:
-            log.info("request %s (client id %r): the client hung up", exchange["id"], exchange["client_id"])
+            await until_disconnect(receive, self._take(body, answer, exchange, visit), answer)
+        except ClientGone as gone:
+            log.info("request %s (client id %r): %s", exchange["id"], exchange["client_id"], gone)
         except InvalidRequestError as error:
             await self._fail(answer, from_invalid_request(error), exchange)
         except ApiError as error:

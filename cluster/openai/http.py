@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import json
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
@@ -16,6 +16,7 @@ from cluster.openai.frames import error_frame
 from engine.scheduler import DEADLINE_EXCEEDED
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body
+READ_PATIENCE = 60.0  # seconds; a client that takes nothing for one to two such spans is taken for gone
 _MAX_MESSAGE = 1000  # characters of an error message; clients may have put megabytes into what it quotes
 _JSON = (b"content-type", b"application/json")
 _EVENTS = (
@@ -26,7 +27,7 @@ _EVENTS = (
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody left to answer."""
+    """The client hung up, or reads no more: there is nobody left to answer."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, deadline: float | None = None) -> bytes:
@@ -74,15 +75,22 @@ def _too_large(limit: int) -> ApiError:
     )
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`, but cancel it and raise `ClientGone` when the client hangs up.
+async def until_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], answer: Answer, patience: float = READ_PATIENCE
+) -> None:
+    """Run `work`, but cancel it and raise `ClientGone` when the client hangs up, or takes nothing of `answer`.
 
-    Call it after the body was read: from then on the only message a client can send is that it left.
+    Call it after the body was read: from then on the only message a client can send is that it left. A client counts
+    as gone when one and the same send was under way at two looks, `patience` seconds apart.
     """
     task = asyncio.ensure_future(work)
     left = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        stuck = None
+        while not (await asyncio.wait((task, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
+            if stuck is not None and answer.under_way == stuck:
+                raise ClientGone("the client takes nothing of its answer")
+            stuck = answer.under_way
         if not task.done():
             raise ClientGone("the client hung up before its answer was complete")
         task.result()
@@ -101,9 +109,16 @@ class Answer:
     """The response of one exchange: a JSON body or a stream of events, and after either nothing more."""
 
     def __init__(self, send: Send) -> None:
-        self._send = send
+        self._to_client = send
         self.status = 0  # 0 until it is decided
         self._streaming = False
+        self._sends = 0
+        self._sending = False
+
+    @property
+    def under_way(self) -> int | None:
+        """Number of the send that waits for the client to read, None while none does."""
+        return self._sends if self._sending else None
 
     async def json(self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send a whole answer."""
@@ -126,6 +141,13 @@ class Answer:
     async def error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         """Send the one terminal error: as the answer, or as the last event of a stream that already runs."""
         error.message = error.message[:_MAX_MESSAGE]
+        try:
+            async with asyncio.timeout(READ_PATIENCE):
+                await self._error(error, headers)
+        except TimeoutError:
+            return  # the server closes the connection of an answer that is not complete
+
+    async def _error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self._streaming:
             await self.end(error_frame(error.body()))
             return
@@ -138,3 +160,9 @@ class Answer:
     async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
         self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def _send(self, message: Message) -> None:
+        self._sends += 1
+        self._sending = True
+        await self._to_client(message)
+        self._sending = False
