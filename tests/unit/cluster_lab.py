@@ -21,7 +21,7 @@ from engine.errors import EngineDeadError
 from engine.fake_executor import FakeExecutor
 from engine.report import EngineStats, SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.request import Request
-from tests.unit.engine_driver import EOS, VOCAB, expected
+from tests.unit.engine_driver import EOS, VOCAB, expected, request
 
 BLOCK = 4
 FREE_RUN = 10**9
@@ -195,3 +195,8 @@ async def serve_nobody(link: RouterLink) -> None:
 
 
 Serve = Callable[[RouterLink], Awaitable[None]]
+
+
+def long_request(name: str, seed: int = 0, **params) -> Request:
+    """A request of 40 drawn tokens."""
+    return request(name, 5, seed=seed, **{"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, **params})
