@@ -15,19 +15,12 @@ from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=12, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=12)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from a second thread and lose much when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

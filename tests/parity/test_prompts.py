@@ -13,17 +13,10 @@ from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 ASKED = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=3, logprobs=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small gain nothing from a second thread and lose much when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

@@ -7,13 +7,14 @@ from random import Random
 
 import jsonschema
 import pytest
-import torch
 
 from engine.errors import InvalidRequestError
 from engine.llm import LLM
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.grammar_walk import random_schema
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 PROMPT = "import json\n\nexample = "
@@ -31,14 +32,6 @@ SCHEMA = StructuredOutput(
         }
     ),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
