@@ -129,9 +129,9 @@ class Scaler:
             return least
         down = self._since(now - settings.downscale_delay_s)
         most = max((enough for _, _, enough in down), default=target)
-        if most < target:
-            if most > 0 or target > 1:
-                return max(most, 1)
+        if most < target and target > 1:
+            return max(most, 1)
+        if target == 1:
             idle = self._since(now - settings.downscale_to_zero_delay_s)
             if idle and not any(enough for _, _, enough in idle):
                 return 0

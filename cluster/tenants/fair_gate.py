@@ -135,7 +135,8 @@ class FairGate:
     def charge(self, tenant: str, tokens: int) -> None:
         """Count one choice's generated tokens as used by a tenant, so that its later turns come later."""
         self._queue.charge(tenant, tokens)
-        self._lengths.seen(tokens)
+        if tokens:  # refusals, vectors and whatever ended before its first token say nothing of how long answers are
+            self._lengths.seen(tokens)
 
     async def enter(self, turn: _Turn) -> None:
         """Return when `turn` may go in; whoever went in must `leave`."""
