@@ -27,10 +27,11 @@ from rich.table import Column, Table
 
 from tests.bench.machine import provenance
 from tests.bench.random_kills import DIFFERS, SAME, RandomKiller, until_back, verdict
-from tests.chaos.streams import ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
+from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
 from tests.cluster.harness import App, deploy, kill, replica_processes, start_ray, start_serve
 
 KILL_AFTER = 1.0  # seconds
+BACK_AT_MOST = 20.0  # seconds until all replicas serve again
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Comparison:
     same: int
     differs: int
     error: int
+    cut: int
     short: int
     hang: int
     back_s: float
@@ -82,16 +84,17 @@ async def compare_once(app: App, streams: int, tokens: int) -> Comparison:
         raise RuntimeError("all streams ended before the kill: ask for more tokens")
     count = Counter(verdict(stream, same) for stream, same in zip(disturbed, oracle, strict=True))
     waits = [wait for stream in disturbed if (wait := stream.longest_wait(killed_at)) is not None]
-    outcomes = (count[SAME], count[DIFFERS], count[ERROR], count[SHORT], count[HANG])
+    outcomes = (count[SAME], count[DIFFERS], count[ERROR], count[BROKEN], count[SHORT], count[HANG])
     return Comparison(*outcomes, await back, max(waits, default=0.0))
 
 
 def comparison_table(runs: Sequence[Comparison]) -> Table:
     """Lay out the runs."""
-    names = ("whole and same", "differs", "error", "silently short", "hanging", "all replicas back", "next token")
+    ends = ("whole and same", "differs", "error", "cut off", "silently short", "hanging")
+    names = (*ends, "all replicas back", "next token")
     table = Table("run", *(Column(name, justify="right") for name in names), title="kill -9 of a replica after 1 s")
     for number, run in enumerate(runs, start=1):
-        counts = (run.same, run.differs, run.error, run.short, run.hang)
+        counts = (run.same, run.differs, run.error, run.cut, run.short, run.hang)
         table.add_row(str(number), *map(str, counts), f"{run.back_s:.1f} s", f"{run.next_token_s:.2f} s")
     return table
 
@@ -123,11 +126,12 @@ def main() -> None:
         else:
             runs = [asyncio.run(compare_once(app, options.streams, options.tokens)) for _ in range(options.runs)]
             figures = {"runs": [asdict(run) for run in runs]}
-            table, kept = comparison_table(runs), all(run.same == options.streams for run in runs)
+            table = comparison_table(runs)
+            kept = all(run.same == options.streams and run.back_s <= BACK_AT_MOST for run in runs)
     Console().print(table)
     if options.output:
         options.output.write_text(json.dumps(provenance() | figures, indent=2) + "\n")
-    sys.exit(None if kept else "a stream was not whole and the same: see the table")
+    sys.exit(None if kept else "a stream was not whole and the same, or a replica came back late: see the table")
 
 
 if __name__ == "__main__":

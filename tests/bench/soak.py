@@ -201,7 +201,8 @@ def main() -> None:
     Console().print(figures_table(report.figures(), "soak"))
     if options.output:
         options.output.write_text(json.dumps(provenance() | report.figures(), indent=2) + "\n")
-    sys.exit("\n".join(report.problems) or None)
+    unweighed = [] if report.slopes else ["no process lived long enough to be weighed: ask for more --minutes"]
+    sys.exit("\n".join(report.problems + unweighed) or None)
 
 
 if __name__ == "__main__":

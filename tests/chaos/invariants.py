@@ -19,6 +19,15 @@ from tests.chaos.streams import client_of
 
 QUIET = 5.0  # seconds after which nothing may be left of what was lost (FAULTS)
 SAMPLE = re.compile(r"^(\w+?)(?:\{(.*)\})? (\S+)$")
+WATCHED = (  # without them the sums would hold of nothing
+    "squadron_requests_accepted_total",
+    "squadron_requests_ended_total",
+    "squadron_requests_live",
+    "squadron_misplaced_rows_total",
+    "squadron_kv_blocks_total",
+    "squadron_num_requests_running",
+    "squadron_num_requests_waiting",
+)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 SHM = Path("/dev/shm")
 
@@ -51,6 +60,7 @@ class Invariants:
         self._quiet = quiet
         self._root = root or psutil.Process()
         self._task: asyncio.Task[None] | None = None
+        self._never_seen = set(WATCHED)
         self._ranks: set[int] = set()  # processes of the replicas that /ready named last
         self._ever: set[int] = set()  # and of all that it ever named
 
@@ -71,6 +81,8 @@ class Invariants:
             assert not self.violations, self.violations
             assert self.samples, "nobody was there to be watched"
             await self.settle()
+            assert not self.violations, self.violations
+            assert not self._never_seen, f"/metrics said nothing of {sorted(self._never_seen)}"
 
     async def settle(self) -> None:
         """Wait until nothing is left over; fail with what is after `quiet` seconds."""
@@ -95,7 +107,9 @@ class Invariants:
             self.unreachable += 1
             return
         self.samples += 1
-        self.violations += broken_sums(scrape(metrics.text))
+        figures = scrape(metrics.text)
+        self._never_seen -= set(figures)
+        self.violations += broken_sums(figures)
         body: dict[str, Any] = ready.json()
         self._ranks = {pid for replica in body.get("replicas", ()) for pid in replica["pids"]}
         self._ever |= self._ranks
