@@ -114,19 +114,15 @@ class Dispatcher:
         self._fleet.add(link)
         self._attempts.place_waiting()
 
-    def remove_replica(self, replica_id: str, hand_over: bool = False) -> None:
+    def remove_replica(self, replica_id: str) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
 
-        hand_over: move what it runs to others instead of letting it finish. Unknown ids are passed over.
+        What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`). Unknown ids are passed over.
         """
         member = self._fleet.get(replica_id)
         if member is None:
             return
         member.draining = True
-        if hand_over:
-            for live in list(member.live.values()):
-                self._attempts.withdraw(live)
-                self._attempts.place(live)
         self._attempts.retire_if_idle(member)
 
     async def drain(self) -> None:

@@ -154,8 +154,8 @@ class Fleet:
         return bool(pool) and not any(member.can_continue(live) for member in pool)
 
     def has_successor(self, live: LiveRequest) -> bool:
-        """Whether a replica that takes requests could go on with `live`."""
-        return any(member.takes_requests and member.can_continue(live) for member in self._members.values())
+        """Whether a replica that takes requests may go on with `live` now."""
+        return any(member.takes_requests for member in self._pool_for(live))
 
     def is_suspect(self, live: LiveRequest) -> bool:
         """Whether one more death without progress would put the request in quarantine."""
@@ -217,12 +217,17 @@ class Fleet:
             due = self._loop.time() + period
             await asyncio.sleep(period)
             now = self._loop.time()
+            ping = self._ping()
             for member in self.members:
                 # Time in which this process did not run is no silence of theirs: what they said waits to be read.
                 member.last_heard = min(now, member.last_heard + max(0.0, now - due))
-                self._attend(member, now)
+                self._attend(member, now, ping)
 
-    def _attend(self, member: Member, now: float) -> None:
+    def _ping(self) -> Ping:
+        queue = self._listener.queue()
+        return Ping(queue.requests, queue.tokens, max(0.0, queue.age), queue.rate)
+
+    def _attend(self, member: Member, now: float, ping: Ping) -> None:
         if member.draining:
             member.drains_since = now if member.drains_since is None else member.drains_since
             if now - member.drains_since > self._config.hand_over_after:
@@ -233,8 +238,7 @@ class Fleet:
             self.lose(member, STALLED, f"its engine has not moved for {self._config.progress_timeout:g} s")
         elif now - member.last_ping >= self._config.ping_interval and not member.link.closed:
             member.last_ping = now
-            queue = self._listener.queue()
-            self._tell(member, Ping(queue.requests, queue.tokens, max(0.0, queue.age), queue.rate))
+            self._tell(member, ping)
 
     def _tell(self, member: Member, message: Up) -> None:
         try:

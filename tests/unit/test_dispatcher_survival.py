@@ -142,17 +142,16 @@ async def test_submit_that_crosses_the_news_of_draining_goes_elsewhere():
         assert old.core.stats.generated_tokens == 0
 
 
-@pytest.mark.parametrize("hand_over", [False, True])
-async def test_removed_replica_finishes_or_hands_over(hand_over):
+async def test_a_removed_replica_finishes_what_it_runs():
     async with Lab() as lab:
         old = await lab.start("a", steps=3)
         running = asyncio.create_task(lab.collect(long_request("r")))
         await until(lambda: lab.dispatcher.counters.reports >= 3)
         new = await lab.start("b")
-        lab.dispatcher.remove_replica("a", hand_over)
-        old.executor.allow(0 if hand_over else 100)
+        lab.dispatcher.remove_replica("a")
+        old.executor.allow(100)
         assert await running == oracle(long_request("r"))
-        assert new.core.stats.generated_tokens == (37 if hand_over else 0)
+        assert new.core.stats.generated_tokens == 0
         await until(lambda: lab.lost == [("a", "drained")])
         lab.dispatcher.remove_replica("nobody")
 
@@ -172,6 +171,28 @@ async def test_what_overstays_on_a_draining_replica_goes_on_elsewhere_only_on_th
             old.executor.allow(100)
         assert await running == oracle(long_request("r"))
         assert new.core.stats.generated_tokens == (37 if same_model else 0)
+
+
+async def test_a_suspect_stays_on_a_draining_replica_until_one_without_another_suspect_can_take_it():
+    async with Lab(DispatcherConfig(quarantine_deaths=2)) as lab:
+        first = await lab.start("a", steps=0)
+        requests = [long_request("r0", seed=0), long_request("r1", seed=1)]
+        running = [asyncio.create_task(lab.collect(one)) for one in requests]
+        await until(lambda: first.core.num_requests == 2)
+        leaving = await lab.start("b", steps=0)
+        staying = await lab.start("c", steps=0)
+        lab.kill("a")
+        await until(lambda: leaving.core.num_requests == staying.core.num_requests == 1)
+        lab.dispatcher.remove_replica("b")
+        (member,) = (one for one in lab.dispatcher._fleet.members if one.replica_id == "b")
+        lab.dispatcher.on_overstay(member)
+        assert lab.dispatcher.queue().requests == 0, "it would wait for a replica, though it has one"
+        staying.executor.allow(1)
+        await until(lambda: lab.dispatcher.counters.tokens == 1)
+        lab.dispatcher.on_overstay(member)
+        staying.executor.allow(100)
+        assert await asyncio.gather(*running) == [oracle(one) for one in requests]
+        assert leaving.core.stats.generated_tokens == 0
 
 
 async def test_silent_replica_is_given_up_and_its_requests_go_on():
