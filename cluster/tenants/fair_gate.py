@@ -21,8 +21,6 @@ from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
 from engine.request import Request
 
-__all__ = ["UNBOUNDED", "FairGate", "FairGateConfig"]
-
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
 
@@ -114,9 +112,9 @@ class FairGate:
 
     def figures(self) -> QueueFigures:
         """Return what waits now."""
-        since = [turn.since for turn in self._queue.oldest()]
-        ages = [asyncio.get_running_loop().time() - min(since)] if since else []
-        return QueueFigures(len(self._queue), self._queue.work, max(ages, default=0.0), self._drain.per_second or 0.0)
+        oldest = self._queue.oldest()
+        age = 0.0 if oldest is None else asyncio.get_running_loop().time() - oldest.since
+        return QueueFigures(len(self._queue), self._queue.work, age, self._drain.per_second or 0.0)
 
     def demand(self) -> QueueFigures:
         """Return what waits and what was refused of late, which would wait if it were let."""
@@ -202,7 +200,7 @@ class FairGate:
     def _drop(self, turn: _Turn) -> None:
         if turn.waits:
             turn.waits = False
-            self._queue.remove(turn.tenant, turn)
+            self._queue.remove(turn.tenant, turn, turn.priority)
 
     async def _until_called(self, turn: _Turn, called: asyncio.Future[None]) -> None:
         """Wait for the turn; raises `ApiError` where that takes too long."""

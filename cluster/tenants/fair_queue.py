@@ -10,6 +10,8 @@ Source: Goyal, Vin, Cheng, "Start-time Fair Queuing", SIGCOMM 1996.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heappushpop
@@ -19,58 +21,49 @@ T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(slots=True)
-class _Line(Generic[T]):
-    """What waits of one priority -> its cost, in order of arrival. work: of all of it, in tokens."""
-
-    items: dict[T, tuple[int, int]] = field(default_factory=dict)  # (cost, work)
-    work: int = 0
-
-    def add(self, item: T, cost: int, work: int) -> None:
-        self.items[item] = cost, work
-        self.work += work
-
-    def take(self, item: T) -> int:
-        cost, work = self.items.pop(item)
-        self.work -= work
-        return cost
-
-
-@dataclass(slots=True)
 class _Flow(Generic[T]):
-    """One tenant. lines: by priority, none empty. finish: its finish tag, in tokens."""
+    """One tenant. finish: its finish tag, in tokens. size: items that wait; work: theirs of all, in tokens.
 
-    lines: dict[int, _Line[T]] = field(default_factory=dict)
+    lines: by priority what waits -> its (cost, work), in order of arrival; none empty. levels: the priorities of the
+    lines, smallest first; works: the work of each of them.
+    """
+
     finish: int = 0
     size: int = 0
+    work: int = 0
+    lines: dict[int, OrderedDict[T, tuple[int, int]]] = field(default_factory=dict)
+    levels: list[int] = field(default_factory=list)
+    works: list[int] = field(default_factory=list)
 
     def add(self, item: T, cost: int, priority: int, work: int) -> None:
-        line = self.lines.get(priority)
-        if line is None:
-            line = self.lines[priority] = _Line()
-        line.add(item, cost, work)
+        at = bisect_left(self.levels, priority)
+        if priority not in self.lines:
+            self.lines[priority] = OrderedDict()
+            self.levels.insert(at, priority)
+            self.works.insert(at, 0)
+        self.lines[priority][item] = cost, work
+        self.works[at] += work
+        self.work += work
         self.size += 1
 
     def first(self) -> tuple[int, T]:
-        priority = min(self.lines)
-        return priority, next(iter(self.lines[priority].items))
+        priority = self.levels[0]
+        return priority, next(iter(self.lines[priority]))
 
     def take(self, priority: int, item: T) -> int:
         line = self.lines[priority]
-        cost = line.take(item)
+        cost, work = line.pop(item)
+        at = bisect_left(self.levels, priority)
+        self.works[at] -= work
+        self.work -= work
         self.size -= 1
-        if not line.items:
-            del self.lines[priority]
+        if not line:
+            del self.lines[priority], self.levels[at], self.works[at]
         return cost
 
-    def priority_of(self, item: T) -> int:
-        for priority, line in self.lines.items():
-            if item in line.items:
-                return priority
-        raise KeyError(item)
-
-    def work(self, priority: int | None = None) -> int:
-        """Tokens of work of what waits, of `priority` and what goes before it only."""
-        return sum(line.work for level, line in self.lines.items() if priority is None or level <= priority)
+    def work_before(self, priority: int) -> int:
+        """Tokens of work that go before a newcomer of `priority`."""
+        return sum(self.works[: bisect_right(self.levels, priority)])
 
 
 class FairQueue(Generic[T]):
@@ -81,12 +74,13 @@ class FairQueue(Generic[T]):
         # (start tag, number, tenant), one for each tenant that waits. A tag may be out of date: too small, never
         # too large, since a tenant's finish tag only moves on.
         self._turns: list[tuple[int, int, str]] = []
+        self._waiting: OrderedDict[T, None] = OrderedDict()  # in order of arrival
         self._now = 0
         self._number = 0
-        self._waiting = 0
+        self._work = 0
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self._waiting)
 
     def length(self, tenant: str) -> int:
         """Items of one tenant that wait."""
@@ -100,7 +94,7 @@ class FairQueue(Generic[T]):
     @property
     def work(self) -> int:
         """Tokens of work of all that waits."""
-        return sum(self._flows[tenant].work() for _, _, tenant in self._turns)
+        return self._work
 
     def work_ahead(self, tenant: str, priority: int, work: int) -> int:
         """Return the tokens of work that go before a newcomer of `tenant` that brings `work`.
@@ -108,28 +102,29 @@ class FairQueue(Generic[T]):
         All that stands before it in its own line; and of each other tenant as much as this one gets meanwhile.
         """
         flow = self._flows.get(tenant)
-        own = flow.work(priority) if flow is not None else 0
-        others = [self._flows[name].work() for _, _, name in self._turns if name != tenant]
+        own = flow.work_before(priority) if flow is not None else 0
+        others = [self._flows[name].work for _, _, name in self._turns if name != tenant]
         return own + sum(min(other, own + work) for other in others)
 
-    def oldest(self) -> list[T]:
-        """Return the first of each line of each tenant: among them is the one that waits longest."""
-        lines = [line for _, _, tenant in self._turns for line in self._flows[tenant].lines.values()]
-        return [next(iter(line.items)) for line in lines]
+    def oldest(self) -> T | None:
+        """Return what has waited longest, None where nothing waits."""
+        return next(iter(self._waiting), None)
 
     def last(self, tenant: str) -> tuple[int, T]:
         """Return the priority and the item of a tenant that would be served last of all its own."""
         flow = self._flows[tenant]
-        priority = max(flow.lines)
-        return priority, next(reversed(flow.lines[priority].items))
+        priority = flow.levels[-1]
+        return priority, next(reversed(flow.lines[priority]))
 
     def push(self, tenant: str, item: T, cost: int, priority: int = 0, work: int | None = None) -> None:
         """Let an item wait behind those of its tenant that are as urgent. work: tokens, `cost` unless given."""
         flow = self._flow(tenant)
         if not flow.size:
             self._add_turn(max(self._now, flow.finish), tenant)
+        before = flow.work
         flow.add(item, cost, priority, cost if work is None else work)
-        self._waiting += 1
+        self._work += flow.work - before
+        self._waiting[item] = None
 
     def pop(self) -> T:
         """Return whose turn it is; raises `IndexError` when nobody waits."""
@@ -139,8 +134,7 @@ class FairQueue(Generic[T]):
             start, number, tenant = heappushpop(self._turns, late)
         flow = self._flows[tenant]
         priority, item = flow.first()
-        self._take(flow, start, flow.take(priority, item))
-        self._waiting -= 1
+        self._take(flow, start, self._leave(flow, priority, item))
         if flow.size:
             self._add_turn(flow.finish, tenant)
         return item
@@ -150,11 +144,13 @@ class FairQueue(Generic[T]):
         flow = self._flow(tenant)
         self._take(flow, max(self._now, flow.finish), cost)
 
-    def remove(self, tenant: str, item: T) -> None:
-        """Let an item leave that waits no longer for its turn; raises `KeyError` when it is not here."""
+    def remove(self, tenant: str, item: T, priority: int = 0) -> None:
+        """Let an item leave that waits no longer for its turn; raises `KeyError` when it is not here.
+
+        priority: the one that it came with.
+        """
         flow = self._flows[tenant]
-        flow.take(flow.priority_of(item), item)
-        self._waiting -= 1
+        self._leave(flow, priority, item)
         if not flow.size:
             self._turns = [turn for turn in self._turns if turn[2] != tenant]
             heapify(self._turns)
@@ -168,7 +164,7 @@ class FairQueue(Generic[T]):
     def forget(self) -> None:
         """Begin anew, when nothing waits or runs: nobody is owed anything then. Raises `ValueError` otherwise."""
         if self._waiting:
-            raise ValueError(f"{self._waiting} items wait")
+            raise ValueError(f"{len(self._waiting)} items wait")
         self._flows.clear()
         self._now = 0
 
@@ -177,6 +173,14 @@ class FairQueue(Generic[T]):
         if flow is None:
             flow = self._flows[tenant] = _Flow()
         return flow
+
+    def _leave(self, flow: _Flow[T], priority: int, item: T) -> int:
+        """Let an item go and return its cost."""
+        before = flow.work
+        cost = flow.take(priority, item)
+        self._work -= before - flow.work
+        del self._waiting[item]
+        return cost
 
     def _take(self, flow: _Flow[T], start: int, cost: int) -> None:
         self._now = max(self._now, start)

@@ -332,6 +332,16 @@ def test_answers_that_are_shorter_than_allowed_are_expected_to_be():
     assert lengths.of(replace(request("r"), pooling="last"), 1) == 0
 
 
+async def test_what_ends_without_a_token_says_nothing_of_how_long_answers_are():
+    gate = FairGate(Replicas(), lambda: 1)
+    expected = gate._lengths.of(request("r", output=4096), 1)
+    for _ in range(200):
+        gate.charge("t", 0)
+    assert gate._lengths.of(request("r", output=4096), 1) == expected
+    gate.charge("t", 1)
+    assert gate._lengths.of(request("r", output=4096), 1) < expected
+
+
 # --- priorities
 
 
@@ -357,6 +367,40 @@ def test_work_ahead_counts_the_own_line_and_a_fair_share_of_the_others():
     assert queue.work_ahead("c", 0, 50) == 50 + 50
     queue.remove("a", ("a", 0))
     assert queue.work_ahead("a", 0, 0) == 100 + 100
+
+
+class PlainQueue(list):
+    """What waits, (tenant, number, priority, work); a queue's figures are looked up among all of it."""
+
+    def of(self, tenant):
+        return sorted((one for one in self if one[0] == tenant), key=lambda one: (one[2], one[1]))
+
+    def work_ahead(self, tenant, priority, work):
+        own = sum(one[3] for one in self.of(tenant) if one[2] <= priority)
+        others = [sum(one[3] for one in self.of(name)) for name in "abc" if name != tenant]
+        return own + sum(min(other, own + work) for other in others)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-3, 3), st.integers(0, 99), st.integers(0, 3))))
+def test_figures_are_those_of_all_that_waits_whatever_comes_and_goes_with_whichever_priority(changes):
+    queue, plain = FairQueue(), PlainQueue()
+    for number, (tenant, priority, work, change) in enumerate(changes):
+        if change == 0 and plain:
+            served = queue.pop()
+            assert served == plain.of(served[0])[0]
+            plain.remove(served)
+        elif change == 1 and plain:
+            gone = plain[work % len(plain)]
+            queue.remove(gone[0], gone, gone[2])
+            plain.remove(gone)
+        else:
+            plain.append((tenant, number, priority, work))
+            queue.push(tenant, plain[-1], 1 + work, priority, work)
+        assert (len(queue), queue.work) == (len(plain), sum(one[3] for one in plain))
+        assert queue.oldest() == (plain[0] if plain else None)
+        assert queue.work_ahead(tenant, priority, 7) == plain.work_ahead(tenant, priority, 7)
+        if plain.of(tenant):
+            assert queue.last(tenant)[1] == plain.of(tenant)[-1]
 
 
 def test_a_full_line_gives_up_its_least_urgent_for_a_more_urgent_one():

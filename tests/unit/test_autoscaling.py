@@ -1,7 +1,7 @@
 """The autoscaling policy: never out of bounds, monotone, no flapping, nothing decided on half the truth."""
 
 import asyncio
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -134,6 +134,12 @@ def test_the_last_replica_goes_only_when_nothing_at_all_was_there_for_long():
     assert scaler.decide(101, 1, [], QueueLoad()) == 1, "what Serve started for a call that waits is left alone"
 
 
+def test_a_last_replica_that_may_go_sooner_than_others_does():
+    scaler = Scaler(ScalingSettings(0, 4, downscale_delay_s=30, downscale_to_zero_delay_s=10))
+    assert [scaler.decide(i, 1, [ReplicaLoad()], QueueLoad()) for i in range(40)].index(0) == 10
+    assert [scaler.decide(100 + i, 2, [ReplicaLoad()] * 2, QueueLoad()) for i in range(40)].index(1) == 30
+
+
 def test_figures_travel_through_serve_and_odd_ones_are_missing():
     stats = EngineStats(num_running=3, num_waiting=1, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1)
     told = replica_stats(stats, 8, 0.7, together([QueueFigures(2, 100, 1.5, 50.0), QueueFigures(1, 20, 0.1, 10.0)]))
@@ -202,6 +208,15 @@ async def test_replicas_hear_what_waits_in_the_routers():
         replica = await lab.start("a")
         lab.dispatcher.watch_queue(lambda: QueueFigures(3, 120, 1.5, 60.0))
         await until(lambda: replica.core.queue == QueueFigures(3, 120, 1.5, 60.0))
+
+
+async def test_what_waits_is_counted_once_for_all_replicas_that_are_told():
+    async with Lab(DispatcherConfig(ping_interval=0.2)) as lab:
+        replicas = [await lab.start(f"r{i}") for i in range(8)]
+        looks = count(1)
+        lab.dispatcher.watch_queue(lambda: QueueFigures(next(looks)))
+        await until(lambda: all(replica.core.queue.requests for replica in replicas))
+        assert len({replica.core.queue.requests for replica in replicas}) < len(replicas)
 
 
 async def test_a_model_without_replicas_is_ready_where_the_next_request_starts_one_until_one_waited_in_vain():
