@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from itertools import count
 
 from engine.request import Request
 
+FEW = 64  # entries that are not worth looking through
+
 
 class Deadlines:
-    """The deadlines of requests, soonest first. A request that ended meanwhile is passed over by whoever asks."""
+    """The deadlines of requests, soonest first. is_live: whether a request, this very object, has not ended.
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, str]] = []
+    Nobody tells of requests that end, so theirs are looked for when there may be more dead entries than live ones.
+    """
+
+    def __init__(self, is_live: Callable[[Request], bool]) -> None:
+        self._is_live = is_live
+        self._heap: list[tuple[float, int, Request]] = []
+        self._numbers = count()  # of entries, so that equal deadlines never compare requests
+        self._most = FEW
+
+    def __len__(self) -> int:
+        """Return the number of entries: the live ones, at most as many dead ones, and a few."""
+        return len(self._heap)
 
     def watch(self, request: Request) -> None:
-        """Remember the request's deadline, if it has one."""
-        if request.deadline is not None:
-            heapq.heappush(self._heap, (request.deadline, request.request_id))
+        """Remember the deadline of a live request, if it has one."""
+        if request.deadline is None:
+            return
+        heapq.heappush(self._heap, (request.deadline, next(self._numbers), request))
+        if len(self._heap) > self._most:
+            self._heap = [entry for entry in self._heap if self._is_live(entry[2])]
+            heapq.heapify(self._heap)
+            self._most = max(FEW, 2 * len(self._heap))
 
-    def take_passed(self, now: float) -> list[str]:
-        """Return the ids of those whose deadline is over at `now`, each once."""
+    def take_passed(self, now: float) -> list[Request]:
+        """Return the live requests whose deadline is over at `now`, and forget them."""
         passed = []
         while self._heap and self._heap[0][0] <= now:
-            passed.append(heapq.heappop(self._heap)[1])
-        return passed
+            passed.append(heapq.heappop(self._heap)[2])
+        return [request for request in passed if self._is_live(request)]

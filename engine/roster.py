@@ -51,6 +51,11 @@ class Roster:
         """Whether anything is left to run or to report."""
         return bool(self._families or self._ended)
 
+    def holds(self, request: Request) -> bool:
+        """Whether this very request is alive, not another one with its id."""
+        family = self._families.get(request.request_id)
+        return family is not None and family[0].request is request
+
     def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState]) -> None:
         """Let a checked request wait. now: its arrival in seconds, unless it brings its own.
 

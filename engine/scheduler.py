@@ -55,7 +55,7 @@ class Scheduler:
         self._boundary = Boundary(self._roster)
         self._updater = Updater(rows, self._roster, stops, self._boundary)
         self._planner = Planner(self._roster, rows)
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self._roster.holds)
         self._rows = rows
         self._tables = rows.tables
         self._limit = admission.limit
@@ -91,9 +91,9 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End with an error what ran out of time, whether it waits or runs. now: seconds on the engine's clock."""
-        for request_id in self._deadlines.take_passed(now):
+        for request in self._deadlines.take_passed(now):
             message = "the request's deadline passed"
-            self._roster.finish_request(request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
+            self._roster.finish_request(request.request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
         self._roster.refresh()
 
     def finish_choice(self, request_id: str, choice: int) -> bool:

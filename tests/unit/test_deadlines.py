@@ -17,6 +17,7 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.messages import Submit, decode_up, encode
 from cluster.tenants.fair_gate import FairGate
 from cluster.translation import submit_message, submitted_request
+from engine.deadlines import FEW, Deadlines
 from engine.request import FinishReason
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, refusal_of, serving_grpc
@@ -85,6 +86,29 @@ def test_the_engine_ends_what_runs_too_long_and_frees_its_blocks():
     assert len(driver.tokens["other", 0]) == 20
     stats = driver.core.stats()
     assert stats.kv_blocks_free + stats.kv_blocks_cached == stats.kv_blocks_total
+
+
+def test_a_request_that_ended_leaves_no_deadline_for_the_next_one_of_its_name():
+    driver = Driver()
+    driver.core.add(replace(request("name", 3, max_tokens=2, ignore_eos=True), deadline=8.0))
+    driver.drain()
+    assert driver.finished.pop(("name", 0)).reason is FinishReason.LENGTH
+    driver.core.add(replace(request("name", 3, max_tokens=30, ignore_eos=True), deadline=1000.0))
+    driver.drain()
+    assert driver.now > 8.0
+    assert driver.reason("name") is FinishReason.LENGTH
+    assert len(driver.tokens["name", 0]) == 2 + 30
+
+
+def test_deadlines_of_what_ended_long_before_are_forgotten():
+    live = []
+    deadlines = Deadlines(lambda one: any(one is other for other in live))
+    for number in range(2000):
+        live = [replace(request(f"r{number}-{i}", 3), deadline=1e6 - number) for i in range(3)]
+        for one in live:
+            deadlines.watch(one)
+    assert len(deadlines) <= 2 * len(live) + FEW
+    assert deadlines.take_passed(1e9) == live
 
 
 # --- between router and replica
