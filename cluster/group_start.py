@@ -48,7 +48,7 @@ def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> St
     if config.tensor_parallel_size == 1:
         executor, info = build_executor(config.engine, on_phase)
         return StartedGroup(executor, info, None)
-    folder, engine = prepare_model(config.engine)
+    folder, engine = prepare_model(config.engine, on_phase)
     placement = get_current_placement_group()
     if placement is None:
         raise ConfigError(

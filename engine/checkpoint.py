@@ -16,8 +16,9 @@ from parallel.parameter import WeightSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILES = "*.safetensors"
 # What a served model needs; weights in other formats are never fetched.
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "SHA256SUMS"]
+HUB_FILES = ["*.json", WEIGHT_FILES, "*.txt", "*.model", "*.jinja", "SHA256SUMS"]
 
 
 def find_checkpoint(model: str) -> Path:

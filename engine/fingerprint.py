@@ -78,8 +78,9 @@ def _read_into(digest: hashlib.blake2b, path: Path) -> None:
             size = path.stat().st_size
             digest.update(size.to_bytes(8, "little"))
             ranges = _ranges(header)
-            if size != start + max((last for _, last in ranges), default=0):
-                raise ValueError(f"{size} bytes, and its header tells of {start + ranges[-1][1]}")
+            end = start + max((last for _, last in ranges), default=0)
+            if size != end:
+                raise ValueError(f"{size} bytes, and its header tells of {end}")
             for first, last in ranges:
                 file.seek(start + max(first, (first + last - SAMPLE_BYTES) // 2))
                 digest.update(file.read(min(SAMPLE_BYTES, last - first)))

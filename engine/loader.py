@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,11 +31,15 @@ NAMES_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A checkpoint whose config has been read and understood; no weight has been touched."""
+    """A checkpoint whose config has been read and understood; no weight has been loaded.
+
+    phases: seconds by phase that its files took so far.
+    """
 
     path: Path
     architecture: Architecture
     spec: DecoderSpec
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 def open_model(model: str) -> ModelFolder:

@@ -6,13 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from typing_extensions import override
 
-from engine.checksums import check_sums
+from engine.checksums import check_sums, summed_files
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, StepMemoryError
 from engine.executor import Executor
@@ -31,6 +31,7 @@ from parallel.ring import SharedMemoryRing
 logger = logging.getLogger(__name__)
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # named by torch when the system gives it no memory
+CHECKSUMS = "checksums"  # phase of starting
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
 
 OnPhase = Callable[[str], None]
@@ -151,7 +152,7 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
 
     Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
     """
-    folder, config = prepare_model(config)
+    folder, config = prepare_model(config, on_phase)
     size = config.tensor_parallel_size
     if size == 1:
         runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
@@ -162,22 +163,32 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
     return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
 
 
-def prepare_model(config: EngineConfig) -> tuple[ModelFolder, EngineConfig]:
+def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[ModelFolder, EngineConfig]:
     """Read the model's config and check that it can be served so, before any process or weight.
 
-    Where the checkpoint has sums of its files (`engine.checksums`), those are checked.
+    Where the checkpoint has sums of its files (`engine.checksums`), those are checked: a phase of its own.
 
     Returns the folder, and the config as all ranks must get it (device and dtype chosen).
     Raises `CheckpointError` or `ConfigError`.
     """
-    folder = open_model(config.model)
-    check_sums(folder.path)
+    folder = _checked(open_model(config.model), on_phase)
     full = resolve(config, folder.spec)
     try:
         check_sharding(folder.spec, config.tensor_parallel_size)
     except ShardingError as error:
         raise ConfigError(f"tensor_parallel_size does not fit the model: {error}", "tensor_parallel_size") from error
     return folder, config.resolved(device=full.device, dtype=full.dtype)
+
+
+def _checked(folder: ModelFolder, on_phase: OnPhase) -> ModelFolder:
+    """Return the folder with the seconds that its sums took, if it has any. Raises `CheckpointError`."""
+    sums = summed_files(folder.path)
+    if not sums:
+        return folder
+    on_phase(CHECKSUMS)
+    began = time.perf_counter()
+    check_sums(folder.path, sums)
+    return replace(folder, phases={CHECKSUMS: time.perf_counter() - began})
 
 
 def drive_gang(
@@ -213,7 +224,7 @@ def drive_gang(
         if isinstance(error, ParallelError):
             raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
         raise
-    runner.phases = {"workers": waited, **runner.phases}
+    runner.phases = {**folder.phases, "workers": waited, **runner.phases}
     return GangExecutor(runner, group, channel, workers), model_info(runner)
 
 

@@ -100,7 +100,7 @@ class ModelRunner:
         shrink = config.max_model_len is None
         config = resolve(config, folder.spec)
         self.group = group
-        self.phases: dict[str, float] = {}
+        self.phases: dict[str, float] = dict(folder.phases)
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import demo_model_path
-from engine.checksums import SUMS_FILE
+from engine.checksums import SUMS_FILE, check_sums
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.local_executor import prepare_model
+from engine.local_executor import build_executor, prepare_model
 from tests.chaos.lab import NetLab, long_request
 from tests.unit.cluster_lab import oracle
 
@@ -100,15 +100,46 @@ def test_a_flipped_bit_is_refused_by_name_where_sums_are_given(copy: Path) -> No
         prepare_model(config(copy))
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("0" * 64 + "  other.safetensors", r"other\.safetensors is missing"),
-        ("0" * 64 + "  ../elsewhere", "two spaces and the name of a file beside it"),
-        ("not a sum", "two spaces and the name of a file beside it"),
-    ],
-)
-def test_sums_that_cannot_be_checked_are_refused_by_line(copy: Path, line: str, told: str) -> None:
-    (copy / SUMS_FILE).write_text(f"{line}\n", encoding="utf-8")
-    with pytest.raises(CheckpointError, match=told):
+@pytest.mark.parametrize("name", [WEIGHTS, f"./{WEIGHTS}", "config.json"])
+@pytest.mark.parametrize("mark", [" ", "*"])
+def test_a_file_that_its_sum_contradicts_is_refused_however_the_line_is_written(
+    copy: Path, name: str, mark: str
+) -> None:
+    (copy / SUMS_FILE).write_text(f"{'0' * 64} {mark}{name}\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=rf"{name.removeprefix('./')}: damaged: its SHA-256"):
         prepare_model(config(copy))
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "onnx/model.onnx", "tf_model.h5", "README.md", "added_tokens.json", "../elsewhere"]
+)
+def test_sums_of_what_is_not_read_or_was_never_fetched_say_nothing(copy: Path, name: str) -> None:
+    (copy / "README.md").write_text("edited", encoding="utf-8")
+    (copy.parent / "elsewhere").write_text("none of ours", encoding="utf-8")
+    with (copy / SUMS_FILE).open("a", encoding="utf-8") as file:
+        file.write(f"{'0' * 64}  {name}\n")
+    prepare_model(config(copy))
+
+
+def test_a_weight_file_that_has_a_sum_and_is_missing_is_named(copy: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"weight file model-2\.safetensors is missing"):
+        check_sums(copy, {"model-2.safetensors": "0" * 64})
+
+
+@pytest.mark.parametrize("content", [b"not a sum\n", b"0" * 63 + b"  model.safetensors\n", b"\xff\xfe\n"])
+def test_a_list_of_sums_that_is_none_is_refused(copy: Path, content: bytes) -> None:
+    (copy / SUMS_FILE).write_bytes(content)
+    with pytest.raises(CheckpointError, match=SUMS_FILE):
+        prepare_model(config(copy))
+
+
+def test_checking_sums_is_a_phase_of_the_start(copy: Path) -> None:
+    told: list[str] = []
+    executor, info = build_executor(config(copy), told.append)
+    executor.close()
+    assert told[:2] == ["checksums", "weights"]
+    assert info.phases["checksums"] > 0
+    (copy / SUMS_FILE).unlink()
+    told.clear()
+    folder, _ = prepare_model(config(copy), told.append)
+    assert (told, folder.phases) == ([], {})

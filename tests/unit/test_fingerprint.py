@@ -84,6 +84,17 @@ def test_damaged_weights_are_refused_by_name(folder: Path, content: bytes) -> No
         model_fingerprint(str(folder), "float32")
 
 
+@pytest.mark.parametrize("extra", [0, 3])
+def test_weights_without_a_tensor_are_read_as_such_and_what_follows_them_is_damage(folder: Path, extra: int) -> None:
+    header = b'{"__metadata__": {}}'
+    (folder / "model-2.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"x" * extra)
+    if not extra:
+        assert model_fingerprint(str(folder), "float32")
+        return
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors: .* damaged: 31 bytes, .* tells of 28"):
+        model_fingerprint(str(folder), "float32")
+
+
 def test_missing_weights_are_refused_by_name(folder: Path) -> None:
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"weight file model-2\.safetensors is missing"):
