@@ -134,7 +134,8 @@ class Load(_Message, frozen=True):
 class FinishRow(_Message, frozen=True):
     """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
 
-    code: of an error that the request itself caused, so that no other replica could do better.
+    code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
+    by a step without memory. "" = of any other end, of an error inside among them.
     """
 
     stream: Count

@@ -183,7 +183,11 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one sequence. code: of an ERROR that the request itself caused, "" for any other end."""
+    """The end of one sequence.
+
+    code: of an ERROR that its client is told as it is: the request itself caused it, ran out of time, or was shed by
+    a step without memory. "" for any other end.
+    """
 
     sequence: Sequence
     reason: FinishReason
