@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
+from cluster.life.starts import MAX_REASON
 from cluster.start_error import find_start_failure
 
 FAILED = "DEPLOY_FAILED"
-MAX_REASON = 400
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
-
 from cluster.life.app_status import AppState, app_state
 from cluster.life.start_register import StartRegister, living_actors
 from cluster.life.starts import StartRecord
@@ -33,9 +30,11 @@ class AppPicture:
 
 
 def look(app: str) -> AppPicture:
-    """Ask Ray. Blocks for as long as it does not answer."""
+    """Ask Ray. Blocks for as long as it does not answer. Raises whatever Ray raises, or `ConnectionError`."""
     state = app_state(app)
     alive = living_actors()
+    if alive is None:
+        raise ConnectionError("Ray does not say which actors live")
     starts = {}
     for name in state.deployments if state is not None else ():
         records = StartRegister(app, name).of_all_versions()
@@ -64,6 +63,6 @@ class AppWatch:
         while True:
             try:
                 self._picture = self._see()
-            except (RayError, RayServeException, RuntimeError, OSError) as error:
+            except Exception as error:  # whatever it is: without this thread /ready would tell of the past for good
                 logger.warning("the app's state is not known: %r", error)
             time.sleep(LOOK_SECONDS)

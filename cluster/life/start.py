@@ -31,7 +31,8 @@ class Register(Protocol):
 class Start:
     """Tells `register` of the start of `replica_id`, which Ray knows as `actor`.
 
-    alive: returns the names of the actors that live. clock: seconds since the epoch.
+    alive: returns the names of the actors that live, None where that is not known: then nobody is held back.
+    clock: seconds since the epoch.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Start:
         register: Register,
         replica_id: str,
         actor: str,
-        alive: Callable[[], set[str]],
+        alive: Callable[[], set[str] | None],
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -53,9 +54,7 @@ class Start:
     def hold_back(self) -> None:
         """Wait as long as the starts before this one advise: one that dies at once must not keep the machine busy."""
         now = self._clock()
-        alive = self._alive()
-        self._register.prune(alive, now)
-        failures, reason = failures_in_a_row(self._register.of_version(), alive, now)
+        failures, reason = self._failures(now)
         seconds = pause(failures)
         self._tell(
             state="waiting" if seconds else "starting",
@@ -84,6 +83,13 @@ class Start:
         """Tell why the replica ends, if it has hardly begun to serve: then it is the start that failed."""
         if self._clock() - self._record.since < SHORT_LIFE:
             self.failed(reason)
+
+    def _failures(self, now: float) -> tuple[int, str]:
+        alive = self._alive()
+        if alive is None:
+            return 0, ""
+        self._register.prune(alive, now)
+        return failures_in_a_row(self._register.of_version(), alive, now)
 
     def _tell(self, **changes: object) -> None:
         self._record = msgspec.structs.replace(self._record, since=self._clock(), **changes)

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import SquadronError
 
 LOOK_SECONDS = 0.25
+ASK_SECONDS = 1.0  # between questions to Serve's controller, which all routers of an app ask
 PATIENCE = 10.0  # seconds that finding replicas of this version may take, where they are there
 
 
@@ -50,17 +51,19 @@ class StartGate:
 
     async def _wait(self) -> None:
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + PATIENCE
+        deadline, ask_at = loop.time() + PATIENCE, loop.time()
         while True:
             ready, wanted = self._serving()
             if ready == wanted:
                 return
-            try:
-                if not await asyncio.to_thread(self._others):
-                    return
-            except UpdateFailedError:
-                if loop.time() > deadline:
-                    if ready:
-                        return  # one model that does not start keeps nobody from the others
-                    raise
+            if loop.time() >= ask_at:
+                try:
+                    if not await asyncio.to_thread(self._others):
+                        return
+                except UpdateFailedError:
+                    if loop.time() > deadline:
+                        if ready:
+                            return  # one model that does not start keeps nobody from the others
+                        raise
+                ask_at = loop.time() + ASK_SECONDS
             await asyncio.sleep(LOOK_SECONDS)

@@ -55,7 +55,13 @@ class StartRegister:
         """Forget what died long ago."""
         for key, record in self._read(self._all).items():
             if record.actor not in alive and now - record.since > KEPT_SECONDS:
-                internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+                self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        try:
+            internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+        except _FAILURES as error:
+            logger.warning("an old start stays on record: %r", error)
 
     def _read(self, prefix: str) -> Mapping[bytes, StartRecord]:
         found: dict[bytes, StartRecord] = {}
@@ -69,9 +75,13 @@ class StartRegister:
         return found
 
 
-def living_actors() -> set[str]:
-    """Return the names of all named actors that live, Serve's replicas among them."""
-    return {str(actor["name"]) for actor in list_named_actors(all_namespaces=True)}
+def living_actors() -> set[str] | None:
+    """Return the names of all named actors that live, Serve's replicas among them; None where Ray does not say."""
+    try:
+        return {str(actor["name"]) for actor in list_named_actors(all_namespaces=True)}
+    except _FAILURES as error:
+        logger.warning("it is not known which actors live: %r", error)
+        return None
 
 
 def version_of(settings: Mapping[str, Any]) -> str:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import pytest
+from ray.exceptions import RpcError
+
+from cluster.life import start_register
 from cluster.life.replica_states import replica_states
 from cluster.life.start import Start
+from cluster.life.start_register import StartRegister, living_actors
 from cluster.life.starts import LONGEST_PAUSE, StartRecord, failures_in_a_row, pause
 
 
@@ -65,6 +73,47 @@ def test_a_crash_loop_slows_down_and_tells_why_and_when() -> None:
         "failed_starts": 4,
         "next_try": 4.0,
     }
+
+
+def test_nobody_is_held_back_while_it_is_not_known_who_lives() -> None:
+    store = Store()
+    for number in range(4):
+        store.fail(f"r{number}")
+    store.slept.clear()
+    start = Start(store, "r4", "r4", lambda: None, lambda: store.now, store.sleep)
+    start.hold_back()
+    start.phase("weights")
+    assert (store.slept, store.records["r4"].state) == ([], "starting")
+
+
+@pytest.mark.parametrize("error", [RpcError("no control store"), RuntimeError("gone"), AssertionError()])
+def test_a_start_goes_on_and_keeps_its_error_without_the_control_store(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise error
+
+    for name in ("_internal_kv_put", "_internal_kv_list", "_internal_kv_get", "_internal_kv_del"):
+        monkeypatch.setattr(start_register.internal_kv, name, gone)
+    monkeypatch.setattr(start_register, "list_named_actors", gone)
+    assert living_actors() is None
+    start = Start(StartRegister("app", "Replica"), "r", "r", living_actors)
+    start.hold_back()
+    start.failed("no weights")
+
+
+def test_a_record_that_cannot_be_forgotten_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {b"app/Replica//old": msgspec.msgpack.encode(StartRecord("old", "old", 0.0, 0.0))}
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no control store")
+
+    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_list", lambda *_, **__: list(kept))
+    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_get", lambda key, **_: kept[key])
+    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_del", gone)
+    register = StartRegister("app", "Replica")
+    register.prune(set(), 1e9)
+    assert [record.replica_id for record in register.of_version()] == ["old"]
 
 
 def test_one_that_was_killed_while_it_started_counts_and_its_phase_is_named() -> None:

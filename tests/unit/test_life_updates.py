@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from dataclasses import replace
 
 import pytest
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.life import start_gate
+from cluster.life import app_watch, start_gate
 from cluster.life.app_status import one_line
+from cluster.life.app_watch import AppPicture, AppWatch
 from cluster.life.start_gate import StartGate, UpdateFailedError
 from cluster.life.surge import fits, surge_percent
 from cluster.placement import plan_app
@@ -38,11 +40,12 @@ class Router:
     """A start through the gate: what it is asked, and what it sends on."""
 
     def __init__(self, answers: list) -> None:
-        self.ready, self.models = 0, 1
+        self.ready, self.models, self.asked = 0, 1, 0
         self.answers = answers
         self.sent: list[dict] = []
 
     def others(self) -> int:
+        self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -61,6 +64,7 @@ class Router:
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start_gate, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(start_gate, "ASK_SECONDS", 0.01)
     monkeypatch.setattr(start_gate, "PATIENCE", 0.1)
 
 
@@ -72,6 +76,16 @@ async def test_a_new_router_waits_while_an_old_one_serves() -> None:
     router.ready = 1
     await asyncio.wait_for(start, 5)
     assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+async def test_serve_is_asked_less_often_than_links_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_gate, "ASK_SECONDS", 60.0)
+    router = Router([1])
+    start = asyncio.create_task(router.run())
+    await asyncio.sleep(0.1)
+    router.ready = 1
+    await asyncio.wait_for(start, 5)
+    assert router.asked == 1
 
 
 async def test_a_router_that_is_alone_starts_at_once() -> None:
@@ -102,6 +116,34 @@ async def test_a_router_that_comes_back_beside_a_failed_update_finds_the_old_rep
     router.ready = 1
     await asyncio.wait_for(start, 5)
     assert router.sent == [{"type": "lifespan.startup.complete"}]
+
+
+def test_whatever_a_look_at_the_app_raises_the_next_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_watch, "LOOK_SECONDS", 0.001)
+    looks = iter([KeyError("a status of a newer Ray"), RuntimeError("no control store"), AppPicture(None, seen=7.0)])
+    done = threading.Event()
+
+    def see() -> AppPicture:
+        look = next(looks, None)
+        if look is None:
+            done.set()
+            threading.Event().wait()  # for good: the thread ends with the process
+            raise AssertionError
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+    watch = AppWatch(see)
+    watch.start()
+    assert done.wait(5)
+    assert watch.picture == AppPicture(None, seen=7.0)
+
+
+def test_without_the_control_store_a_look_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_watch, "app_state", lambda _: None)
+    monkeypatch.setattr(app_watch, "living_actors", lambda: None)
+    with pytest.raises(ConnectionError, match="which actors live"):
+        app_watch.look("app")
 
 
 def test_a_status_message_is_told_in_one_line() -> None:
