@@ -78,9 +78,13 @@ def serve(
     if environment.ray_address is None:
         prepare_local_ray()
         haproxy = prepare_haproxy(with_keys.shared) if with_keys.shared.ingress == "haproxy" else None
-    from deploy.serve import Options, serve_app
+    try:
+        from deploy.serve import Options, serve_app
 
-    serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose, haproxy))
+        serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose, haproxy))
+    finally:
+        if haproxy is not None:
+            haproxy.remove()
 
 
 app.add_typer(keys)

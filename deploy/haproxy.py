@@ -25,7 +25,7 @@ MOST_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class HAProxySetup:
-    """What one server's HAProxy is given. folder: readable by its owner alone; removed by `remove`."""
+    """What one server's HAProxy is given. folder: readable by its owner alone; whoever made it calls `remove`."""
 
     folder: Path
     metrics_port: int

@@ -186,8 +186,6 @@ class Server:
         finally:
             with bounded(EXIT_SECONDS):
                 self._cluster.stop()
-            if self._options.haproxy is not None:
-                self._options.haproxy.remove()
 
     @property
     def _config(self) -> ClusterConfig:

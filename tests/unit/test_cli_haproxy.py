@@ -6,10 +6,11 @@ import stat
 import subprocess
 
 import pytest
+from typer.testing import CliRunner
 
 from cluster.config import parse_config
-from deploy import haproxy
-from deploy.haproxy import exposed, prepare_haproxy
+from deploy import cli, haproxy
+from deploy.haproxy import HAProxySetup, exposed, prepare_haproxy
 from deploy.haproxy_launcher import rewritten
 from engine.errors import ConfigError
 
@@ -72,6 +73,25 @@ def test_two_servers_on_one_machine_share_neither_folder_nor_port(monkeypatch) -
         for setup in setups:
             setup.remove()
     assert not any(setup.folder.exists() for setup in setups)
+
+
+@pytest.mark.parametrize("end", [ConfigError("no room for it", "replicas"), SystemExit(130), KeyboardInterrupt()])
+def test_a_start_that_fails_early_leaves_no_folder(monkeypatch, tmp_path, end) -> None:
+    setup = HAProxySetup(tmp_path / "sqd", 1, 2)
+    setup.folder.mkdir()
+    seen = []
+
+    def fail(app, options) -> None:
+        seen.append(options.haproxy.folder.is_dir())
+        raise end
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cli, "prepare_local_ray", lambda: None)
+    monkeypatch.setattr(cli, "prepare_haproxy", lambda _: setup)
+    monkeypatch.setattr("deploy.serve.serve_app", fail)
+    CliRunner().invoke(cli.app, ["serve", "demo", "--ingress", "haproxy"])
+    assert seen == [True]
+    assert not setup.folder.exists()
 
 
 def test_a_machine_without_haproxy_is_told_where_it_comes_from(monkeypatch) -> None:
