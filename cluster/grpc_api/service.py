@@ -194,9 +194,7 @@ async def _stream(
                     await context.write(response)
         await context.write(responses.last(generation.usage))
     except (ApiError, InvalidRequestError) as error:
-        if error.param == "structured":
-            error.param = call.structured_param or "tools"
-        raise
+        raise call.clients_error(error) from error
 
 
 def _read(kind: _Kind, body: bytes) -> tuple[Mapping[str, Any], tuple[bool, bool]]:

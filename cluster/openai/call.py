@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.conversation import Conversation
 from cluster.openai.field_types import Prompt
 from cluster.openai.reasoning.parsers import ReasoningParser
 from cluster.openai.tools.choice import ToolUse
+from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 
 
@@ -57,8 +59,13 @@ class Call:
     tool_use: ToolUse | None = None
     thinking: type[ReasoningParser] | None = None
 
-    def clients_name(self, param: str | None) -> str | None:
-        """Return the field that the client sent for one that the engine names."""
-        if param == "structured":
-            return self.structured_param or "tools"
-        return "messages" if param == "prompt" and self.conversation is not None else param
+    def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
+        """Return an error in the client's words, on every ingress: it names the field that the client sent."""
+        typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+        if typed.param == "structured":
+            if self.tool_use is not None:
+                typed.message = self.tool_use.explained(typed.message)
+            typed.param = self.structured_param or "tools"
+        elif typed.param == "prompt" and self.conversation is not None:
+            typed.param = "messages"
+        return typed

@@ -100,18 +100,13 @@ class EmbeddingsEndpoint(Endpoint):
         incoming.exchange["id"] = call.request_id
         await visit.charge_prompt(call.num_tokens)
         track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
-        try:
-            vectors = await embedded(call, visit.source, track)
-        except (ApiError, InvalidRequestError) as error:
-            if error.param == "prompt":  # the engine's name of an input
-                error.param = "input"
-            raise
+        vectors = await embedded(call, visit.source, track)
         front.metrics.prompt_tokens.inc(call.num_tokens)
         await answer.json(200, json.encode(_answer_body(call, vectors, front.model_id)))
 
 
 async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack) -> list[Vector]:
-    """Run the requests, some at a time; the first error ends them all and is raised."""
+    """Run the requests, some at a time; the first error ends them all and is raised, by the client's field."""
     places = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def run(number: int, request: Request) -> Vector:
@@ -126,7 +121,7 @@ async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack
             tasks = [group.create_task(run(i, request)) for i, request in enumerate(call.requests)]
     except* Exception as errors:
         reason = "error"
-        raise _first(errors) from None
+        raise _clients_error(_first(errors)) from None
     finally:
         track.close(reason)
     return [task.result() for task in tasks]
@@ -136,6 +131,12 @@ def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
     """One error stands for all: the first of the group, which may hold groups."""
     first = errors.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _clients_error(error: Exception) -> Exception:
+    if isinstance(error, ApiError | InvalidRequestError) and error.param == "prompt":
+        error.param = "input"
+    return error
 
 
 async def _pooled(request: Request, source: TokenSource) -> tuple[float, ...]:

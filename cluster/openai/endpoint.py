@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError
 from cluster.openai.base_endpoint import Endpoint, Incoming, Services
 from cluster.openai.call import Call
 from cluster.openai.collected import Collected
@@ -111,8 +111,4 @@ async def _clients_names(call: Call) -> AsyncGenerator[None, None]:
     try:
         yield
     except (ApiError, InvalidRequestError) as error:
-        typed = error if isinstance(error, ApiError) else from_invalid_request(error)
-        if typed.param == "structured" and call.tool_use is not None:
-            typed.message = call.tool_use.explained(typed.message)
-        typed.param = call.clients_name(typed.param)
-        raise typed from error
+        raise call.clients_error(error) from error

@@ -6,18 +6,21 @@ import grpc
 import pytest
 
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk
+from cluster.generation import NO_CONTEXT, TokenChunk
 from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
+from cluster.openai.served_model import ServedModel
 from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from engine.errors import InvalidRequestError
+from engine.tokenizer import Tokenizer
+from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, gathered, grpc_services, refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, front_for, saying, served_model
@@ -182,6 +185,45 @@ async def test_what_breaks_inside_is_told_without_its_words_and_harms_nobody_els
     assert (refusal.status, refusal.code) == (grpc.StatusCode.INTERNAL, "internal_error")
     assert "secret" not in refusal.message
     assert [one.text for one in told] == ["fine"] * 31
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        ("prompt", ("messages", "too deep at json_schema")),
+        ("structured", ("tools", "too deep at the parameters of look")),
+        ("n", ("n", "too deep at json_schema")),
+    ],
+)
+async def test_what_the_engine_says_of_a_chat_is_told_in_the_clients_words(tmp_path, params, told):
+    template = "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, template)))
+    model = ServedModel(MODEL, tokenizer, 1024, tokenizer.vocab_size)
+    error = ApiError("invalid_value", "too deep at json_schema", param=params)
+    asked = pb.ChatRequest(
+        model=MODEL,
+        messages=[pb.Message(role="user", content="hi")],
+        tools=[pb.Tool(name="look", parameters='{"type": "object"}')],
+        tool_choice=pb.ToolChoice(function="look"),
+    )
+    async with serving_grpc(endless(hold=0, error=error), model) as served:
+        refusal = await refusal_of(served.stub.Chat(asked))
+    assert (refusal.param, refusal.message) == told
+
+
+async def test_what_the_engine_says_of_a_text_to_embed_names_the_clients_field(model):
+    class Refusing:
+        async def generate(self, request, context=NO_CONTEXT):
+            raise InvalidRequestError("prompt does not fit", "prompt")
+            yield
+
+        def finish_choice(self, request_id, choice):
+            """Nothing to end."""
+
+    async with serving_grpc(Refusing(), model) as served:
+        texts = pb.Texts(texts=["a", "b"])
+        refusal = await refusal_of(served.stub.Embed(pb.EmbedRequest(model=MODEL, texts=texts)))
+    assert (refusal.status, refusal.param) == (grpc.StatusCode.INVALID_ARGUMENT, "input")
 
 
 async def test_a_grammar_that_the_engine_refuses_is_told_by_the_clients_field(model):

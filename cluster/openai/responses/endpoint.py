@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import json
 
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError
 from cluster.openai.base_endpoint import Endpoint, Incoming
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta
@@ -84,9 +84,6 @@ async def _stream(
 
 def _named(error: ApiError | InvalidRequestError, call: Call) -> ApiError:
     """Return an error of the engine by the client's name of the field."""
-    typed = from_invalid_request(error) if isinstance(error, InvalidRequestError) else error
-    if typed.param == "structured" and call.tool_use is not None:
-        typed.message = call.tool_use.explained(typed.message)
-    param = call.clients_name(typed.param)
-    typed.param = None if param is None else our_name(param)
+    typed = call.clients_error(error)
+    typed.param = None if typed.param is None else our_name(typed.param)
     return typed
