@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,14 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from cluster.app_config import AppConfig, parse_app
+from cluster.app_config import parse_app
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
 from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
-from cluster.placement import ROUTER_CPUS, plan_app, plan_placement
+from cluster.placement import ROUTER_CPUS, AppPlacement, plan_app
 from cluster.replica import Replica
 from cluster.router import Router
 from engine.fingerprint import model_fingerprint
@@ -45,16 +46,16 @@ def build(args: dict[str, Any]) -> Application:
     names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
-    replicas = []
-    for config, name, own in zip(app.models, names, settings, strict=True):
+    for config in app.models:
         _refuse_damaged(resolve_model(config.model))
+    placement = plan_app(app, uses_gpu)
+    surge = _surge(app.shared, placement)
+    replicas = []
+    for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
         title = config.model_id if app.listed else ""
-        replicas.append(
-            _replica(config, name, _surge(app, max(config.replicas, config.max_replicas or 0))).bind(
-                own | {"api_key": None}, title
-            )
-        )
-    return _router(app.shared, _surge(app, app.shared.routers)).bind(settings, replicas)
+        deployment = _replica(config, name, placed.bundles, surge(config.most_replicas))
+        replicas.append(deployment.bind(own | {"api_key": None}, title))
+    return _router(app.shared, surge(app.shared.routers)).bind(settings, replicas)
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -70,16 +71,19 @@ def _refuse_damaged(model: str) -> None:
         model_fingerprint(model, "")
 
 
-def _surge(app: AppConfig, copies: int) -> int:
-    """Return Serve's `max_surge_percent`: without room for one more, an update that waits for it would never end."""
-    if app.shared.max_surge_percent is not None:
-        return app.shared.max_surge_percent
+def _surge(config: ClusterConfig, placement: AppPlacement) -> Callable[[int], int]:
+    """Return what says Serve's `max_surge_percent` for a number of copies.
+
+    Without room for one more, an update that waits for it would never end.
+    """
+    chosen = config.max_surge_percent
+    if chosen is not None:
+        return lambda _: chosen
     free = ray.available_resources() if ray.is_initialized() else {}
-    return surge_percent(copies) if fits(plan_app(app, uses_gpu).one_more, free) else 0
+    return surge_percent if fits(placement.one_more, free) else lambda _: 0
 
 
-def _replica(config: ClusterConfig, name: str, surge: int) -> serve.Deployment:
-    bundles = plan_placement(config, uses_gpu(config)).bundles
+def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float]], surge: int) -> serve.Deployment:
     scaling = scaling_settings(config)
     return serve.deployment(
         Replica,

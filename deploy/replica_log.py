@@ -10,6 +10,16 @@ import httpx
 LOOKS = 2  # looks in a row that must miss a replica: routers need not hear of its end at the same moment
 
 
+def listed_replicas(client: httpx.Client) -> list[dict[str, Any]] | None:
+    """Ask /ready once, for all models; None where nobody answers, for then nothing is known."""
+    try:
+        body = client.get("/ready").json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    replicas = body.get("replicas") if isinstance(body, dict) else None
+    return replicas if isinstance(replicas, list) else None
+
+
 class ReplicaLog:
     """Compares what /ready lists of a model with what it listed before. `say` is called with one line per change.
 
@@ -32,14 +42,9 @@ class ReplicaLog:
         self._scaled = scaled
         self._say = say
 
-    def look(self, client: httpx.Client) -> None:
-        """Ask /ready once; where nobody answers, nothing is known."""
-        try:
-            body = client.get("/ready").json()
-        except (httpx.HTTPError, ValueError):
-            return
-        if isinstance(body, dict) and isinstance(body.get("replicas"), list):
-            self.compare(self._own(body["replicas"]))
+    def look(self, listed: list[dict[str, Any]]) -> None:
+        """Take in what /ready lists now, of all models."""
+        self.compare(self._own(listed))
 
     def compare(self, seen: Mapping[str, list[int]]) -> None:
         """Take in the replicas, id -> pids by rank, that are ready now."""

@@ -32,7 +32,7 @@ from deploy.phases import PhaseLog
 from deploy.plan import make_plans
 from deploy.ray_output import without_death_notices
 from deploy.readiness import Readiness, StartError
-from deploy.replica_log import ReplicaLog
+from deploy.replica_log import ReplicaLog, listed_replicas
 from engine.errors import ConfigError
 
 APP = "squadron"
@@ -170,8 +170,10 @@ class Server:
             while True:
                 for _ in range(LOOKS_PER_STATUS):
                     time.sleep(LOOK_SECONDS)
-                    for log in logs:
-                        log.look(client)
+                    listed = listed_replicas(client)
+                    if listed is not None:
+                        for log in logs:
+                            log.look(listed)
                 self._check_app()
 
     def stop(self, grace: float) -> None:

@@ -108,7 +108,9 @@ def _line(state: Mapping[str, Any]) -> ReplicaLine:
 
 def _sums(metrics: str) -> dict[str, int]:
     sums: dict[str, int] = {}
-    for family in text_string_to_metric_families(metrics):
+    # The parser takes milliseconds for each of the many families: those who look five times a second feel it.
+    wanted = [line for line in metrics.splitlines() if line.startswith((WAITING, MIGRATIONS))]
+    for family in text_string_to_metric_families("\n".join(wanted)):
         for sample in family.samples:
             if sample.name in (WAITING, MIGRATIONS):
                 sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)

@@ -9,6 +9,7 @@ import pytest
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 import deploy.readiness
+import deploy.serve
 from cluster.app_config import AppConfig, parse_app
 from cluster.start_error import ReplicaStartError, find_start_failure
 from deploy.readiness import Readiness, StartError, refuse_failed
@@ -80,13 +81,33 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
 def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_counted():
     lines: list[str] = []
     log = ReplicaLog(BODIES, 2, lines.append, "other")
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, json={"replicas": BODIES[:2]}))
-    with httpx.Client(base_url="http://server", transport=transport) as client:
-        for _ in range(3):
-            log.look(client)
+    for _ in range(3):
+        log.look(BODIES[:2])
     assert lines == [
         "Replica c of other (pids 4, 5) is lost; what it ran goes on elsewhere, 1 of 2 left. Ray starts another."
     ]
+
+
+def test_one_look_asks_once_for_all_models(monkeypatch, capsys):
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, json={"replicas": BODIES[:2]})
+
+    def end(_: Server) -> None:
+        raise StartError("deleted")
+
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(deploy.serve, "client_for", lambda *_: client)
+    monkeypatch.setattr(deploy.serve, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(Server, "_check_app", end)
+    server = Server(app("demo", "other"), Options())
+    server._replicas = BODIES
+    with pytest.raises(StartError, match="deleted"):
+        server.watch()
+    assert asked == ["/ready"] * deploy.serve.LOOKS_PER_STATUS
+    assert capsys.readouterr().out.startswith("Replica c of other (pids 4, 5) is lost")
 
 
 def test_a_model_that_cannot_start_is_named():

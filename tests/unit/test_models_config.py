@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ray.serve.schema import ServeDeploySchema
 
 import deploy
+from cluster import app as app_module
 from cluster.app import build
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
@@ -224,6 +225,24 @@ def test_the_app_has_one_router_and_a_deployment_for_each_model():
     assert [one.init_args[1] for one in deployments] == ["demo", "other"]
     bundles = [one._replica_config.placement_group_bundles for one in deployments]
     assert bundles == [[{"CPU": 0.5}], [{"CPU": 0.5}, {"CPU": 0.5}]]
+
+
+@pytest.mark.parametrize(("free", "surges"), [(1.25, [100, 33, 100]), (1.0, [0, 0, 0])])
+def test_ray_is_asked_once_for_room_whatever_the_number_of_models(monkeypatch, free, surges):
+    asked = []
+
+    def available():
+        asked.append(1)
+        return {"CPU": free}
+
+    monkeypatch.setattr(app_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(app_module.ray, "cluster_resources", dict)
+    monkeypatch.setattr(app_module.ray, "available_resources", available)
+    models = [TWO[0], TWO[1] | {"tensor_parallel_size": 1}]
+    router = build({"models": models, "cpus_per_worker": 0.5})._bound_deployment
+    deployments = [*[one._bound_deployment for one in router.init_args[1]], router]
+    assert [one._deployment_config.max_surge_percent for one in deployments] == surges
+    assert len(asked) == 1
 
 
 def test_the_serve_config_file_of_two_models_is_one_that_serve_and_we_understand():
