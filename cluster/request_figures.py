@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from cluster.counters import DispatcherCounters
+from cluster.metric_families import counter_of, gauge_of
 
 
 class RequestCollector(Collector):
@@ -28,10 +29,9 @@ class RequestCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """Yield the counters and the one gauge."""
         counters = self._counters
-        live = GaugeMetricFamily("squadron_requests_live", "Requests that have not ended.", labels=["model_name"])
-        live.add_metric([self._model_name], self._live())
-        yield live
-        yield self._counter("requests_accepted", "Requests that were taken in.", counters.accepted)
+        model = self._model_name
+        yield gauge_of("requests_live", "Requests that have not ended.", {model: self._live()})
+        yield counter_of("requests_accepted", "Requests that were taken in.", {model: counters.accepted})
         yield self._by(
             "requests_ended",
             "Requests that ended: completed, aborted, or the error's code.",
@@ -40,13 +40,8 @@ class RequestCollector(Collector):
         )
         yield self._by("links_lost", "Links to replicas that ended, by reason.", "reason", counters.links_lost)
         stale = counters.stale_rows + counters.stale_reports
-        yield self._counter("stale_rows", "Rows and reports of former attempts and lives, dropped.", stale)
-        yield self._counter("misplaced_rows", "Tokens that were not the next one.", counters.misplaced_rows)
-
-    def _counter(self, name: str, text: str, value: int) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"squadron_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        yield counter_of("stale_rows", "Rows and reports of former attempts and lives, dropped.", {model: stale})
+        yield counter_of("misplaced_rows", "Tokens that were not the next one.", {model: counters.misplaced_rows})
 
     def _by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> CounterMetricFamily:
         family = CounterMetricFamily(f"squadron_{name}", text, labels=["model_name", label])

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import httpx
 from rich.console import Console
 
+from deploy.client import DONE, event_data, key_headers, server_url
 from engine.errors import SquadronError
 
 with suppress(ImportError):  # Windows has none
@@ -59,9 +60,7 @@ class Chat:
     """One conversation. Raises `ChatError` when the server cannot be reached at all."""
 
     def __init__(self, options: ChatOptions, console: Console | None = None) -> None:
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        url = options.url if "://" in options.url else f"http://{options.url}"
-        base = url.rstrip("/").removesuffix("/v1")
+        base, headers = server_url(options.url), key_headers(options.api_key)
         self._client = httpx.Client(base_url=base, headers=headers, timeout=TIMEOUT)
         self._options = options
         self._console = console or Console(highlight=False, soft_wrap=True)
@@ -183,12 +182,11 @@ class Chat:
 def sse_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Yield the JSON of each `data:` line of a server-sent event stream until `[DONE]`."""
     for line in lines:
-        if not line.startswith("data:"):
-            continue
-        data = line[5:].strip()
-        if data == "[DONE]":
+        data = event_data(line)
+        if data == DONE:
             return
-        yield json.loads(data)
+        if data is not None:
+            yield json.loads(data)
 
 
 def _refusal(response: httpx.Response) -> str:

@@ -1,14 +1,31 @@
-"""How the commands talk to a server over HTTP."""
+"""How the commands reach a server: its address, its key, and what it streams."""
 
 from __future__ import annotations
 
 import httpx
 
+DONE = "[DONE]"  # data of the last event of a stream
+
+
+def server_url(address: str) -> str:
+    """Return the base URL for an address as people write it: without a scheme, with a `/` or `/v1` at its end."""
+    url = address if "://" in address else f"http://{address}"
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """Return the headers that carry the key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
 
 def client_for(url: str, api_key: str | None) -> httpx.Client:
-    """Return a client for the server at `url` that shows the key, if there is one."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False)
+    """Return a client for a server of our own: never by way of the proxies that the environment names."""
+    return httpx.Client(base_url=url, headers=key_headers(api_key), timeout=5.0, trust_env=False)
+
+
+def event_data(line: str) -> str | None:
+    """Return the data in a line of a server-sent event stream, None in any other line."""
+    return line.removeprefix("data:").strip() if line.startswith("data:") else None
 
 
 def is_guarded(client: httpx.Client) -> bool:

@@ -54,12 +54,12 @@ class ScalingSettings:
     have been wanted without a break; downscale_to_zero_delay_s: the same for the last replica.
     """
 
-    min_replicas: int = 1
-    max_replicas: int = 1
-    target_ttft: float = 2.0
-    upscale_delay_s: float = 5.0
-    downscale_delay_s: float = 300.0
-    downscale_to_zero_delay_s: float = 600.0
+    min_replicas: int
+    max_replicas: int
+    target_ttft: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+    downscale_to_zero_delay_s: float
 
     def __post_init__(self) -> None:
         if self.max_replicas < max(self.min_replicas, 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import grpc
 
 from cluster.admission.deadline import HEADER, timeout_of
+from cluster.client_id import is_client_id
 from cluster.errors import ApiError, from_invalid_request
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
@@ -21,7 +21,6 @@ from engine.errors import InvalidRequestError
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, str], None]  # method, status, id of the model or ""
-_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ async def exchange(
         method,
         metadata_value(metadata, "authorization"),
         f"req-{secrets.token_hex(16)}",
-        label if _CLIENT_ID.fullmatch(label) else "",
+        label if is_client_id(label) else "",
         [value for key, value in metadata or () if key == HEADER and isinstance(value, str)],
         context.time_remaining(),
         asyncio.get_running_loop().time(),

@@ -57,7 +57,7 @@ def build_app(
     """
     off_loop = OffLoop()
     door = tenancy or Tenancy()
-    metrics.register(TenantCollector(door, models))
+    metrics.register(TenantCollector(door, models, metrics))
     services = Services(models, off_loop, max_body_bytes)
 
     @asynccontextmanager
@@ -144,7 +144,8 @@ def _of_model(body: ReadyBody, front: ModelFront) -> ReadyBody:
     """What `/ready` says of one model."""
     replicas = [replica for replica in body["replicas"] if replica["model"] == front.model_id]
     cold = [name for name in body["cold"] if name == front.model_id]
-    return {"ready": front.ready(), "models": {front.model_id: front.ready()}, "cold": cold, "replicas": replicas}
+    ready = front.ready()
+    return {"ready": ready, "models": {front.model_id: ready}, "cold": cold, "replicas": replicas}
 
 
 def _api_error(request: Request, error: Exception) -> Response:

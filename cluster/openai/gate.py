@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
+from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.generation import CallContext
 from cluster.metrics import Metrics
@@ -29,7 +29,6 @@ from cluster.tenants.tenant import OPEN, Tenant
 OPEN_PATHS = frozenset({"/health"})
 PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
-_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 log = logging.getLogger(__name__)
 
 
@@ -132,4 +131,4 @@ def _path(scope: Scope) -> str:
 
 
 def _fit(client_id: str) -> str:
-    return client_id if _CLIENT_ID.fullmatch(client_id) else ""
+    return client_id if is_client_id(client_id) else ""

@@ -6,13 +6,13 @@ Nothing here waits, and nothing here knows HTTP: gRPC and batch use the same fun
 from __future__ import annotations
 
 import dataclasses
-import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
+from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.openai.call import Call, PromptOptions
 from cluster.openai.checking import MAX_PRIORITY, check_priority, checked_fields, refuse_other_models
@@ -31,7 +31,6 @@ _SAMPLING = [
     field.name for field in dataclasses.fields(SamplingParams) if field.name in GenerationFields.model_fields
 ]
 _MAX_SALT_BYTES = 256
-_CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def _common(prefix: str, checked: GenerationFields, params: SamplingParams, mode
     if len(salt) > _MAX_SALT_BYTES:
         raise InvalidRequestError(f"cache_salt may have at most {_MAX_SALT_BYTES} bytes", "cache_salt")
     client_id = checked.request_id or ""
-    if client_id and not _CLIENT_ID.fullmatch(client_id):
+    if client_id and not is_client_id(client_id):
         raise InvalidRequestError("request_id must be 1 to 128 visible ASCII characters", "request_id")
     return {
         "request_id": prefix + secrets.token_hex(16),

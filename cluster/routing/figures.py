@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.counters import DispatcherCounters
+from cluster.metric_families import counter_of, gauge_of
 from cluster.routing.cache_reports import CacheReports
 
 
@@ -25,26 +26,18 @@ class RoutingCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the counters and the one gauge."""
-        yield self._counter(
+        model, counters, caches = self._model_name, self._counters, self._caches
+        yield counter_of(
             "router_predicted_cached_tokens",
             "Prompt tokens that the router expected in the prefix cache of the replica it chose.",
-            self._counters.predicted_tokens,
+            {model: counters.predicted_tokens},
         )
-        yield self._counter(
+        yield counter_of(
             "router_actual_cached_tokens",
             "Prompt tokens that were in it, of the same requests.",
-            self._counters.found_tokens,
+            {model: counters.found_tokens},
         )
-        yield self._counter(
-            "router_resyncs", "Times that a replica had to tell its prefix cache anew.", self._caches.num_resyncs
+        yield counter_of(
+            "router_resyncs", "Times that a replica had to tell its prefix cache anew.", {model: caches.num_resyncs}
         )
-        blocks = GaugeMetricFamily(
-            "squadron_router_index_blocks", "KV blocks in the router's index.", labels=["model_name"]
-        )
-        blocks.add_metric([self._model_name], len(self._caches.index))
-        yield blocks
-
-    def _counter(self, name: str, text: str, value: int) -> CounterMetricFamily:
-        family = CounterMetricFamily(f"squadron_{name}", text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
+        yield gauge_of("router_index_blocks", "KV blocks in the router's index.", {model: len(caches.index)})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.metric_families import gauge_of
+from cluster.metrics import Metrics
 from cluster.models.registry import Models
-from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.tenancy import Tenancy, TenantCounts
 
 _LABELS = ("model_name", "tenant")
@@ -20,9 +21,10 @@ class TenantCollector(Collector):
     A request that never got to a model counts under the name "", or that of the one model there is.
     """
 
-    def __init__(self, tenancy: Tenancy, models: Models) -> None:
+    def __init__(self, tenancy: Tenancy, models: Models, metrics: Metrics) -> None:
         self._tenancy = tenancy
         self._models = models
+        self._metrics = metrics
 
     def describe(self) -> Iterable[Metric]:
         """Tell nothing in advance: which tenants there are is known when asked."""
@@ -34,10 +36,9 @@ class TenantCollector(Collector):
         yield from self._gates(sorted({tenant for _, tenant in self._tenancy.counts}))
 
     def _counts(self) -> Mapping[tuple[str, str], TenantCounts]:
-        other = next(iter(self._models)).model_id if len(self._models) == 1 else ""
         found: dict[tuple[str, str], TenantCounts] = {}
         for (model, tenant), counts in self._tenancy.counts.items():
-            found.setdefault((model or other, tenant), TenantCounts()).add(counts)
+            found.setdefault((self._metrics.label(model), tenant), TenantCounts()).add(counts)
         return found
 
     def _gates(self, tenants: Iterable[str]) -> Iterable[Metric]:
@@ -49,45 +50,25 @@ class TenantCollector(Collector):
             "Requests let in, then refused: too many waited, or too long.",
             labels=_LABELS,
         )
-        inside = GaugeMetricFamily(
-            "squadron_sequences_dispatched", "Sequences past the fair gate.", labels=["model_name"]
-        )
         for front in self._models:
             queued = front.gate.waiting()
             for tenant in tenants:
                 waiting.add_metric([front.model_id, tenant], queued.get(tenant, 0))
                 shed.add_metric([front.model_id, tenant], front.gate.shed[tenant])
-            inside.add_metric([front.model_id], front.gate.num_inside)
-        return (waiting, shed, inside, *self._queues())
+        inside = {front.model_id: front.gate.num_inside for front in self._models}
+        yield from (waiting, shed, gauge_of("sequences_dispatched", "Sequences past the fair gate.", inside))
+        yield from self._queues()
 
     def _queues(self) -> Iterable[Metric]:
-        read: tuple[tuple[str, str, Callable[[FairGate], float]], ...] = (
-            ("tokens_dispatched", "Tokens of prompts and expected output past the fair gate.", _tokens_inside),
-            ("queued_tokens", "Tokens of prompts and expected output that wait at it.", _queued_tokens),
-            ("queue_age_seconds", "Seconds that the first request has waited.", _queue_age),
-            ("queue_drain_tokens_per_second", "Rate at which the queue drains; 0 = not known.", _drain_rate),
-        )
-        for name, text, figure in read:
-            gauge = GaugeMetricFamily(f"squadron_{name}", text, labels=["model_name"])
-            for front in self._models:
-                gauge.add_metric([front.model_id], figure(front.gate))
-            yield gauge
-
-
-def _tokens_inside(gate: FairGate) -> float:
-    return gate.tokens_inside
-
-
-def _queued_tokens(gate: FairGate) -> float:
-    return gate.figures().tokens
-
-
-def _queue_age(gate: FairGate) -> float:
-    return gate.figures().age
-
-
-def _drain_rate(gate: FairGate) -> float:
-    return gate.figures().rate
+        inside = {front.model_id: front.gate.tokens_inside for front in self._models}
+        waits = {front.model_id: front.gate.figures() for front in self._models}
+        tokens = {model: figures.tokens for model, figures in waits.items()}
+        ages = {model: figures.age for model, figures in waits.items()}
+        rates = {model: figures.rate for model, figures in waits.items()}
+        yield gauge_of("tokens_dispatched", "Tokens of prompts and expected output past the fair gate.", inside)
+        yield gauge_of("queued_tokens", "Tokens of prompts and expected output that wait at it.", tokens)
+        yield gauge_of("queue_age_seconds", "Seconds that the first request has waited.", ages)
+        yield gauge_of("queue_drain_tokens_per_second", "Rate at which the queue drains; 0 = not known.", rates)
 
 
 def _door(found: Mapping[tuple[str, str], TenantCounts]) -> Iterable[Metric]:

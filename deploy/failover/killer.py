@@ -92,18 +92,7 @@ class Killer:
 
     def _take(self, report: Report) -> None:
         dead = {kill.name for kill in self._board.kills}
-        self._board.replicas = [
-            ReplicaSeen(
-                line.name,
-                line.state,
-                self._pids.get(line.name, ()),
-                line.running or 0,
-                line.kv_usage or 0.0,
-                detail(line),
-            )
-            for line in report.replicas
-            if line.name not in dead
-        ]
+        self._board.replicas = [self._seen(line) for line in report.replicas if line.name not in dead]
         moved = report.migrations or 0
         if self._moved_before is None:
             self._moved_before = moved

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from deploy.client import DONE, event_data
 from deploy.failover.board import StreamState
 from engine.errors import SquadronError
 
@@ -94,8 +95,8 @@ async def _pieces(client: httpx.AsyncClient, question: Question) -> AsyncIterato
             await response.aread()
             raise BrokenAnswerError(f"{response.status_code}: {response.text[:200]}")
         async for line in response.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
+            data = event_data(line)
+            if data is None or data == DONE:
                 continue
             event = json.loads(data)
             if "error" in event:

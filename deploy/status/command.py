@@ -9,7 +9,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
-from deploy.client import client_for
+from deploy.client import client_for, server_url
 from deploy.status.report import Condition, Report, read_report
 from deploy.status.view import lines, table
 
@@ -37,9 +37,8 @@ def fetch(client: httpx.Client) -> Report:
 
 def show_status(address: str, api_key: str | None, as_json: bool, watch: bool) -> int:
     """Print the report, until Ctrl-C if `watch`, and return the exit code: that of the last one."""
-    url = address if "://" in address else f"http://{address}"
     console = Console(highlight=False, soft_wrap=False)
-    with client_for(url.rstrip("/").removesuffix("/v1"), api_key) as client:
+    with client_for(server_url(address), api_key) as client:
         report = fetch(client)
         if not watch:
             _print(report, console, as_json)

@@ -23,7 +23,18 @@ from engine.report import EngineStats
 from tests.unit.cluster_lab import Lab, until
 from tests.unit.engine_driver import request
 
-SETTINGS = ScalingSettings(1, 8, target_ttft=2.0, upscale_delay_s=5, downscale_delay_s=60)
+
+def bounds(least: int, most: int, **times: float) -> ScalingSettings:
+    given = {
+        "target_ttft": 2.0,
+        "upscale_delay_s": 5.0,
+        "downscale_delay_s": 300.0,
+        "downscale_to_zero_delay_s": 600.0,
+    }
+    return ScalingSettings(least, most, **(given | times))
+
+
+SETTINGS = bounds(1, 8, downscale_delay_s=60)
 TICK = 0.5
 loads = st.builds(ReplicaLoad, st.floats(0, 100), st.floats(0, 10), st.floats(0, 1))
 queues = st.builds(QueueLoad, st.integers(0, 1000), st.floats(0, 1000), st.floats(0, 1000))
@@ -127,7 +138,7 @@ def test_time_that_is_waited_in_routers_asks_for_more_replicas_but_for_twice_as_
 
 
 def test_the_last_replica_goes_only_when_nothing_at_all_was_there_for_long():
-    scaler = Scaler(ScalingSettings(0, 4, downscale_delay_s=10, downscale_to_zero_delay_s=30))
+    scaler = Scaler(bounds(0, 4, downscale_delay_s=10, downscale_to_zero_delay_s=30))
     decisions = [scaler.decide(i, 1, [ReplicaLoad(kv_usage=0.01 if i == 20 else 0)], QueueLoad()) for i in range(60)]
     assert decisions.index(0) in range(50, 53)
     assert scaler.decide(100, 0, [], QueueLoad()) == 0
@@ -135,7 +146,7 @@ def test_the_last_replica_goes_only_when_nothing_at_all_was_there_for_long():
 
 
 def test_a_last_replica_that_may_go_sooner_than_others_does():
-    scaler = Scaler(ScalingSettings(0, 4, downscale_delay_s=30, downscale_to_zero_delay_s=10))
+    scaler = Scaler(bounds(0, 4, downscale_delay_s=30, downscale_to_zero_delay_s=10))
     assert [scaler.decide(i, 1, [ReplicaLoad()], QueueLoad()) for i in range(40)].index(0) == 10
     assert [scaler.decide(100 + i, 2, [ReplicaLoad()] * 2, QueueLoad()) for i in range(40)].index(1) == 30
 
@@ -153,8 +164,8 @@ def test_figures_travel_through_serve_and_odd_ones_are_missing():
 
 
 def test_serve_calls_the_policy_with_its_settings():
-    assert autoscaling_config(ScalingSettings(1, 3), 2).initial_replicas == 2
-    config = autoscaling_config(ScalingSettings(0, 3, upscale_delay_s=0.0), 1)
+    assert autoscaling_config(bounds(1, 3), 2).initial_replicas == 2
+    config = autoscaling_config(bounds(0, 3, upscale_delay_s=0.0), 1)
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, None, 3)
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert isinstance(policy, ReplicaScaling) or type(policy).__name__ == "ReplicaScaling"
@@ -196,7 +207,7 @@ def test_settings_that_contradict_each_other_are_refused_by_name(given_settings,
 def test_without_max_replicas_the_number_is_fixed():
     assert scaling_settings(parse_config({"model": "demo", "replicas": 3})) is None
     scaled = parse_config({"model": "demo", "max_replicas": 3, "min_replicas": 0, "downscale_delay_s": 7})
-    assert scaling_settings(scaled) == ScalingSettings(0, 3, downscale_delay_s=7, downscale_to_zero_delay_s=7)
+    assert scaling_settings(scaled) == bounds(0, 3, downscale_delay_s=7, downscale_to_zero_delay_s=7)
     assert (scaled.scales_to_zero, scaled.most_replicas) == (True, 3)
 
 
