@@ -28,7 +28,8 @@ class DispatcherConfig:
 
     stall_timeout: silence of a replica after which its link is closed and its requests go elsewhere.
     progress_timeout: the same for a replica that speaks while its engine does not move; above the longest step.
-    admission_wait: how long a new request waits for a replica before it is refused (503, `no_replica`).
+    admission_wait: how long a new request waits for a replica before it is refused (503, `no_replica`), with the time
+        that it stood in line; a second of it, or all if that is less, in any case.
     no_replica_timeout: how long a request that has run waits for a replica to go on (then 503, `replica_lost`).
     quarantine_deaths: replica deaths, one after the other and each before the request brought a token there, after
         which the request is taken for their cause (500, `request_quarantined`). With one such death missing it is a
@@ -40,7 +41,6 @@ class DispatcherConfig:
     ping_interval: how often each replica is told that the router lives.
     max_hashed_tokens: leading prompt tokens that are looked for in the replicas' prefix caches.
     routing_policy: which replica runs a request, by name (`POLICIES`); policy: its weights.
-    max_index_blocks: blocks of all replicas' prefix caches that are remembered.
     resync_interval: seconds between two requests to tell a prefix cache anew.
     """
 
@@ -55,7 +55,6 @@ class DispatcherConfig:
     max_hashed_tokens: int = 131072
     routing_policy: str = "kv_aware"
     policy: PolicyConfig = field(default_factory=PolicyConfig)
-    max_index_blocks: int = 1_000_000
     resync_interval: float = 1.0
 
     def __post_init__(self) -> None:
@@ -67,6 +66,6 @@ class DispatcherConfig:
             raise ConfigError(
                 f"quarantine_deaths must be at least 2, not {self.quarantine_deaths}", "quarantine_deaths"
             )
-        for name in ("max_pending_tokens", "max_hashed_tokens", "max_index_blocks"):
+        for name in ("max_pending_tokens", "max_hashed_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", name)

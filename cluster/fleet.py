@@ -59,7 +59,7 @@ class Fleet:
     """Links by replica id, one reader task each, and a watch over silence. Used on one event loop."""
 
     def __init__(self, config: DispatcherConfig, listener: FleetListener, rng: Random) -> None:
-        self.caches = CacheReports(config.max_index_blocks, self._ask_for_blocks, config.resync_interval)
+        self.caches = CacheReports(self._ask_for_blocks, config.resync_interval)
         self._chooser = Chooser(config, self.caches.index, rng)
         self._config = config
         self._listener = listener

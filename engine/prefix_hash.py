@@ -6,7 +6,7 @@ and on nothing else: the router and every replica, in any process, give a block 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -31,13 +31,17 @@ def token_bytes(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 
+def following_hashes(parent: bytes, tokens: bytes, block_size: int, first: int = 0) -> Iterator[bytes]:
+    """Yield the digests of the full blocks of `tokens` from number `first` on. parent: that of the one before."""
+    width = block_size * TOKEN_BYTES
+    for start in range(first * width, len(tokens) - width + 1, width):
+        parent = block_hash(parent, tokens[start : start + width])
+        yield parent
+
+
 def extend_hashes(hashes: list[bytes], tokens: bytes, block_size: int, root: bytes) -> None:
     """Append to `hashes`, those of the first blocks of `tokens`, the digests of its other full blocks."""
-    width = block_size * TOKEN_BYTES
-    parent = hashes[-1] if hashes else root
-    for start in range(len(hashes) * width, len(tokens) - width + 1, width):
-        parent = block_hash(parent, tokens[start : start + width])
-        hashes.append(parent)
+    hashes.extend(following_hashes(hashes[-1] if hashes else root, tokens, block_size, len(hashes)))
 
 
 def prompt_hashes(

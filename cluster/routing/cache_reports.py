@@ -15,8 +15,8 @@ class CacheReports:
     num_resyncs: wishes so far.
     """
 
-    def __init__(self, max_blocks: int, ask: Callable[[str], None], interval: float) -> None:
-        self.index = PrefixIndex(max_blocks)
+    def __init__(self, ask: Callable[[str], None], interval: float) -> None:
+        self.index = PrefixIndex()
         self.num_resyncs = 0
         self._ask = ask
         self._interval = interval

@@ -82,16 +82,6 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A candidate as plain figures."""
-
-    replica_id: str
-    outstanding_tokens: int = 0
-    num_requests: int = 0
-    kv_usage: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Overlap:
     """How much of a prompt is cached where. depths: replica id -> leading blocks that it has, if any.
 

@@ -10,6 +10,9 @@ from cluster.routing.candidate import Overlap
 
 STRIDE = 8  # blocks between two looks into the index while nothing changes
 MAX_DEAD = 64  # lives of replicas whose entries may lie about before they are swept out
+SWEPT_AT_ONCE = 2048  # keys: nobody is to wait for a sweep through a full index
+# One in so many blocks is forgotten at a time: a search for the oldest reads past all that were deleted before it.
+FORGOTTEN_AT_ONCE = 256
 
 
 class BlockKeys(Protocol):
@@ -40,6 +43,8 @@ class PrefixIndex:
         self._names: list[str] = []  # number of a bit -> replica id, the last one that had it
         self._free: list[int] = []  # numbers of bits that no entry has
         self._dead: list[int] = []  # numbers of bits that entries of former lives may have
+        self._leaving: list[int] = []  # those that are being swept out
+        self._unswept: list[int] = []  # keys whose entries may still have them
         self._alive = 0  # the bits of `_bits`
         self._heirs: dict[int, int] = {}  # key of a block that none has -> bit of who gets it or had it last
         self._next_sequence: dict[str, int] = {}
@@ -124,6 +129,7 @@ class PrefixIndex:
             bits ^= lowest
 
     def _apply(self, bit: int, stored: Iterable[int], removed: Iterable[int]) -> None:
+        self._sweep()
         holders = self._holders
         for key in removed:
             had = holders.get(key, 0)
@@ -137,16 +143,14 @@ class PrefixIndex:
             holders[key] = holders.pop(key, 0) | bit  # at the end of the order
         excess = len(holders) - self._max_blocks
         if excess > 0:
-            for key in list(islice(holders, excess)):
-                del holders[key]
+            _forget_oldest(holders, max(excess, self._max_blocks // FORGOTTEN_AT_ONCE))
 
     def _inherit(self, key: int, bit: int) -> None:
         heirs = self._heirs
         heirs.pop(key, None)
         heirs[key] = bit
         if len(heirs) > self._max_heirs:
-            for oldest in list(islice(heirs, max(1, self._max_heirs // 8))):
-                del heirs[oldest]
+            _forget_oldest(heirs, max(1, self._max_heirs // FORGOTTEN_AT_ONCE))
 
     def _number_of(self, replica_id: str) -> int:
         number = self._bits.get(replica_id)
@@ -171,13 +175,32 @@ class PrefixIndex:
             return
         self._alive &= ~(1 << number)
         self._dead.append(number)
-        if len(self._dead) >= MAX_DEAD:
-            self._sweep()
+        self._sweep()
 
     def _sweep(self) -> None:
-        """Take the bits of former lives out of all entries, so that they can be given again."""
-        alive = self._alive
-        self._holders = {key: left for key, bits in self._holders.items() if (left := bits & alive)}
-        self._heirs = {key: bit for key, bit in self._heirs.items() if bit & alive}
-        self._free += self._dead
-        self._dead.clear()
+        """Take the bits of former lives out of some more entries; once out of all, they can be given again."""
+        if not self._leaving:
+            if len(self._dead) < MAX_DEAD:
+                return
+            self._leaving, self._dead = self._dead, []
+            self._unswept = [*self._holders, *self._heirs]  # what is stored from now on has none of these bits
+        gone = sum(1 << number for number in self._leaving)
+        holders, heirs = self._holders, self._heirs
+        for key in self._unswept[-SWEPT_AT_ONCE:]:
+            bits = holders.get(key, 0)
+            if bits & gone:
+                if left := bits & ~gone:
+                    holders[key] = left
+                else:
+                    del holders[key]
+            if heirs.get(key, 0) & gone:
+                del heirs[key]
+        del self._unswept[-SWEPT_AT_ONCE:]
+        if not self._unswept:
+            self._free += self._leaving
+            self._leaving = []
+
+
+def _forget_oldest(entries: dict[int, int], count: int) -> None:
+    for key in list(islice(entries, count)):
+        del entries[key]

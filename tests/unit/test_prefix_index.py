@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.routing.prefix_index import MAX_DEAD, STRIDE, PrefixIndex
+from cluster.routing import prefix_index
+from cluster.routing.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex
 from cluster.routing.prompt_keys import PromptKeys
 from cluster.translation import block_key
 from engine.prefix_hash import prompt_hashes
@@ -150,6 +151,38 @@ def test_it_is_bounded_and_forgets_what_was_stored_longest_ago():
     index.update("a", 1, [90, 200], [])
     assert depths(index, 90) == {"a": 1}
     assert depths(index, 91) == {}
+
+
+def test_a_full_index_is_swept_bit_by_bit_and_no_entry_of_a_former_life_comes_back(monkeypatch):
+    monkeypatch.setattr(prefix_index, "SWEPT_AT_ONCE", 10)
+    index = PrefixIndex()
+    index.update("steady", 0, range(1000), [])
+    for life in range(MAX_DEAD):
+        index.update(f"r{life}", 0, range(life, 1000, 3), [])
+        index.expect(2000 + life, f"r{life}")
+        index.drop(f"r{life}")
+    assert index._unswept, "the sweep has begun, and is not over"
+    updates = 0
+    while index._unswept:
+        updates += 1
+        index.update("steady", updates, [], range(500, 1000) if updates == 1 else [])
+        assert depths(index, *range(1000)) == {"steady": 500}
+    assert updates > 50
+    for life in range(2 * MAX_DEAD):  # they are given the numbers of those that are gone
+        index.update(f"s{life}", 0, [5000], [])
+    assert depths(index, *range(1000)) == {"steady": 500}
+    assert all(heir(index, 2000 + life) is None for life in range(MAX_DEAD))
+    assert len(index._names) <= 3 * MAX_DEAD + 1
+
+
+def test_what_is_forgotten_at_the_bound_is_the_oldest_and_little_at_a_time():
+    index = PrefixIndex(max_blocks=1280)
+    for number in range(3000):
+        index.update("a", number, [number], [])
+        assert min(number + 1, 1280 - 1280 // FORGOTTEN_AT_ONCE) <= len(index) <= 1280
+        assert depths(index, number) == {"a": 1}
+    held = [number for number in range(3000) if depths(index, number)]
+    assert held == list(range(3000 - len(index), 3000))
 
 
 def test_a_block_takes_less_than_200_bytes():

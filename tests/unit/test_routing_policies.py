@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cluster.config import parse_config
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.routing.candidate import PolicyConfig, Query, Standing
+from cluster.routing.candidate import PolicyConfig, Query
 from cluster.routing.kv_aware import cost, kv_aware, named_pair
 from cluster.routing.policies import POLICIES, policy_named
 from cluster.routing.session import checked_session, session
@@ -21,6 +21,16 @@ from engine.errors import ConfigError
 
 CONFIG = PolicyConfig()
 NAMES = "abcdefgh"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A candidate as plain figures."""
+
+    replica_id: str
+    outstanding_tokens: int = 0
+    num_requests: int = 0
+    kv_usage: float = 0.0
 
 
 def pick(name: str, candidates: list[Standing], query: Query | None = None, seed: int = 0) -> str:
