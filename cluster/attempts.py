@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from cluster.admission.figures import QueueFigures
 from cluster.counters import DispatcherCounters
-from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet
 from cluster.link import DRAINED, LinkClosedError, MessageTooLargeError
@@ -70,9 +70,15 @@ class Attempts:
             message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
             self.fail(live, ApiError("model_changed", message))
             return
-        wait = self._config.no_replica_timeout if live.was_submitted else self._config.admission_wait
-        self._waiting_room.enter(live, wait)
+        self._waiting_room.enter(live, self._patience(live))
         self.on_waiting()
+
+    def _patience(self, live: LiveRequest) -> float:
+        """Seconds that a request may wait for a replica."""
+        if live.was_submitted:
+            return self._config.no_replica_timeout
+        wait = self._config.admission_wait
+        return max(wait - live.context.waited, min(wait, ADMISSION_WAIT))
 
     def queue(self) -> QueueFigures:
         """Return what waits for a replica."""

@@ -36,9 +36,11 @@ class CallContext:
     """What an ingress knows of a call that decides none of its tokens.
 
     session_id: what requests of one conversation share (`x-session-id`), "" without.
+    waited: seconds that it has stood in line before it was handed on.
     """
 
     session_id: str = ""
+    waited: float = 0.0
 
 
 NO_CONTEXT = CallContext()

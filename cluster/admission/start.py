@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.config import ClusterConfig
 from cluster.dispatcher import Dispatcher
@@ -29,8 +31,9 @@ def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
             return ReplicaRoom(1, UNBOUNDED)  # as much as the first replica will take may wait for it, the rest here
         return room
 
-    room = Room(sizes, present, counters.outcomes.total)
-    bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft)
+    room = Room(sizes, present, counters.outcomes.total, asyncio.get_running_loop().time)
+    cold_wait = config.cold_start_timeout if config.scales_to_zero else None
+    bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft, cold_wait)
     gate = FairGate(
         dispatcher,
         room.sequences,

@@ -30,24 +30,26 @@ class FairGateConfig:
     """Bounds of the queue. Raises `ConfigError`.
 
     max_waiting: requests of one tenant that may wait. max_wait: seconds that one may. target_ttft: seconds to the
-    first token that are aimed at: as long as that may the wait be at most, None = `max_wait`.
+    first token that are aimed at: as long as that may the wait be at most, None = `max_wait`. cold_wait: seconds that
+    one may wait at least that comes while nothing serves, for a first replica; None = as at any time.
     """
 
     max_waiting: int = 4096
     max_wait: float = 60.0
     target_ttft: float | None = None
+    cold_wait: float | None = None
 
     def __post_init__(self) -> None:
         if self.max_waiting < 1:
             raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}", "max_waiting")
-        for name in ("max_wait", "target_ttft"):
+        for name in ("max_wait", "target_ttft", "cold_wait"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {value}", name)
 
     @property
     def longest_wait(self) -> float:
-        """Seconds after which nobody waits any more."""
+        """Seconds after which nobody waits any more that came while somebody served."""
         return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
 
 
@@ -126,7 +128,7 @@ class FairGate:
         """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
 
         Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
-        `deadline_exceeded` (504).
+        `no_replica` (503) where it waited in vain for a first replica; `deadline_exceeded` (504).
         """
         return _Turn(self, tenant, request, context)
 
@@ -144,13 +146,14 @@ class FairGate:
             self._take_in(turn)
             return
         loop = asyncio.get_running_loop()
-        self._check_wait(turn, loop.time())
+        longest = self._longest_wait()
+        self._check_wait(turn, loop.time(), longest)
         turn.since = loop.time()
         turn.waits = True
         turn.called = loop.create_future()
         self._queue.push(turn.tenant, turn, turn.cost, turn.priority, turn.work)
         self._let_in()
-        await self._until_called(turn, turn.called)
+        await self._until_called(turn, turn.called, longest)
 
     def leave(self, turn: _Turn) -> None:
         """Take note that a request has ended."""
@@ -178,10 +181,14 @@ class FairGate:
         self._inside += turn.sequences
         self._tokens += turn.held
 
-    def _check_wait(self, turn: _Turn, now: float) -> None:
-        """Refuse at once whom waiting would not help; raises `ApiError`."""
+    def _longest_wait(self) -> float:
+        """Seconds that one may wait that comes now."""
+        longest, cold = self._config.longest_wait, self._config.cold_wait
+        return longest if cold is None or self._serving() else max(longest, cold)
+
+    def _check_wait(self, turn: _Turn, now: float, most: float) -> None:
+        """Refuse at once whom waiting, `most` seconds of it, would not help; raises `ApiError`."""
         self._note_drain(now)
-        most = self._config.longest_wait
         seconds = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
         if seconds is not None and seconds > most:
             raise self._overloaded(turn, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
@@ -202,16 +209,18 @@ class FairGate:
             turn.waits = False
             self._queue.remove(turn.tenant, turn, turn.priority)
 
-    async def _until_called(self, turn: _Turn, called: asyncio.Future[None]) -> None:
-        """Wait for the turn; raises `ApiError` where that takes too long."""
-        latest = turn.since + self._config.longest_wait
+    async def _until_called(self, turn: _Turn, called: asyncio.Future[None], most: float) -> None:
+        """Wait for the turn; raises `ApiError` where that takes more than `most` seconds."""
+        latest = turn.since + most
         try:
             async with asyncio.timeout_at(latest if turn.deadline is None else min(latest, turn.deadline)):
                 await called
         except TimeoutError:
             if turn.deadline is not None and turn.deadline < latest:
                 raise deadline_exceeded("the request's deadline passed while it waited for its turn") from None
-            raise self._overloaded(turn, f"the request waited {self._config.longest_wait:g} s for its turn") from None
+            if self._config.cold_wait is not None and not self._serving():
+                raise ApiError("no_replica", f"no replica came within {most:g} s to take the request") from None
+            raise self._overloaded(turn, f"the request waited {most:g} s for its turn") from None
         finally:
             self._drop(turn)
 
@@ -299,9 +308,14 @@ class _Turn:
             raise StopAsyncIteration
         await self._gate.enter(self)
         # `TokenSource.generate` promises an iterator that can be closed.
-        chunks = self._gate.source.generate(self.request, self._context)
+        chunks = self._gate.source.generate(self.request, self._told())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         chunk = await self._chunks.__anext__()
         if chunk.num_cached_tokens:
             self._gate.found_cached(self, chunk.num_cached_tokens)
         return chunk
+
+    def _told(self) -> CallContext:
+        if self.called is None:
+            return self._context
+        return replace(self._context, waited=asyncio.get_running_loop().time() - self.since)

@@ -11,6 +11,7 @@ from cluster.admission.start import fair_gate
 from cluster.autoscaling.figures import read_stats, replica_stats
 from cluster.autoscaling.policy import Scaler
 from cluster.config import parse_config, scaling_settings
+from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.links.local import connect_local
 from cluster.simulator.cluster import SimulatedCluster
@@ -126,3 +127,25 @@ def test_the_number_follows_a_load_that_comes_and_goes():
     assert targets[-1] == 1
     peak = targets.index(max(targets))
     assert moves(targets[: peak + 1])[1] == 0 and moves(targets[peak:])[0] == 0, "up, then down"
+
+
+@pytest.mark.parametrize(("comes_after", "ends"), [(30.0, {True}), (None, {"no_replica"})])
+def test_all_that_come_to_a_model_without_replicas_wait_for_the_first_as_long_as_a_start_may_take(comes_after, ends):
+    """A herd larger than one replica, and a target and a queue that would have given it up long before."""
+
+    async def play():
+        cold = {"min_replicas": 0, "max_replicas": 4, "cold_start_timeout": 40.0, "target_ttft": 2.0}
+        config = parse_config({"model": "demo", "max_queue_wait": 5.0} | SIZES | cold)
+        async with SimulatedCluster(0, MODEL, DispatcherConfig(admission_wait=config.cold_start_timeout)) as cluster:
+            router, loop = cluster.routers[0], asyncio.get_running_loop()
+            herd = asyncio.create_task(load(fair_gate(config, router), lambda _: 50.0, 0.6))
+            if comes_after is not None:
+                await asyncio.sleep(comes_after)
+                core = cluster.replicas["first"] = simulated_replica("first", MODEL)
+                router.add_link(await connect_local(core.serve, "router-0"))
+            return await herd, loop.time()
+
+    ended, seconds = run_virtually(play())
+    assert len(ended) >= 25, "several times what one replica is handed"
+    assert set(ended) == ends
+    assert seconds < 45.0
