@@ -17,6 +17,7 @@ from cluster.app_config import parse_app
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
+from cluster.life.copy_version import replica_version, router_version
 from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
@@ -46,16 +47,17 @@ def build(args: dict[str, Any]) -> Application:
     names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
-    for config in app.models:
-        _refuse_damaged(resolve_model(config.model))
+    weights = [_fingerprint(resolve_model(config.model)) for config in app.models]
     placement = plan_app(app, uses_gpu)
     surge = _surge(app.shared, placement)
     replicas = []
-    for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
+    for config, name, own, weight, placed in zip(app.models, names, settings, weights, placement.models, strict=True):
         title = config.model_id if app.listed else ""
+        copies = own | {"api_key": None}
         deployment = _replica(config, name, placed.bundles, surge(config.most_replicas))
-        replicas.append(deployment.bind(own | {"api_key": None}, title))
-    return _router(app.shared, surge(app.shared.routers)).bind(settings, replicas)
+        replicas.append(_versioned(deployment, replica_version(copies, weight)).bind(copies, title))
+    router, again = _router(app.shared, surge(app.shared.routers)), app.settings()
+    return _versioned(router, router_version(again, " ".join(weights))).bind(settings, replicas, again)
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -65,10 +67,20 @@ def uses_gpu(config: ClusterConfig) -> bool:
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
 
 
-def _refuse_damaged(model: str) -> None:
-    """Look at a folder's files before anything that serves is stopped for them. A hub id is left to the replicas."""
-    if Path(model).is_dir():
-        model_fingerprint(model, "")
+def _fingerprint(model: str) -> str:
+    """Return a folder's fingerprint, "" for a hub id, whose files are left to the replicas.
+
+    Raises `CheckpointError` for a damaged one, before anything that serves is stopped for it.
+    """
+    return model_fingerprint(model, "") if Path(model).is_dir() else ""
+
+
+def _versioned(deployment: serve.Deployment, version: str) -> serve.Deployment:
+    """Say which version a deployment is: without one, every `serve.run` restarts every copy.
+
+    A config file's apps have a version that Serve makes of the file, which takes the place of this one.
+    """
+    return deployment.options(_internal=True, version=version)
 
 
 def _surge(config: ClusterConfig, placement: AppPlacement) -> Callable[[int], int]:

@@ -23,6 +23,7 @@ Seconds = Annotated[float, Field(gt=0)]
 DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
 INGRESSES = ("serve", "haproxy")
+FAILURE_ACTIONS = ("rollback", "pause")
 
 
 def _names(value: Any) -> Any:
@@ -138,6 +139,8 @@ class ClusterConfig(ModelConfig):
         elsewhere after 30 s if another replica has the same model.
     max_surge_percent: copies that an update may start beyond `replicas` before it stops old ones, as in Serve, which
         rounds up; 0 = stop first. None = one, where the cluster has room for it when the app is deployed, else 0.
+    update_failure_action: what follows an update that fails, in Docker's words: `rollback` deploys the version
+        before it again; `pause` leaves the app as Serve does, with the copies that are left, until it is deployed.
     """
 
     routers: Count = 1
@@ -154,6 +157,7 @@ class ClusterConfig(ModelConfig):
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
+    update_failure_action: Annotated[str, _one_of(FAILURE_ACTIONS)] = "rollback"
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

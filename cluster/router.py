@@ -19,7 +19,9 @@ from cluster.ingress.check import IngressCheck
 from cluster.ingress.serve_mode import check_ingress
 from cluster.life.app_body import app_body
 from cluster.life.app_watch import AppWatch, look
+from cluster.life.deployed_app import DeployedApp
 from cluster.life.other_routers import OtherRouters
+from cluster.life.rollback import Rollback
 from cluster.life.start_gate import StartGate
 from cluster.logs import log_to_serve
 from cluster.metrics import Metrics
@@ -40,10 +42,13 @@ from engine.errors import SquadronError
 class Router:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
 
-    settings / replicas: of each model, alike in all settings that concern the app.
+    settings / replicas: of each model, alike in all settings that concern the app. args: what `cluster.app.build`
+    made the app of.
     """
 
-    def __init__(self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]]) -> None:
+    def __init__(
+        self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]], args: dict[str, Any]
+    ) -> None:
         log_to_serve()
         watch_parent()
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
@@ -57,7 +62,9 @@ class Router:
         self._router_id = uuid4().hex
         context = serve.get_replica_context()
         self._others = OtherRouters(context.app_name, context.deployment)
-        self._watch = AppWatch(partial(look, context.app_name))
+        self._rollback = Rollback(DeployedApp(context.app_name, context.deployment, context.replica_tag, args))
+        undo = self._rollback.look if self._config.update_failure_action == "rollback" else None
+        self._watch = AppWatch(partial(look, context.app_name), undo)
         self._watch.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -87,7 +94,8 @@ class Router:
     def _ready(self) -> dict[str, Any]:
         who = {"router": self._router_id, "guarded": self._ingress.guarded}
         ready = app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
-        return who | ready | app_body(self._others.app, self._watch.picture, [one.views() for one in self._live])
+        views = [one.views() for one in self._live]
+        return who | ready | app_body(self._others.app, self._watch.picture, views, self._rollback.notice)
 
 
 def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfig, ServedModel]:

@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import INGRESSES, POOLINGS, ClusterConfig, flag
+from cluster.config import FAILURE_ACTIONS, INGRESSES, POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
@@ -35,6 +35,7 @@ CHOICES = {
     "embedding_pooling": POOLINGS,
     "routing_policy": tuple(POLICIES),
     "ingress": INGRESSES,
+    "update_failure_action": FAILURE_ACTIONS,
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -102,6 +103,7 @@ HELP = {
         "stall_timeout": "Seconds without a sign of life after which a router leaves a replica.",
         "drain_timeout": "Seconds that a router or replica told to stop may take to finish its streams.",
         "max_surge_percent": "Copies beyond --replicas that an update starts before it stops old ones; 0 = none.",
+        "update_failure_action": "What follows an update that fails: rollback, or pause.",
     },
     "HTTP": {
         "ingress": "What stands before the routers: Ray Serve's own proxy, or HAProxy, which passes on more.",

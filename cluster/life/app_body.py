@@ -25,10 +25,10 @@ class ModelViews:
     replicas: Sequence[ReplicaView]
 
 
-def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews]) -> dict[str, Any]:
+def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews], notice: str = "") -> dict[str, Any]:
     """Return `version`, `app`, `deployments`, `states`, and a `notice` where an update failed, of the app `name`.
 
-    views: of each model.
+    views: of each model. notice: of an update that failed before, which is told unless one has failed now.
     """
     fresh = picture if picture is not None and time.monotonic() - picture.seen < OLD_SECONDS else None
     app = None if fresh is None else fresh.app
@@ -39,7 +39,7 @@ def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews])
         present = None if known is None else known.present
         found = replica_states(one.replicas, starts, present, time.time())
         states += [state.public() | {"model": one.model} for state in found]
-    notice = _notice(app)
+    notice = _notice(app) or notice
     return {
         "version": version("squadron"),
         "app": _app(name, app),

@@ -11,6 +11,7 @@ from cluster.life.starts import MAX_REASON
 from cluster.start_error import find_start_failure
 
 FAILED = "DEPLOY_FAILED"
+RUNNING = "RUNNING"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,21 @@ class DeploymentState:
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """One app and its deployments by name. `status`: DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY or DELETING."""
+    """One app and its deployments by name. `status`: DEPLOYING, RUNNING, DEPLOY_FAILED, UNHEALTHY or DELETING.
+
+    deployed_at: seconds since the epoch at which a config file was applied to it last; 0 where none was.
+    """
 
     status: str
     deployments: dict[str, DeploymentState] = field(default_factory=dict)
     reason: str = ""
+    deployed_at: float = 0.0
+
+    @property
+    def failure(self) -> str:
+        """Why the last update failed: the first deployment's reason, or that of the app."""
+        reasons = [one.reason for one in self.deployments.values() if one.update_failed and one.reason]
+        return (reasons or [self.reason])[0] or "Serve gives no reason"
 
 
 def app_state(name: str) -> AppState | None:
@@ -55,7 +66,8 @@ def app_state(name: str) -> AppState | None:
 def read_overview(overview: ApplicationStatusOverview) -> AppState:
     """Return the part of Serve's overview that we tell on."""
     deployments = {name: _deployment(one) for name, one in overview.deployments.items()}
-    return AppState(overview.status.value, deployments, one_line(overview.message))
+    reason = one_line(overview.message)
+    return AppState(overview.status.value, deployments, reason, overview.last_deployed_time_s)
 
 
 def _deployment(overview: DeploymentStatusOverview) -> DeploymentState:

@@ -43,10 +43,14 @@ def look(app: str) -> AppPicture:
 
 
 class AppWatch:
-    """Looks again and again, in a thread of its own: when Ray's head is gone its calls block for a minute."""
+    """Looks again and again, in a thread of its own: when Ray's head is gone its calls block for a minute.
 
-    def __init__(self, see: Callable[[], AppPicture]) -> None:
+    observe: is told what Serve says after each look, in that thread; may block as well.
+    """
+
+    def __init__(self, see: Callable[[], AppPicture], observe: Callable[[AppState], None] | None = None) -> None:
         self._see = see
+        self._observe = observe
         self._picture: AppPicture | None = None
         self._thread = threading.Thread(target=self._run, name="app-watch", daemon=True)
 
@@ -62,7 +66,12 @@ class AppWatch:
     def _run(self) -> None:
         while True:
             try:
-                self._picture = self._see()
+                self._look()
             except Exception as error:  # whatever it is: without this thread /ready would tell of the past for good
-                logger.warning("the app's state is not known: %r", error)
+                logger.warning("the app's state is not known, or not acted on: %r", error)
             time.sleep(LOOK_SECONDS)
+
+    def _look(self) -> None:
+        picture = self._picture = self._see()
+        if self._observe is not None and picture.app is not None:
+            self._observe(picture.app)

@@ -98,16 +98,33 @@ def replicas() -> list:
     return processes(f"ray::ServeReplica:{NAME}:Replica")
 
 
-async def test_a_bad_update_leaves_the_old_version_serving_and_says_so(app: App, broken_model: Path) -> None:
+async def test_a_bad_update_halts_at_one_replica_is_rolled_back_and_says_so(app: App, broken_model: Path) -> None:
     traffic = Traffic(app, STREAMS)
-    before = await traffic.references()
-    await traffic.during(lambda: redeploy(app, model=str(broken_model)))
-    assert status() == "DEPLOY_FAILED"
+    before, ready = await traffic.references(), app.ready()
+    most = 0
+
+    async def change() -> None:
+        nonlocal most
+        update = asyncio.create_task(redeploy(app, model=str(broken_model)))
+        while not update.done():
+            most = max(most, len(replicas()))
+            await asyncio.sleep(0.1)
+        await update
+        await asyncio.to_thread(eventually, lambda: status() == "RUNNING", "the update is rolled back", 30)
+
+    await traffic.during(change)
     traffic.check(before, least=STREAMS)
+    assert most == 3, "the bad version was tried by one copy at a time"
     said = eventually(lambda: app.ready().get("notice"), "/ready tells of the failed update")
+    assert "an update failed and was rolled back" in said
     assert "model.layers" in said
-    assert "copies of the version before it serve (2)" in said
-    assert app.ready()["ready"]
+    assert pids(app.ready()) == pids(ready), "copies of the version that served were restarted"
+    kill(replicas()[0])
+    app.wait_whole()  # Serve replaces nothing while an update has failed: it really is the old version's app again
+
+
+def pids(ready: dict[str, Any]) -> set[int]:
+    return {pid for replica in ready["replicas"] for pid in replica["pids"]}
 
 
 async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model: Path) -> None:
