@@ -18,6 +18,7 @@ from cluster.grpc_api.service import GrpcServices
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.serve_mode import check_ingress
 from cluster.life.app_body import app_body
+from cluster.life.app_memory import AppMemory
 from cluster.life.app_watch import AppWatch, look
 from cluster.life.deployed_app import DeployedApp
 from cluster.life.other_routers import OtherRouters
@@ -62,7 +63,8 @@ class Router:
         self._router_id = uuid4().hex
         context = serve.get_replica_context()
         self._others = OtherRouters(context.app_name, context.deployment)
-        self._rollback = Rollback(DeployedApp(context.app_name, context.deployment, context.replica_tag, args))
+        deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, args)
+        self._rollback = Rollback(deployed, AppMemory(context.app_name))
         undo = self._rollback.look if self._config.update_failure_action == "rollback" else None
         self._watch = AppWatch(partial(look, context.app_name), undo)
         self._watch.start()

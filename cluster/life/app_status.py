@@ -12,6 +12,7 @@ from cluster.start_error import find_start_failure
 
 FAILED = "DEPLOY_FAILED"
 RUNNING = "RUNNING"
+DELETING = "DELETING"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.life.app_status import FAILED
-from cluster.life.rollback import Version
+from cluster.life.rollback import GoodVersion
 
 DECLARATIVE = "declarative"  # deployed from a config file
 SERVING = "RUNNING"
@@ -26,24 +26,24 @@ SERVING = "RUNNING"
 class DeployedApp:
     """An app, asked about by the copy `replica_id` of its `deployment`.
 
-    args: what `builder` (module:function) makes this version of, where it did not come from a config file.
+    args: what `builder` (module:function) made this copy's version of.
     """
 
     app: str
     deployment: str
     replica_id: str
-    args: Mapping[str, Any]
+    args: dict[str, Any]
     builder: str = "cluster.app:build"
 
-    def version(self) -> Version | None:
+    def version(self) -> GoodVersion | None:
         """Return the version that serves; None if this copy is not one of those that serve it."""
         found = _details()["applications"].get(self.app)
         if found is None or not self._serves(found):
             return None
         config = found["deployed_app_config"] if found["source"] == DECLARATIVE else None
-        return Version(found["route_prefix"], config)
+        return GoodVersion(found["route_prefix"], config, self.args)
 
-    def restore(self, version: Version) -> bool:
+    def restore(self, version: GoodVersion) -> bool:
         """Deploy `version` unless the app is deployed anew already, or this copy is on its way out.
 
         Raises what Serve raises, and `SquadronError` where the version cannot be built any more.
@@ -62,9 +62,9 @@ class DeployedApp:
         copies = found["deployments"].get(self.deployment, {}).get("replicas", ())
         return any(copy["replica_id"] == self.replica_id and copy["state"] == SERVING for copy in copies)
 
-    def _run(self, version: Version) -> None:
+    def _run(self, version: GoodVersion) -> None:
         module, function = self.builder.split(":")
-        target = getattr(importlib.import_module(module), function)(dict(self.args))
+        target = getattr(importlib.import_module(module), function)(version.args)
         serve.run_many(
             [serve.RunTarget(target, name=self.app, route_prefix=version.route_prefix)],
             wait_for_ingress_deployment_creation=False,

@@ -5,83 +5,128 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.life.app_status import FAILED, RUNNING, AppState
+import msgspec
+
+from cluster.life.app_status import DELETING, FAILED, RUNNING, AppState
 
 logger = logging.getLogger(__name__)
 
 CONFIRMED = 2  # looks in a row that must have shown the failure
 ATTEMPTS = 5
+REFRESH = 10.0  # seconds between two signs of life of the app
+STALE = 60.0  # seconds without one after which a version belongs to an app that was deleted
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """What to deploy to have a version again. config: the app's part of a Serve config file, None = it had none."""
+class GoodVersion(msgspec.Struct, frozen=True):
+    """A version with which an app was whole, as it is deployed again.
+
+    config: the app's part of a Serve config file; None = it had none, and is built of `args`.
+    """
 
     route_prefix: str | None
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] | None
+    args: dict[str, Any]
+
+
+class Undone(msgspec.Struct, frozen=True):
+    """An update that was undone: why, and at which second since the epoch. whole: whether the app was whole again."""
+
+    reason: str
+    at: float
+    whole: bool = False
 
 
 class Deployed(Protocol):
     """The app as Serve knows it (`cluster.life.deployed_app.DeployedApp`)."""
 
-    def version(self) -> Version | None:
-        """Return the version that serves; None if the copy that asks does not belong to it any more."""
+    def version(self) -> GoodVersion | None:
+        """Return the version that serves; None if the copy that asks does not belong to it (any more)."""
         ...
 
-    def restore(self, version: Version) -> bool:
+    def restore(self, version: GoodVersion) -> bool:
         """Deploy `version`, unless the app has not failed (any more). Return whether it was deployed."""
         ...
 
 
-class Rollback:
-    """A router's watch over the version of the app that it belongs to.
+class Memory(Protocol):
+    """What outlives every copy of the app (`cluster.life.app_memory.AppMemory`)."""
 
-    A version is good once the app was whole with it. Where a later update fails, each router of the good version
-    deploys it again, which is the same deed however many do it. Before the next time the app must have been whole
+    good: GoodVersion | None
+    undone: Undone | None
+    seen: float
+
+    def forget(self) -> None:
+        """Forget all of it."""
+
+
+class Rollback:
+    """A router's watch over its app: it remembers what was whole and deploys it again where a later version fails.
+
+    An update replaces routers while its replicas still fail to start, so the router that undoes an update may be one
+    of the failed version. Where several do, it is the same deed. Before the next time the app must have been whole
     again, so that two versions which both fail do not take turns for ever.
 
-    notice: what became of the last update that failed, "" where there was none. clock: seconds since the epoch.
+    notice: what became of the last update, if it failed. clock: seconds since the epoch.
     """
 
-    def __init__(self, deployed: Deployed, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, deployed: Deployed, memory: Memory, clock: Callable[[], float] = time.time) -> None:
         self.notice = ""
         self._deployed = deployed
+        self._memory = memory
         self._clock = clock
-        self._good: Version | None = None
-        self._seen = ("", 0.0)
+        self._belongs = False  # whether this router belongs to the version that is whole
+        self._before = ("", 0.0)
+        self._refreshed = -REFRESH
         self._failed_looks = 0
-        self._reason = ""
 
     def look(self, state: AppState) -> None:
         """Take notice of what Serve says now, and act on it. Blocks for as long as Serve does not answer."""
-        if state.status == RUNNING:
-            self._serves(state)
-        elif state.status == FAILED and self._good is not None:
-            self._fails(state, self._good)
-        self._seen = (state.status, state.deployed_at)
-
-    def _serves(self, state: AppState) -> None:
-        if self._seen != (RUNNING, state.deployed_at):
-            self._good = self._deployed.version()
-        if self._reason and self._good is not None:
-            self.notice = f"an update failed and was rolled back at {self._time()}: {self._reason}"
-        self._reason, self._failed_looks = "", 0
-
-    def _fails(self, state: AppState, good: Version) -> None:
-        if self._seen != (FAILED, state.deployed_at):
-            self._failed_looks = 0
-        self._failed_looks += 1
-        self._reason = state.failure
-        if self._failed_looks < CONFIRMED:
+        now = (state.status, state.deployed_at)
+        if state.status == DELETING:
+            self._memory.forget()
             return
-        if self._failed_looks == CONFIRMED + ATTEMPTS - 1:
-            self._good = None
-        if self._deployed.restore(good):
-            self._good = None
-            logger.error("the update failed and is rolled back: %s", self._reason)
+        if state.status == RUNNING and now != self._before:
+            self._is_whole()
+        self._refresh()
+        if state.status == FAILED:
+            self._failed_looks = self._failed_looks + 1 if now == self._before else 1
+            self._has_failed(state)
+        self._before = now
 
-    def _time(self) -> str:
-        return time.strftime("%H:%M:%S UTC", time.gmtime(self._clock()))
+    def _is_whole(self) -> None:
+        version = self._deployed.version()
+        self._belongs = version is not None
+        if version is None:
+            return
+        undone = self._memory.undone
+        if version != self._memory.good:
+            self._memory.good, self._memory.undone = version, None
+        elif undone is not None:
+            self._memory.undone = msgspec.structs.replace(undone, whole=True)
+        undone = self._memory.undone
+        self.notice = "" if undone is None else _told(undone)
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        if abs(now - self._refreshed) >= REFRESH and (self._belongs or self._is_fresh()):
+            self._memory.seen = self._refreshed = now
+
+    def _is_fresh(self) -> bool:
+        return abs(self._clock() - self._memory.seen) < STALE
+
+    def _has_failed(self, state: AppState) -> None:
+        if not CONFIRMED <= self._failed_looks < CONFIRMED + ATTEMPTS:
+            return
+        good, undone = self._memory.good, self._memory.undone
+        if good is None or not self._is_fresh() or (undone is not None and not undone.whole):
+            return
+        if self._deployed.restore(good):
+            logger.error("the update failed and is rolled back: %s", state.failure)
+            self._memory.undone = Undone(state.failure, self._clock())
+
+
+def _told(undone: Undone) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(undone.at))
+    return f"an update failed and was rolled back at {at}: {undone.reason}"

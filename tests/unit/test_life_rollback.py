@@ -1,40 +1,57 @@
-"""An update that fails is undone by the routers of the version before it: once, by those that belong to it."""
+"""An update that fails is undone, once, whichever version the routers belong to that are left."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
+from cluster.app_config import parse_app
 from cluster.life.app_status import AppState, DeploymentState
 from cluster.life.copy_version import replica_version, router_version
-from cluster.life.rollback import ATTEMPTS, Rollback, Version
+from cluster.life.rollback import ATTEMPTS, STALE, GoodVersion, Rollback, Undone
 from engine.errors import CheckpointError
 
-GOOD = Version("/", {"name": "squadron", "args": {"model": "demo"}})
+OLD = GoodVersion("/", {"name": "squadron", "args": {"model": "demo"}}, {"model": "demo"})
+NEW = GoodVersion("/", None, {"model": "other"})
 RUNNING = AppState("RUNNING", deployed_at=1.0)
 DEPLOYING = AppState("DEPLOYING", deployed_at=2.0)
 BAD = AppState("DEPLOY_FAILED", {"Replica": DeploymentState("DEPLOY_FAILED", reason="no weights")}, deployed_at=2.0)
+AGAIN = AppState("RUNNING", deployed_at=3.0)
+SECONDS = 2.0  # between two looks
 
 
 @dataclass
-class Deployed:
-    """An app in Serve. current: what `version` finds. refuses: how often `restore` finds the app deployed anew.
+class Memory:
+    good: GoodVersion | None = None
+    undone: Undone | None = None
+    seen: float = 0.0
 
-    fails: what deploying raises.
+    def forget(self) -> None:
+        self.good, self.undone, self.seen = None, None, 0.0
+
+
+@dataclass
+class Serve:
+    """An app in Serve, its memory, and a clock. current: what serves, None for a router that is being replaced.
+
+    refuses: how often `restore` finds the app deployed anew. fails: what deploying raises.
     """
 
-    current: Version | None = GOOD
+    current: GoodVersion | None = OLD
     refuses: int = 0
     fails: Exception | None = None
     asked: int = 0
-    restored: list[Version] = field(default_factory=list)
+    restored: list[GoodVersion] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
+    now: float = 3600.0
 
-    def version(self) -> Version | None:
+    def version(self) -> GoodVersion | None:
         return self.current
 
-    def restore(self, version: Version) -> bool:
+    def restore(self, version: GoodVersion) -> bool:
         self.asked += 1
         if self.fails is not None:
             raise self.fails
@@ -43,65 +60,115 @@ class Deployed:
         self.restored.append(version)
         return True
 
+    def router(self, *states: AppState) -> Rollback:
+        """Return a router that has seen these states, one a look."""
+        router = Rollback(self, self.memory, lambda: self.now)
+        self.show(router, *states)
+        return router
 
-def after(deployed: Deployed, *states: AppState) -> Rollback:
-    rollback = Rollback(deployed, clock=lambda: 3723.0)
-    for state in states:
-        rollback.look(state)
-    return rollback
+    def show(self, router: Rollback, *states: AppState) -> None:
+        for state in states:
+            self.now += SECONDS
+            router.look(state)
 
 
 def test_an_update_that_fails_is_undone_once_and_told_of() -> None:
-    deployed = Deployed()
-    rollback = after(deployed, RUNNING, DEPLOYING, BAD, BAD, BAD, BAD)
-    assert deployed.restored == [GOOD]
-    assert rollback.notice == ""
-    rollback.look(AppState("RUNNING", deployed_at=3.0))
-    assert rollback.notice == "an update failed and was rolled back at 01:02:03 UTC: no weights"
+    serve = Serve()
+    router = serve.router(RUNNING, DEPLOYING, BAD, BAD, BAD, BAD)
+    assert serve.restored == [OLD]
+    assert router.notice == ""
+    serve.show(router, AGAIN)
+    assert router.notice == "an update failed and was rolled back at 1970-01-01 01:00:08 UTC: no weights"
+
+
+def test_a_router_of_the_failed_version_undoes_it_where_no_other_is_left() -> None:
+    serve = Serve()
+    serve.router(RUNNING)
+    serve.router(DEPLOYING, BAD, BAD)
+    assert serve.restored == [OLD]
+    told = serve.router(AGAIN)
+    assert "no weights" in told.notice, "a router that came later tells of it too"
+
+
+def test_several_routers_undo_an_update_once() -> None:
+    serve = Serve()
+    first, second = serve.router(RUNNING), serve.router(RUNNING)
+    for _ in range(3):
+        serve.show(first, BAD)
+        serve.show(second, BAD)
+    assert serve.restored == [OLD]
 
 
 def test_a_failure_that_one_look_shows_is_not_acted_on() -> None:
-    deployed = Deployed()
-    after(deployed, RUNNING, BAD, DEPLOYING, BAD, RUNNING)
-    assert not deployed.restored
+    serve = Serve()
+    serve.router(RUNNING, BAD, DEPLOYING, BAD, RUNNING)
+    assert not serve.asked
 
 
 def test_an_app_that_never_served_has_nothing_to_go_back_to() -> None:
-    deployed = Deployed()
-    after(deployed, DEPLOYING, BAD, BAD, BAD)
-    assert not deployed.restored
+    serve = Serve()
+    serve.router(DEPLOYING, BAD, BAD, BAD)
+    assert not serve.asked
 
 
-def test_a_router_that_is_being_replaced_does_not_bring_its_version_back() -> None:
-    deployed = Deployed(current=None)
-    after(deployed, AppState("RUNNING", deployed_at=2.0), BAD, BAD, BAD)
-    assert not deployed.restored
+def test_a_deleted_app_does_not_come_back() -> None:
+    serve = Serve()
+    serve.router(RUNNING, AppState("DELETING"))
+    serve.router(DEPLOYING, BAD, BAD, BAD)
+    serve.router(RUNNING)  # and where nobody saw it being deleted
+    serve.now += STALE
+    serve.router(DEPLOYING, BAD, BAD, BAD)
+    assert not serve.asked
+
+
+def test_an_update_may_take_long_to_fail() -> None:
+    serve = Serve()
+    serve.router(RUNNING)
+    serve.router(*[DEPLOYING] * int(5 * STALE / SECONDS), BAD, BAD)
+    assert serve.restored == [OLD]
+
+
+def test_a_router_that_is_being_replaced_does_not_call_its_version_good() -> None:
+    serve = Serve()
+    old = serve.router(RUNNING)
+    serve.current = NEW
+    serve.router(AGAIN)
+    serve.current = None
+    serve.show(old, AGAIN, AppState("DEPLOY_FAILED", deployed_at=4.0), AppState("DEPLOY_FAILED", deployed_at=4.0))
+    assert serve.restored == [NEW]
 
 
 def test_two_versions_that_both_fail_do_not_take_turns() -> None:
-    deployed = Deployed()
-    again = AppState("DEPLOY_FAILED", BAD.deployments, deployed_at=3.0)
-    rollback = after(deployed, RUNNING, BAD, BAD, DEPLOYING, again, again, again)
-    assert deployed.restored == [GOOD]
-    rollback.look(AppState("RUNNING", deployed_at=3.0))
-    for _ in range(2):
-        rollback.look(AppState("DEPLOY_FAILED", BAD.deployments, deployed_at=4.0))
-    assert deployed.restored == [GOOD, GOOD], "it served again in between"
+    serve = Serve()
+    worse = AppState("DEPLOY_FAILED", BAD.deployments, deployed_at=3.0)
+    router = serve.router(RUNNING, BAD, BAD, DEPLOYING, worse, worse, worse)
+    assert serve.restored == [OLD]
+    serve.show(router, AGAIN, *[AppState("DEPLOY_FAILED", BAD.deployments, deployed_at=4.0)] * 2)
+    assert serve.restored == [OLD, OLD], "it served again in between"
+
+
+def test_another_version_that_serves_ends_the_notice() -> None:
+    serve = Serve()
+    router = serve.router(RUNNING, BAD, BAD, AGAIN)
+    assert router.notice
+    serve.current = NEW
+    serve.show(router, AppState("RUNNING", deployed_at=5.0))
+    assert not router.notice
 
 
 def test_what_is_deployed_by_a_user_meanwhile_is_left_alone_and_asking_ends() -> None:
-    deployed = Deployed(refuses=100)
-    after(deployed, RUNNING, *[BAD] * 20)
-    assert deployed.asked == ATTEMPTS
+    serve = Serve(refuses=100)
+    serve.router(RUNNING, *[BAD] * 20)
+    assert serve.asked == ATTEMPTS
 
 
 def test_a_version_that_cannot_be_built_any_more_is_not_tried_for_ever() -> None:
-    deployed = Deployed(fails=CheckpointError("model.safetensors is gone"))
-    rollback = after(deployed, RUNNING)
+    serve = Serve(fails=CheckpointError("model.safetensors is gone"))
+    router = serve.router(RUNNING)
     for _ in range(20):
         with suppress(CheckpointError):
-            rollback.look(BAD)
-    assert deployed.asked == ATTEMPTS
+            serve.show(router, BAD)
+    assert serve.asked == ATTEMPTS
 
 
 @pytest.mark.parametrize("name", ["replicas", "max_replicas", "routers", "max_surge_percent"])
@@ -115,3 +182,18 @@ def test_other_settings_and_other_weights_do() -> None:
     settings = {"model": "demo", "max_num_seqs": 8}
     assert replica_version(settings, "w") != replica_version(settings | {"max_num_seqs": 9}, "w")
     assert replica_version(settings, "w") != replica_version(settings, "other")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"model": "demo", "served_model_name": "a,b", "replicas": 2},
+        {"models": [{"model": "demo", "served_model_name": "a"}, {"model": "demo", "served_model_name": "b"}]},
+    ],
+)
+def test_what_is_remembered_of_a_version_builds_it_again(args: dict) -> None:
+    app = parse_app(args)
+    version = GoodVersion("/", None, msgspec.to_builtins(app.settings()))
+    kept = msgspec.json.decode(msgspec.json.encode(version), type=GoodVersion)
+    assert kept == version
+    assert parse_app(kept.args) == app
