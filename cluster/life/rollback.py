@@ -29,6 +29,10 @@ class GoodVersion(msgspec.Struct, frozen=True):
     config: dict[str, Any] | None
     args: dict[str, Any]
 
+    def as_kept(self) -> GoodVersion:
+        """Return it as it is read back: tuples are lists then."""
+        return msgspec.json.decode(msgspec.json.encode(self), type=GoodVersion)
+
 
 class Undone(msgspec.Struct, frozen=True):
     """An update that was undone: why, and at which second since the epoch. whole: whether the app was whole again."""
@@ -101,7 +105,7 @@ class Rollback:
         if version is None:
             return
         undone = self._memory.undone
-        if version != self._memory.good:
+        if version.as_kept() != self._memory.good:
             self._memory.good, self._memory.undone = version, None
         elif undone is not None:
             self._memory.undone = msgspec.structs.replace(undone, whole=True)

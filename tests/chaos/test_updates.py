@@ -110,7 +110,7 @@ async def test_a_bad_update_halts_at_one_replica_is_rolled_back_and_says_so(app:
             most = max(most, len(replicas()))
             await asyncio.sleep(0.1)
         await update
-        await asyncio.to_thread(eventually, lambda: status() == "RUNNING", "the update is rolled back", 30)
+        await asyncio.to_thread(eventually, lambda: status() == "RUNNING", "the update is rolled back", 90)
 
     await traffic.during(change)
     traffic.check(before, least=STREAMS)
