@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 NAMESPACE = b"squadron"
-# What Ray raises here: its own errors, and plain ones of its client of the control store.
+# What Ray raises here: its own errors, and plain ones of its client of the control store; and what decoding raises.
 FAILURES = (RayError, RuntimeError, OSError, AttributeError, AssertionError, msgspec.MsgspecError)
 
 

@@ -1,7 +1,6 @@
 """Where replicas tell of their starts: Ray's control store, which outlives them and is reached from every node.
 
-`ray.experimental.internal_kv` is not public. This is the only file that uses it; where it fails, starts are not held
-back and not told of, and all else goes on.
+Where it fails, starts are not held back and not told of, and all else goes on.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from ray.exceptions import RayError
-from ray.experimental import internal_kv
 from ray.util import list_named_actors
 
+from cluster.life import control_store
 from cluster.life.starts import StartRecord
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = b"squadron"
 KEPT_SECONDS = 900.0  # records of dead replicas
 _DECODER = msgspec.msgpack.Decoder(StartRecord)
-# What Ray raises here: its own errors, and plain ones of its client of the control store.
-_FAILURES = (RayError, RuntimeError, OSError, AttributeError, AssertionError, msgspec.MsgspecError)
 
 
 class StartRegister:
@@ -37,10 +32,8 @@ class StartRegister:
     def put(self, record: StartRecord) -> None:
         """Remember a record, instead of an earlier one of the same replica."""
         try:
-            internal_kv._internal_kv_put(
-                self._mine + record.replica_id, msgspec.msgpack.encode(record), overwrite=True, namespace=NAMESPACE
-            )
-        except _FAILURES as error:
+            control_store.put(self._mine + record.replica_id, msgspec.msgpack.encode(record))
+        except control_store.FAILURES as error:
             logger.warning("the start of replica %s is not recorded: %r", record.replica_id, error)
 
     def of_version(self) -> list[StartRecord]:
@@ -59,18 +52,18 @@ class StartRegister:
 
     def _forget(self, key: bytes) -> None:
         try:
-            internal_kv._internal_kv_del(key, namespace=NAMESPACE)
-        except _FAILURES as error:
+            control_store.delete(key)
+        except control_store.FAILURES as error:
             logger.warning("an old start stays on record: %r", error)
 
     def _read(self, prefix: str) -> Mapping[bytes, StartRecord]:
         found: dict[bytes, StartRecord] = {}
         try:
-            for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
-                value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+            for key in control_store.keys(prefix):
+                value = control_store.get(key)
                 if value is not None:
                     found[key] = _DECODER.decode(value)
-        except _FAILURES as error:
+        except control_store.FAILURES as error:
             logger.warning("earlier starts are not known: %r", error)
         return found
 
@@ -79,7 +72,7 @@ def living_actors() -> set[str] | None:
     """Return the names of all named actors that live, Serve's replicas among them; None where Ray does not say."""
     try:
         return {str(actor["name"]) for actor in list_named_actors(all_namespaces=True)}
-    except _FAILURES as error:
+    except control_store.FAILURES as error:
         logger.warning("it is not known which actors live: %r", error)
         return None
 
