@@ -52,5 +52,6 @@ def test_a_config_file_that_cannot_be_built_is_rolled_back_to_the_one_before(app
     assert "rolled back" in notice
     assert "max_num_seqs" in notice
     assert httpx.get(f"{app.url}/v1/models", trust_env=False).status_code == 200
-    kill(processes(f"ray::ServeReplica:{NAME}:Replica")[0])
-    app.wait_whole()
+    lost = processes(f"ray::ServeReplica:{NAME}:Replica")[0]
+    kill(lost)
+    app.wait_replaced(lost.pid)

@@ -119,8 +119,9 @@ async def test_a_bad_update_halts_at_one_replica_is_rolled_back_and_says_so(app:
     assert "an update failed and was rolled back" in said
     assert "model.layers" in said
     assert pids(app.ready()) == pids(ready), "copies of the version that served were restarted"
-    kill(replicas()[0])
-    app.wait_whole()  # Serve replaces nothing while an update has failed: it really is the old version's app again
+    lost = replicas()[0]
+    kill(lost)
+    app.wait_replaced(lost.pid)  # Serve replaces nothing while an update has failed: this is the old version's app
 
 
 def pids(ready: dict[str, Any]) -> set[int]:

@@ -94,6 +94,16 @@ class App:
             timeout,
         )
 
+    def wait_replaced(self, pid: int, timeout: float = 60.0) -> None:
+        """Wait until every replica is there and ready, and process `pid` is in none of them."""
+
+        def replaced() -> bool:
+            body = self.ready()
+            pids = [one for replica in body.get("replicas", []) for one in replica["pids"]]
+            return bool(body.get("ready")) and len(body["replicas"]) == self.replicas and pid not in pids
+
+        eventually(replaced, f"{self.replicas} ready replicas without process {pid}", timeout)
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of one metric over its labels, those of `labels` having these values."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
