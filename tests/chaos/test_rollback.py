@@ -11,7 +11,8 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from tests.cluster.harness import App, eventually, kill, processes
+from cluster.life.app_memory import AppMemory
+from tests.cluster.harness import App, eventually, processes
 
 NAME = "rollback"
 ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_timeout": 10}
@@ -44,14 +45,11 @@ def app(serve_port: int) -> Iterator[App]:
 
 def test_a_config_file_that_cannot_be_built_is_rolled_back_to_the_one_before(app: App) -> None:
     before = processes(f"ray::ServeReplica:{NAME}:")
-    eventually(lambda: status() == "RUNNING", "the app is whole")
+    eventually(lambda: AppMemory(NAME).good, "a router has seen the app whole")
     apply(ARGS | {"max_num_seqs": -1})
-    eventually(lambda: applied() == ARGS and status() == "RUNNING", "the file before is in force again", 60)
+    eventually(lambda: applied() == ARGS and status() == "RUNNING", "the file before is in force again", 120)
     assert processes(f"ray::ServeReplica:{NAME}:") == before, "copies of the version that served were restarted"
     notice = eventually(lambda: app.ready().get("notice"), "/ready tells of it")
     assert "rolled back" in notice
     assert "max_num_seqs" in notice
     assert httpx.get(f"{app.url}/v1/models", trust_env=False).status_code == 200
-    lost = processes(f"ray::ServeReplica:{NAME}:Replica")[0]
-    kill(lost)
-    app.wait_replaced(lost.pid)
