@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from ray.exceptions import RpcError
 
-from cluster.life import start_register
+from cluster.life import control_store, start_register
 from cluster.life.replica_states import replica_states
 from cluster.life.start import Start
 from cluster.life.start_register import StartRegister, living_actors
@@ -94,7 +94,7 @@ def test_a_start_goes_on_and_keeps_its_error_without_the_control_store(
         raise error
 
     for name in ("_internal_kv_put", "_internal_kv_list", "_internal_kv_get", "_internal_kv_del"):
-        monkeypatch.setattr(start_register.internal_kv, name, gone)
+        monkeypatch.setattr(control_store.internal_kv, name, gone)
     monkeypatch.setattr(start_register, "list_named_actors", gone)
     assert living_actors() is None
     start = Start(StartRegister("app", "Replica"), "r", "r", living_actors)
@@ -108,9 +108,9 @@ def test_a_record_that_cannot_be_forgotten_stops_nobody(monkeypatch: pytest.Monk
     def gone(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no control store")
 
-    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_list", lambda *_, **__: list(kept))
-    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_get", lambda key, **_: kept[key])
-    monkeypatch.setattr(start_register.internal_kv, "_internal_kv_del", gone)
+    monkeypatch.setattr(control_store.internal_kv, "_internal_kv_list", lambda *_, **__: list(kept))
+    monkeypatch.setattr(control_store.internal_kv, "_internal_kv_get", lambda key, **_: kept[key])
+    monkeypatch.setattr(control_store.internal_kv, "_internal_kv_del", gone)
     register = StartRegister("app", "Replica")
     register.prune(set(), 1e9)
     assert [record.replica_id for record in register.of_version()] == ["old"]
