@@ -50,7 +50,10 @@ class DeployedApp:
         """
         details = _details()
         found = details["applications"].get(self.app)
-        if found is None or found["status"] != FAILED or not self._serves(found):
+        if found is None or found["status"] != FAILED:
+            return False
+        # Where the app could not even be built, Serve names no deployments, and leaves all copies alone.
+        if found["deployments"] and not self._serves(found):
             return False
         if version.config is None:
             self._run(version)
