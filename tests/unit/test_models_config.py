@@ -214,17 +214,26 @@ def test_names_of_deployments_are_safe_and_tell_models_apart(given_names):
     )
 
 
+def apart(app):
+    """The deployments of an app: of each model, and the router."""
+    router = app._bound_deployment
+    return [*[one._bound_deployment for one in router.init_args[1]], router]
+
+
 def test_the_app_has_one_router_and_a_deployment_for_each_model():
     app = build({"models": TWO, "cpus_per_worker": 0.5})
     router = app._bound_deployment
     assert router.name == "Router"
-    settings, replicas = router.init_args
+    settings, replicas, again = router.init_args
     assert [one["served_model_name"] for one in settings] == [("demo",), ("other",)]
     deployments = [one._bound_deployment for one in replicas]
     assert [(one.name, one.num_replicas) for one in deployments] == [("Replica-demo", 1), ("Replica-other", 3)]
     assert [one.init_args[1] for one in deployments] == ["demo", "other"]
     bundles = [one._replica_config.placement_group_bundles for one in deployments]
     assert bundles == [[{"CPU": 0.5}], [{"CPU": 0.5}, {"CPU": 0.5}]]
+    versions = [one.version for one in (*deployments, router)]
+    assert [one.version for one in apart(build(again))] == versions, "what a rollback deploys is the same version"
+    assert len(set(versions)) == 3
 
 
 @pytest.mark.parametrize(("free", "surges"), [(1.25, [100, 33, 100]), (1.0, [0, 0, 0])])
