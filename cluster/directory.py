@@ -47,6 +47,8 @@ class ReplicaDirectory:
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
         self._members: frozenset[str] = frozenset()
         self._announced: dict[str, Announcement] = {}
+        self._leaving: set[str] = set()  # no longer in Serve's set, and still in use
+        self._foreign: set[str] = set()  # of another vocabulary
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_demand = on_demand
         self._found_one = False
@@ -86,6 +88,7 @@ class ReplicaDirectory:
             self._found_one = True
             if announcement.vocabulary != self._vocabulary:
                 logger.info("replica %s is of another model, and left to its routers", announcement.replica_id)
+                self._foreign.add(announcement.replica_id)
                 lease.cancel()
                 continue
             self._spawn(self._hold(announcement, lease))
@@ -99,6 +102,7 @@ class ReplicaDirectory:
                 if replica_id in self._members:  # else it left while the link was made
                     self._announced[replica_id] = announcement
                     self._dispatcher.add_link(link)
+                    self._let_leave()
                     await _either(_lease_ended(lease), link.wait_closed())
             finally:
                 link.close(LOST, "the lease has ended")
@@ -131,14 +135,30 @@ class ReplicaDirectory:
 
     def _forget(self, replica_id: str) -> None:
         self._watch.known.discard(replica_id)
+        self._leaving.discard(replica_id)
         self._look.set()
 
     def _members_changed(self, ids: frozenset[str]) -> None:
-        """Serve took replicas out of the set: they get nothing new and may go when they are done."""
-        for replica_id in self._members - ids:
-            self._dispatcher.remove_replica(replica_id)
+        """Take note of Serve's set of replicas."""
+        self._leaving |= self._members - ids
         self._members = ids
+        self._watch.known -= self._foreign - ids
+        self._foreign &= ids
+        self._let_leave()
         self._look.set()
+
+    def _let_leave(self) -> None:
+        """Send nothing new to replicas that Serve took out of the set, which may go when they are done.
+
+        Not while those in the set are all of another vocabulary, or not linked yet: in an update to another tokenizer
+        this router serves until a new one does, and Serve stops it then. Where the set is empty it has no use for
+        them, and what comes after may need their place.
+        """
+        if self._members and not self._members & self._announced.keys():
+            return
+        for replica_id in self._leaving:
+            self._dispatcher.remove_replica(replica_id)
+        self._leaving.clear()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

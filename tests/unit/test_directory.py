@@ -105,3 +105,95 @@ async def test_a_replica_that_speaks_other_tokens_is_given_back_and_never_linked
     for task in list(register._tasks):
         task.cancel()
     await asyncio.gather(*register._tasks, return_exceptions=True)
+
+
+class Links:
+    """A dispatcher's part in this: what it was given, and what it was told to let go."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.removed: list[str] = []
+
+    def add_link(self, link) -> None:
+        self.added.append(link.replica_id)
+
+    def remove_replica(self, replica_id: str) -> None:
+        self.removed.append(replica_id)
+
+
+class OpenLink(SimpleNamespace):
+    """A link that holds."""
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
+    def close(self, *_) -> None:
+        return
+
+
+@pytest.fixture
+async def change(monkeypatch):
+    """Has Serve's set become so many replicas, whose vocabularies are told; returns what the dispatcher knows."""
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+
+    async def connect(address: LinkAddress, _: str) -> OpenLink:
+        return OpenLink(replica_id=address.host)
+
+    monkeypatch.setattr(directory, "connect", connect)
+    links = Links()
+    register = ReplicaDirectory("router", Replicas(), links, vocabulary="ours")
+    await asyncio.sleep(0)
+
+    async def become(*replicas: str, linked: str = "") -> Links:
+        register._members_changed(frozenset(replicas))
+        if linked:
+            found = Announcement(linked, LinkAddress(linked, 1, "secret"), {}, 1, (1,), "ours")
+            register._spawn(register._hold(found, Lease(None)))
+            async with asyncio.timeout(5):
+                while linked not in links.added:
+                    await asyncio.sleep(0)
+        return links
+
+    yield become
+    for task in list(register._tasks):
+        task.cancel()
+    await asyncio.gather(*register._tasks, return_exceptions=True)
+
+
+async def test_a_replica_that_serve_takes_out_gets_nothing_new_while_another_is_linked(change):
+    await change("a", "b", linked="a")
+    links = await change("a", "b", linked="b")
+    await change("b")
+    assert links.removed == ["a"]
+    await change()
+    assert links.removed == ["a", "b"], "where none is wanted none is kept"
+
+
+async def test_the_last_replica_of_this_vocabulary_serves_on_until_another_is_linked(change):
+    """In an update to another tokenizer Serve may stop it before the new router serves."""
+    links = await change("a", linked="a")
+    await change("a", "theirs")
+    await change("theirs")
+    assert links.removed == []
+    await change("theirs", "b", linked="b")
+    assert links.removed == ["a"]
+    await change("theirs")
+    await change()
+    assert "b" in links.removed, "an empty set may wait for its place"
+
+
+async def test_replicas_of_another_vocabulary_are_forgotten_once_they_are_gone(monkeypatch):
+    context = SimpleNamespace(get_node_id=lambda: "node")
+    monkeypatch.setattr(directory, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    found = [Announcement(name, LinkAddress("127.0.0.1", 1, "s"), {}, 1, (1,), "new") for name in ("a", "b")]
+    replicas = Replicas(*found)
+    register = ReplicaDirectory("router", replicas, Links(), vocabulary="old")
+    register._members_changed(frozenset("ab"))
+    async with asyncio.timeout(5):
+        await replicas.all_asked.wait()
+    register._members_changed(frozenset("b"))
+    assert register._watch.known == {"b"}
+    for task in list(register._tasks):
+        task.cancel()
+    await asyncio.gather(*register._tasks, return_exceptions=True)
