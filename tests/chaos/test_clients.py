@@ -16,7 +16,8 @@ from tests.chaos.front import Front, body, raw_request, reset
 from tests.chaos.streams import ERROR, WHOLE, check_exact
 from tests.unit.cluster_lab import until
 
-IDLE = 2000  # connections, where the system gives as many descriptors
+IDLE = 2000  # connections
+DESCRIPTORS = 2 * IDLE + 200  # both ends are in this process
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "unary"])
@@ -58,7 +59,7 @@ async def test_a_reader_that_stops_is_not_generated_for_and_slows_nobody(tmp_pat
             assert max(gaps) < 2.0, "a token came late beside the slow reader"
             # What the kernel takes is sent, 500 tokens more are kept, and then the engine is rid of it.
             await until(lambda: front.replica.num_requests == 0 and front.held_blocks == 0, deadline=90)
-            assert front.dispatcher.counters.tokens - 5 * 4 * 200 < 7900, "all of it was generated"
+            assert front.dispatcher.counters.tokens - 2 * 4 * 200 < 7900, "all of it was generated"
             rest = await asyncio.wait_for(reader.read(-1), 30)
             assert b"slow_consumer" in rest
             assert b"[DONE]" not in rest
@@ -68,12 +69,13 @@ async def test_a_reader_that_stops_is_not_generated_for_and_slows_nobody(tmp_pat
 
 async def test_thousands_of_idle_connections_keep_nobody_from_being_served(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 10_000), hard))
-    count = min(IDLE, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 2)
+    if hard < DESCRIPTORS:
+        pytest.skip(f"{IDLE} connections need {DESCRIPTORS} descriptors, and this system gives {hard} (ulimit -Hn)")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, DESCRIPTORS), hard))
     try:
         async with Front(tmp_path) as front:
             oracle = [await front.ask(index) for index in range(8)]
-            idle = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(count)]
+            idle = [await asyncio.open_connection("127.0.0.1", front.port) for _ in range(IDLE)]
             for _, writer in idle[::2]:
                 writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
             began = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -117,19 +118,27 @@ async def test_a_cache_of_the_longest_request_serves_two_hundred_with_a_kill_in_
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A memory control group of 64 MB, as a container has one."""
-    folder = Path("/sys/fs/cgroup/memory/squadron-test")
-    limit = folder / "memory.limit_in_bytes"
+    """A memory control group of 64 MB, as a container has one; gone afterwards, also where it could not be set up."""
+    name = f"squadron-test-{os.getpid()}"
+    folder, file = Path("/sys/fs/cgroup/memory") / name, "memory.limit_in_bytes"
     if not folder.parent.is_dir():
-        folder = Path("/sys/fs/cgroup/squadron-test")
-        limit = folder / "memory.max"
+        folder, file = Path("/sys/fs/cgroup") / name, "memory.max"
     try:
-        folder.mkdir(exist_ok=True)
-        limit.write_text(str(64 * 2**20), encoding="ascii")
+        folder.mkdir()
     except OSError as error:
         pytest.skip(f"no memory control group can be made here: {error}")
-    yield folder
-    folder.rmdir()
+    try:
+        limit_memory(folder / file)
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def limit_memory(file: Path) -> None:
+    try:
+        file.write_text(str(64 * 2**20), encoding="ascii")
+    except OSError as error:
+        pytest.skip(f"a memory control group can be made here and not limited: {error}")
 
 
 @pytest.mark.skipif(not COUNTERS.exists(), reason="this kernel does not count its kills for lack of memory")
