@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from typing import cast
 
 import numpy as np
 
 from engine.errors import InvalidRequestError
 from engine.grammar.texts import grammar_text
 from engine.grammar.xgr import Vocabulary
-from engine.sampling_params import StructuredOutput
+from engine.sampling_params import GrammarKind, StructuredOutput
 
 READY = ("ready", "", "")
 Answer = tuple[str, str, str]  # "ready"; "text" and the grammar; or "refused", why, and the code of the error
@@ -28,17 +30,28 @@ def serve(
     try:
         vocabulary = Vocabulary(tokens, ends)
     except InvalidRequestError as error:
-        link.send(("refused", str(error), error.code))
+        send(link, "refused", str(error), error.code)
         return
     _limit_memory(room)
-    link.send(READY)
+    send(link, *READY)
     while True:
         try:
-            wanted: StructuredOutput = link.recv()
+            kind, text = receive(link)
         except EOFError:
             return
         _limit_time(seconds)
-        link.send(_answer(vocabulary, wanted))
+        send(link, *_answer(vocabulary, StructuredOutput(cast(GrammarKind, kind), text)))
+
+
+def send(link: Connection, *words: str) -> None:
+    """Send one message of texts. Never an object: what tries out a stranger's grammar is not to be believed."""
+    link.send_bytes(json.dumps(words).encode("ascii"))
+
+
+def receive(link: Connection) -> list[str]:
+    """Return the next message. Raises `EOFError` once the other end is closed."""
+    words: list[str] = json.loads(link.recv_bytes())
+    return words
 
 
 def _answer(vocabulary: Vocabulary, wanted: StructuredOutput) -> Answer:

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar, GrammarCompiler
-from engine.grammar.helper import READY, Answer, serve
+from engine.grammar.helper import READY, Answer, receive, send, serve
 from engine.grammar.xgr import Vocabulary, XgrGrammar
 from engine.sampling_params import StructuredOutput
 from parallel.launcher import Gang, launch
@@ -82,14 +82,13 @@ class HelperProcess:
 
     def _ask(self, wanted: StructuredOutput) -> Answer:
         link = self._link or self._start()
-        link.send(wanted)
+        send(link, wanted.kind, wanted.text)
         if not link.poll(self._deadline):
             self.kill()
             raise InvalidRequestError(
                 f"this {wanted.kind} was not compiled within {self._deadline:g} s; make it simpler", "structured"
             )
-        answer: Answer = link.recv()
-        return answer
+        return _answer(link)
 
     def _start(self) -> Connection:
         mine, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -99,11 +98,16 @@ class HelperProcess:
         if self._closed or not mine.poll(START_TIME):
             self.kill()
             raise InvalidRequestError("the grammar compiler did not start", "structured", "internal_error")
-        first: Answer = mine.recv()
+        first = _answer(mine)
         if first != READY:
             self.kill()
             raise InvalidRequestError(first[1], "structured", first[2])
         return mine
+
+
+def _answer(link: Connection) -> Answer:
+    kind, words, code = receive(link)
+    return kind, words, code
 
 
 class GrammarService(GrammarCompiler):
