@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tests.bench.machine import provenance
-from tests.bench.random_kills import DIFFERS, SAME, RandomKiller, until_back, verdict
+from tests.bench.random_kills import RandomKiller
+from tests.bench.siege import DIFFERS, SAME, until_back, verdict
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
 from tests.cluster.harness import App, deploy, kill, replica_processes, start_ray, start_serve
 

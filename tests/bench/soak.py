@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,10 +31,10 @@ from rich.console import Console
 
 from tests.bench.kills import figures_table, served_demo
 from tests.bench.machine import provenance
-from tests.bench.random_kills import BACK, SAME, VICTIMS, until_back, verdict
+from tests.bench.siege import BACK, SAME, Siege
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import APP, App, kill, processes
+from tests.cluster.harness import APP, App, processes
 
 DISTINCT = 32
 ABORTED = "aborted"
@@ -49,17 +50,10 @@ class GivenUpError(Exception):
 
 
 @dataclass(slots=True)
-class SoakReport:
+class SoakReport(Siege):
     """What happened. memory: process -> [seconds since the start, resident MB]."""
 
-    seed: int
-    outcomes: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    faults: list[str] = field(default_factory=list)
-    kills: list[str] = field(default_factory=list)
-    back: list[float] = field(default_factory=list)
     memory: dict[str, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    samples: int = 0
 
     @property
     def slopes(self) -> dict[str, float]:
@@ -79,13 +73,7 @@ class SoakReport:
 
     def figures(self) -> dict[str, Any]:
         """Return what goes into a table or a file."""
-        return {
-            "seed": self.seed,
-            "streams_by_outcome": dict(self.outcomes),
-            "errors_by_code": dict(self.errors),
-            "kills_by_victim": dict(Counter(self.kills)),
-            "back_s_worst": max(self.back, default=0.0),
-            "invariants_looked_at": self.samples,
+        return self.common_figures() | {
             "memory_mb_per_minute": {name: round(slope, 2) for name, slope in self.slopes.items()},
             "memory_mb": {name: round(series[-1][1]) for name, series in self.memory.items()},
             "problems": self.problems,
@@ -118,7 +106,7 @@ class Soak:
 
     async def run(self) -> SoakReport:
         """Run for the time that was asked for; everything must be settled afterwards."""
-        async with client_of(self._app.url) as client, Invariants(self._app.url) as invariants:
+        async with client_of(self._app.url) as client, Invariants(self._app.url, may_miss=math.inf) as invariants:
             oracle = await read_all(client, [greedy_or_seeded(i, self._tokens) for i in range(DISTINCT)])
             self._began = time.monotonic()
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
@@ -127,7 +115,7 @@ class Soak:
             await asyncio.sleep(self._seconds)
             self._over = True
             await asyncio.gather(*readers, *helpers)
-            self.report.samples = invariants.samples
+            self.report.samples, self.report.missed = invariants.samples, invariants.missed
         return self.report
 
     async def _read(self, client: httpx.AsyncClient, oracle: Sequence[Stream], rng: Random) -> None:
@@ -135,13 +123,12 @@ class Soak:
             undisturbed = rng.choice(oracle)
             patience = rng.randrange(self._tokens) if rng.random() < ABORT_SHARE else None
             stream = await self._one(client, undisturbed.asked, patience)
-            outcome = ABORTED if stream is None else verdict(stream, undisturbed)
-            self.report.outcomes[outcome] += 1
-            if stream is not None:
-                self.report.faults += stream.faults
-                if stream.error is not None:
-                    self.report.errors[stream.error["code"]] += 1
-                    await asyncio.sleep(1.0)  # as a client that honours Retry-After
+            if stream is None:
+                self.report.outcomes[ABORTED] += 1
+                continue
+            self.report.count(stream, undisturbed)
+            if stream.error is not None:
+                await asyncio.sleep(1.0)  # as a client that honours Retry-After
 
     async def _one(self, client: httpx.AsyncClient, asked: dict[str, Any], patience: int | None) -> Stream | None:
         """Return the stream, or None if it was given up after `patience` tokens; with 0 it waits for none."""
@@ -165,12 +152,7 @@ class Soak:
                 if time.monotonic() - self._began > KILLING_SHARE * self._seconds:
                     return
                 await asyncio.sleep(0.1)
-            name = self._rng.choice(sorted(VICTIMS))
-            victim = self._rng.choice(VICTIMS[name]())
-            moment = time.monotonic()
-            kill(victim)
-            self.report.kills.append(name)
-            self.report.back.append(await until_back(self._app, victim.pid, moment))
+            await self.report.kill_one(self._app, self._rng)
 
     async def _weigh(self) -> None:
         while not self._over:

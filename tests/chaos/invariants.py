@@ -47,17 +47,25 @@ class Invariants:
 
     `async with Invariants(url):` samples until the block ends; then everything that a lost group or a request could
     leave behind must be gone within `QUIET` seconds. A violation is an `AssertionError` with the sample.
+
+    may_miss: how many looks the router may leave without an answer; none, unless a router or a proxy is what dies.
     """
 
     def __init__(
-        self, url: str, period: float = 0.2, quiet: float = QUIET, root: psutil.Process | None = None
+        self,
+        url: str,
+        period: float = 0.2,
+        quiet: float = QUIET,
+        root: psutil.Process | None = None,
+        may_miss: float = 0,
     ) -> None:
         self.samples = 0
-        self.unreachable = 0  # answers that did not come: the router itself was away
+        self.missed: list[str] = []  # looks that brought no figures, and why
         self.violations: list[str] = []
         self._url = url
         self._period = period
         self._quiet = quiet
+        self._may_miss = may_miss
         self._root = root or psutil.Process()
         self._task: asyncio.Task[None] | None = None
         self._never_seen = set(WATCHED)
@@ -80,6 +88,7 @@ class Invariants:
         if error is None:
             assert not self.violations, self.violations
             assert self.samples, "nobody was there to be watched"
+            assert len(self.missed) <= self._may_miss, self.missed
             await self.settle()
             assert not self.violations, self.violations
             assert not self._never_seen, f"/metrics said nothing of {sorted(self._never_seen)}"
@@ -96,15 +105,15 @@ class Invariants:
             while True:
                 try:
                     await self._look(client)
-                except (httpx.HTTPError, ValueError):
-                    self.unreachable += 1
+                except (httpx.HTTPError, ValueError) as error:
+                    self.missed.append(repr(error))
                 await asyncio.sleep(self._period)
 
     async def _look(self, client: httpx.AsyncClient) -> None:
         metrics = await client.get("/metrics", timeout=5)
         ready = await client.get("/ready", timeout=5)
         if metrics.status_code != 200:
-            self.unreachable += 1
+            self.missed.append(f"/metrics answers {metrics.status_code}")
             return
         self.samples += 1
         figures = scrape(metrics.text)
