@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 
 from tests.chaos.invariants import Invariants, alive
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
+from tests.chaos.strike import Strike
 from tests.cluster.harness import App, deploy, eventually, free_port, kill, replica_processes
 
 STREAMS = 12
@@ -44,17 +45,10 @@ def start() -> tuple[Cluster, App]:
 
 async def check_disturbed(app: App, oracle: list[Stream], action: Callable[[], None]) -> None:
     """Run the streams with `action` in their middle: all must be whole and as undisturbed."""
-    seen = 0
-
-    def heard(_: Stream) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == 20 * STREAMS:
-            action()
-
+    strike = Strike(20 * STREAMS, action)
     async with client_of(app.url) as client:
-        check_exact(await read_all(client, [stream.asked for stream in oracle], heard), oracle)
-    assert seen >= 20 * STREAMS, "the streams ended before anything happened"
+        check_exact(await read_all(client, [stream.asked for stream in oracle], strike), oracle)
+    assert strike.at, "the streams ended before anything happened"
 
 
 async def lose_a_raylet(cluster: Cluster, app: App, oracle: list[Stream]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 
@@ -10,10 +11,12 @@ import psutil
 import pytest
 from ray import serve
 
+from tests.chaos.strike import Strike
 from tests.chaos.test_kills import stream_all
-from tests.cluster.harness import App, deploy, eventually, kill, router_processes
+from tests.cluster.harness import App, deploy, eventually, gone, kill, router_processes
 
 NAME = "hangs"
+CHUNKS = 200  # over all streams, before a process is stopped
 DRAIN = 30.0  # seconds that Serve would wait for a lease which nobody gives back
 
 
@@ -39,19 +42,13 @@ def pids(app: App) -> list[int]:
     return replicas[0]["pids"] if replicas else []
 
 
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 async def test_a_stopped_rank_ends_its_group_and_every_stream_goes_on(lone_app: App) -> None:
     undisturbed = await stream_all(lone_app)
     driver, worker = pids(lone_app)
 
-    def stop_worker(seen: int) -> None:
-        if seen == 200:
-            psutil.Process(worker).send_signal(signal.SIGSTOP)
-
-    assert await stream_all(lone_app, stop_worker) == undisturbed
+    stop = Strike(CHUNKS, lambda: os.kill(worker, signal.SIGSTOP))
+    assert await stream_all(lone_app, stop) == undisturbed
+    assert stop.at, "the streams ended before the process was stopped"
     assert gone(driver)
     assert gone(worker)
     lone_app.wait_whole()
@@ -60,16 +57,15 @@ async def test_a_stopped_rank_ends_its_group_and_every_stream_goes_on(lone_app: 
 async def test_a_rank_that_stops_for_a_second_is_not_replaced(lone_app: App) -> None:
     undisturbed = await stream_all(lone_app)
     ranks = pids(lone_app)
-    paused: list[psutil.Process] = []
+    worker = psutil.Process(ranks[1])
 
-    def pause_worker(seen: int) -> None:
-        if seen >= 200 and not paused:
-            paused.append(psutil.Process(ranks[1]))
-            paused[0].suspend()
-            asyncio.get_running_loop().call_later(1.0, paused[0].resume)
+    def pause() -> None:
+        worker.suspend()
+        asyncio.get_running_loop().call_later(1.0, worker.resume)
 
-    assert await stream_all(lone_app, pause_worker) == undisturbed
-    assert paused, "the streams ended before the process was stopped"
+    strike = Strike(CHUNKS, pause)
+    assert await stream_all(lone_app, strike) == undisturbed
+    assert strike.at, "the streams ended before the process was stopped"
     assert pids(lone_app) == ranks, "a pause was taken for a death"
 
 
@@ -77,16 +73,9 @@ async def test_a_stopped_driver_is_replaced_in_time_for_its_streams(lone_app: Ap
     """Nobody in the process is left to notice: its router leaves it, and Serve puts another in its place."""
     undisturbed = await stream_all(lone_app)
     ranks = pids(lone_app)
-    stopped = False
-
-    def stop_driver(seen: int) -> None:
-        nonlocal stopped
-        if seen >= 200 and not stopped:
-            stopped = True
-            psutil.Process(ranks[0]).send_signal(signal.SIGSTOP)
-
-    assert await stream_all(lone_app, stop_driver) == undisturbed
-    assert stopped, "the streams ended before the process was stopped"
+    stop = Strike(CHUNKS, lambda: os.kill(ranks[0], signal.SIGSTOP))
+    assert await stream_all(lone_app, stop) == undisturbed
+    assert stop.at, "the streams ended before the process was stopped"
     eventually(lambda: all(gone(pid) for pid in ranks), "the stopped process has been killed", timeout=DRAIN - 10)
     lone_app.wait_whole()
 

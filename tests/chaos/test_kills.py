@@ -11,7 +11,8 @@ import openai
 import psutil
 import pytest
 
-from tests.cluster.harness import App, eventually, kill, replica_processes, worker_processes
+from tests.chaos.strike import Strike
+from tests.cluster.harness import App, eventually, gone, kill, replica_processes, worker_processes
 
 STREAMS = 16
 TOKENS = 120
@@ -43,19 +44,16 @@ def structured(index: int) -> dict:
 
 
 async def stream_all(
-    app: App, on_tokens: Callable[[int], None] = lambda _: None, asked: Callable[[int], dict] = arguments
+    app: App, on_chunk: Callable[[], None] = lambda: None, asked: Callable[[int], dict] = arguments
 ) -> list[tuple[str, str | None]]:
-    """Run all streams at once; `on_tokens` hears how many chunks have come in all."""
-    seen = 0
+    """Run all streams at once; `on_chunk` hears of each chunk of all of them."""
 
     async def one(client: openai.AsyncOpenAI, index: int) -> tuple[str, str | None]:
-        nonlocal seen
         text, reason = "", None
         async for chunk in await client.completions.create(stream=True, **asked(index)):
             text += chunk.choices[0].text
             reason = chunk.choices[0].finish_reason or reason
-            seen += 1
-            on_tokens(seen)
+            on_chunk()
         return text, reason
 
     async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
@@ -76,18 +74,12 @@ async def test_every_stream_survives_a_kill_token_exact(
             jsonschema.validate(json.loads(text), SCHEMA)
     assert {reason for _, reason in undisturbed} == {"stop" if asked is structured else "length"}
     before = demo_app.metric("squadron_migrations_total")
-    killed: list[int] = []
-
-    def kill_one(seen: int) -> None:
-        if seen >= STREAMS * 20 and not killed:
-            victim = victims()[0]
-            killed.append(victim.pid)
-            kill(victim)
-
-    disturbed = await stream_all(demo_app, kill_one, asked)
-    assert killed, "the streams ended before the kill"
+    victim = victims()[0]
+    strike = Strike(20 * STREAMS, lambda: kill(victim))
+    disturbed = await stream_all(demo_app, strike, asked)
+    assert strike.at, "the streams ended before the kill"
     assert disturbed == undisturbed
     assert demo_app.metric("squadron_migrations_total") > before, "no stream had to move: the kill missed them"
     demo_app.wait_whole()
     eventually(lambda: demo_app.metric("squadron_kv_cache_usage_perc") == 0, "all blocks are free")
-    assert not [pid for pid in killed if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert gone(victim.pid)

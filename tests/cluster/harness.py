@@ -154,6 +154,14 @@ def proxy_processes() -> list[psutil.Process]:
     return processes("ray::ProxyActor")
 
 
+def gone(pid: int) -> bool:
+    """Whether the process has ended; a zombie has."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def kill(process: psutil.Process) -> None:
     """SIGKILL, without mercy or notice."""
     os.kill(process.pid, signal.SIGKILL)

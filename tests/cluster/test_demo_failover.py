@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tests.cluster.command import LEAK_SECONDS, START_SECONDS, Command
 from tests.cluster.harness import eventually
-from tests.cluster.test_serve_command import LEAK_SECONDS, START_SECONDS, Command
 
 
 def test_it_kills_a_replica_and_no_stream_notices(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from tests.chaos.strike import Strike
 from tests.cluster.harness import App, deploy, eventually, free_port, kill, processes, router_processes
 from tests.grpc_client import Told, gathered, refusal_of
 
@@ -122,34 +123,22 @@ async def test_a_stream_that_ends_early_frees_its_blocks(app: tuple[App, int], s
 
 def streams(stub: InferenceStub, on_response: Callable[[int], None] = lambda _: None) -> asyncio.Future[list[Told]]:
     """Half greedy, half seeded, all at once."""
-    seen = 0
-
-    def one_more(_: int) -> None:
-        nonlocal seen
-        seen += 1
-        on_response(seen)
 
     def request(index: int) -> pb.GenerateRequest:
         sampling = {"temperature": 0.0} if index % 2 == 0 else {"temperature": 0.8, "seed": index}
         prompt = f"def function_{index}(self, value):\n    " + "x = value + 1\n    " * (index % 4)
         return generate(prompt, max_tokens=TOKENS, ignore_eos=True, **sampling)
 
-    return asyncio.gather(*[gathered(stub.Generate(request(i)), one_more) for i in range(STREAMS)])
+    return asyncio.gather(*[gathered(stub.Generate(request(i)), on_response) for i in range(STREAMS)])
 
 
 async def test_streams_survive_the_kill_of_a_replica_token_exact(app: tuple[App, int], stub: InferenceStub) -> None:
     undisturbed = await streams(stub)
-    killed: list[int] = []
-
-    def kill_one(seen: int) -> None:
-        if seen >= STREAMS * 10 and not killed:
-            victim = processes(f"ray::ServeReplica:{NAME}:Replica")[0]
-            killed.append(victim.pid)
-            kill(victim)
-
+    victim = processes(f"ray::ServeReplica:{NAME}:Replica")[0]
+    strike = Strike(10 * STREAMS, lambda: kill(victim))
     before = app[0].metric("squadron_migrations_total")
-    disturbed = await streams(stub, kill_one)
-    assert killed, "the streams ended before the kill"
+    disturbed = await streams(stub, strike)
+    assert strike.at, "the streams ended before the kill"
     assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
     assert [one.text for one in disturbed] == [one.text for one in undisturbed]
     assert all(one.reasons == {0: pb.FINISH_REASON_LENGTH} for one in disturbed)
