@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all
+from tests.cluster.command import Command, url_of
 from tests.cluster.harness import eventually
-from tests.cluster.test_serve_command import Command, url_of
 
 STREAMS = 8
 ORPHAN_SECONDS = 20.0

@@ -15,7 +15,8 @@ import pytest
 
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import ERROR, Stream, check_exact, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import App, eventually, kill, processes, replica_processes, worker_processes
+from tests.chaos.strike import Strike
+from tests.cluster.harness import App, eventually, gone, kill, processes, replica_processes, worker_processes
 
 STREAMS = 16
 pytestmark = pytest.mark.timeout(300)  # replicas are started anew, on a machine that others may use as well
@@ -30,19 +31,6 @@ def requests(tokens: int = TOKENS) -> list[dict[str, Any]]:
 def long_prompts(salt: str) -> list[dict[str, Any]]:
     """Requests whose prompts take many steps to compute. A new salt keeps them out of every prefix cache."""
     return [{**one, "prompt": f"# {i}\n{LONG}", "cache_salt": salt} for i, one in enumerate(requests(40))]
-
-
-def at_chunk(number: int, action: Callable[[], None]) -> Callable[[Stream], None]:
-    """Return a listener that calls `action` when that many chunks have come over all streams."""
-    seen = 0
-
-    def heard(_: Stream) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == number:
-            action()
-
-    return heard
 
 
 async def sooner_or_later(check: Callable[[], Any], what: str) -> Any:
@@ -75,7 +63,7 @@ async def test_the_death_of_all_replicas_is_told_within_a_second_and_running_str
             for process in replica_processes():
                 kill(process)
 
-        running = asyncio.create_task(read_all(client, requests(), at_chunk(20 * STREAMS, kill_all)))
+        running = asyncio.create_task(read_all(client, requests(), Strike(20 * STREAMS, kill_all)))
         await sooner_or_later(lambda: not demo_app.ready()["ready"], "nobody is ready")
         began = time.monotonic()
         refused = await read_stream(client, greedy_or_seeded(0))
@@ -94,12 +82,29 @@ async def test_without_serves_controller_requests_are_served_and_the_next_one_ta
     async with client_of(demo_app.url) as client, Invariants(demo_app.url):
         oracle = await read_all(client, requests())
         (controller,) = processes("ray::ServeController")
-        running = asyncio.create_task(read_all(client, requests(), at_chunk(20 * STREAMS, lambda: kill(controller))))
+        strike = Strike(20 * STREAMS, lambda: kill(controller))
+        running = asyncio.create_task(read_all(client, requests(), strike))
+        await sooner_or_later(lambda: strike.at and gone(controller.pid), "the end of the controller")
+        meanwhile = await ask_while_there_is_no(client, "ray::ServeController")
         check_exact(await running, oracle)
-        await sooner_or_later(lambda: processes("ray::ServeController"), "another controller")
-        # It knows what it has to look after: a replica that is killed now comes back.
+        check_exact(meanwhile, [await read_stream(client, meanwhile[0].asked)] * len(meanwhile))
+        # The next one knows what it has to look after: a replica that is killed now comes back.
+        (successor,) = await sooner_or_later(lambda: processes("ray::ServeController"), "another controller")
+        assert successor.pid != controller.pid
         victim = replica_processes()[0]
-        disturbed = asyncio.create_task(read_all(client, requests(), at_chunk(20 * STREAMS, lambda: kill(victim))))
-        check_exact(await disturbed, oracle)
+        strike = Strike(20 * STREAMS, lambda: kill(victim))
+        check_exact(await read_all(client, requests(), strike), oracle)
+        assert gone(victim.pid)
         await asyncio.to_thread(demo_app.wait_whole, 150)
     assert httpx.get(f"{demo_app.url}/ready", timeout=10).status_code == 200
+
+
+async def ask_while_there_is_no(client: httpx.AsyncClient, title: str) -> list[Stream]:
+    """Ask one thing after the other; return what was asked and answered before a process of that title was there."""
+    answered: list[Stream] = []
+    while True:
+        stream = await read_stream(client, greedy_or_seeded(0, 4))
+        if processes(title):
+            assert answered, "the next one was there too soon: nothing was answered meanwhile"
+            return answered
+        answered.append(stream)
