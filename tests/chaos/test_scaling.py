@@ -1,0 +1,70 @@
+"""A number of replicas that changes under load, told as `serve deploy` tells it (FAULTS, 39)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from tests.chaos.traffic import Traffic
+from tests.cluster.harness import App, eventually, gone, processes, router_processes
+
+NAME = "scaling"
+STREAMS = 6
+ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_timeout": 30}
+
+
+def apply_config(replicas: int) -> None:
+    """Hand Serve the content of a config file, as the dashboard does for `serve deploy`; there is none here."""
+    application = {
+        "name": NAME,
+        "route_prefix": f"/{NAME}",
+        "import_path": "cluster.app:build",
+        "args": ARGS,
+        "deployments": [{"name": "Replica", "num_replicas": replicas}],
+    }
+    _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
+
+
+@pytest.fixture(scope="module")
+def app(serve_port: int) -> Iterator[App]:
+    app = App(serve_port, 2, f"/{NAME}")
+    apply_config(2)
+    eventually(lambda: serve.status().applications[NAME].status == "RUNNING", "the app runs", 90)
+    app.wait_whole()
+    yield app
+    serve.delete(NAME)
+
+
+async def scale(app: App, replicas: int) -> None:
+    """Ask for that many copies and wait until they serve, and the processes of no others are there."""
+    await asyncio.to_thread(apply_config, replicas)
+    app.replicas = replicas
+    await asyncio.to_thread(app.wait_whole)
+    await asyncio.to_thread(eventually, lambda: len(copies()) == replicas, f"{replicas} processes")
+
+
+def copies() -> set[int]:
+    return {process.pid for process in processes(f"ray::ServeReplica:{NAME}:Replica")}
+
+
+async def test_copies_stop_and_start_without_a_restart_of_the_others_or_a_lost_stream(app: App) -> None:
+    before, routers = copies(), [router.pid for router in router_processes(NAME)]
+    traffic = Traffic(app, STREAMS, tokens=200)
+    undisturbed = await traffic.references()
+
+    async def down_and_up() -> None:
+        await scale(app, 1)
+        (kept,) = copies()
+        assert kept in before, "the copy that stays was restarted"
+        assert all(gone(pid) for pid in before - {kept})
+        await scale(app, 2)
+        assert kept in copies(), "the copy that was there was restarted"
+
+    await traffic.during(down_and_up)
+    traffic.check(undisturbed, least=2 * STREAMS)
+    assert [router.pid for router in router_processes(NAME)] == routers, "the routers were restarted"
