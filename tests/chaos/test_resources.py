@@ -49,7 +49,7 @@ def mounts_missing() -> str:
 
 
 @pytest.mark.skipif(bool(mounts_missing()), reason=f"no mount namespace: {mounts_missing()}")
-def test_a_full_disk_keeps_no_model_from_being_served(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_no_engine_from_generating(tmp_path: Path) -> None:
     arguments = ("sh", str(tmp_path), str(ROOT), sys.executable, GENERATE)
     commands = ([sys.executable, "-c", GENERATE], [*NAMESPACE, "sh", "-c", ON_A_FULL_DISK, *arguments])
     runs = [
