@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray import serve
@@ -17,7 +18,7 @@ from cluster.app_config import parse_app
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
-from cluster.life.copy_version import replica_version, router_version
+from cluster.life.deployed_app import BuiltOf
 from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
@@ -26,6 +27,7 @@ from cluster.replica import Replica
 from cluster.router import Router
 from engine.fingerprint import model_fingerprint
 
+ROUTER = "Router"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
 # Seconds without an answer that count as one failed check; Serve replaces a replica after three in a row. What takes
@@ -43,21 +45,31 @@ def build(args: dict[str, Any]) -> Application:
 
     Raises `ConfigError` naming the setting, or `CheckpointError` naming the file: what is served before goes on then.
     """
+    return build_version(args, {})
+
+
+def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Application:
+    """Return the app for `args` with these versions of its deployments, by name; a new one where none is given.
+
+    `serve.run` leaves copies alone whose version is the one that it deploys. An app from a config file has the
+    version that Serve makes of the file instead. Raises as `build`.
+    """
     app = parse_app(args)
     names = deployment_names(app)
     # The name travels, not the folder: each node finds its own copy.
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
-    weights = [_fingerprint(resolve_model(config.model)) for config in app.models]
+    for config in app.models:
+        _refuse_damaged(resolve_model(config.model))
+    versions = {name: uuid4().hex[:8] for name in (*names, ROUTER)} | dict(versions)
     placement = plan_app(app, uses_gpu)
     surge = _surge(app.shared, placement)
     replicas = []
-    for config, name, own, weight, placed in zip(app.models, names, settings, weights, placement.models, strict=True):
+    for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
         title = config.model_id if app.listed else ""
-        copies = own | {"api_key": None}
-        deployment = _replica(config, name, placed.bundles, surge(config.most_replicas))
-        replicas.append(_versioned(deployment, replica_version(copies, weight)).bind(copies, title))
-    router, again = _router(app.shared, surge(app.shared.routers)), app.settings()
-    return _versioned(router, router_version(again, " ".join(weights))).bind(settings, replicas, again)
+        deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
+        replicas.append(deployment.bind(own | {"api_key": None}, title))
+    router = _versioned(_router(app.shared, surge(app.shared.routers)), versions)
+    return router.bind(settings, replicas, BuiltOf(app.settings(), versions))
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -67,20 +79,19 @@ def uses_gpu(config: ClusterConfig) -> bool:
     return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
 
 
-def _fingerprint(model: str) -> str:
-    """Return a folder's fingerprint, "" for a hub id, whose files are left to the replicas.
-
-    Raises `CheckpointError` for a damaged one, before anything that serves is stopped for it.
-    """
-    return model_fingerprint(model, "") if Path(model).is_dir() else ""
+def _refuse_damaged(model: str) -> None:
+    """Look at a folder's files before anything that serves is stopped for them. A hub id is left to the replicas."""
+    if Path(model).is_dir():
+        model_fingerprint(model, "")
 
 
-def _versioned(deployment: serve.Deployment, version: str) -> serve.Deployment:
-    """Say which version a deployment is: without one, every `serve.run` restarts every copy.
-
-    A config file's apps have a version that Serve makes of the file, which takes the place of this one.
-    """
-    return deployment.options(_internal=True, version=version)
+def _versioned(deployment: serve.Deployment, versions: Mapping[str, str]) -> serve.Deployment:
+    """Say which version a deployment is. The argument is not public: where Serve has it no more, a rollback restarts
+    the copies that are left as well."""
+    try:
+        return deployment.options(_internal=True, version=versions[deployment.name])
+    except (TypeError, ValueError):
+        return deployment
 
 
 def _surge(config: ClusterConfig, placement: AppPlacement) -> Callable[[int], int]:
@@ -121,7 +132,7 @@ def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float
 def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
     return serve.deployment(
         Router,
-        name="Router",
+        name=ROUTER,
         num_replicas=config.routers,
         ray_actor_options={"num_cpus": ROUTER_CPUS},
         max_ongoing_requests=UNLIMITED_REQUESTS,

@@ -140,7 +140,7 @@ class ReplicaDirectory:
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Take note of Serve's set of replicas."""
-        self._leaving |= self._members - ids
+        self._leaving = (self._leaving | self._members) - ids
         self._members = ids
         self._watch.known -= self._foreign - ids
         self._foreign &= ids

@@ -20,7 +20,7 @@ from cluster.ingress.serve_mode import check_ingress
 from cluster.life.app_body import app_body
 from cluster.life.app_memory import AppMemory
 from cluster.life.app_watch import AppWatch, look
-from cluster.life.deployed_app import DeployedApp
+from cluster.life.deployed_app import BuiltOf, DeployedApp
 from cluster.life.other_routers import OtherRouters
 from cluster.life.rollback import Rollback
 from cluster.life.start_gate import StartGate
@@ -43,12 +43,12 @@ from engine.errors import SquadronError
 class Router:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
 
-    settings / replicas: of each model, alike in all settings that concern the app. args: what `cluster.app.build`
-    made the app of.
+    settings / replicas: of each model, alike in all settings that concern the app. built_of: what `cluster.app` made
+    the app of.
     """
 
     def __init__(
-        self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]], args: dict[str, Any]
+        self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]], built_of: BuiltOf
     ) -> None:
         log_to_serve()
         watch_parent()
@@ -63,10 +63,9 @@ class Router:
         self._router_id = uuid4().hex
         context = serve.get_replica_context()
         self._others = OtherRouters(context.app_name, context.deployment)
-        deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, args)
+        deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
         self._rollback = Rollback(deployed, AppMemory(context.app_name))
-        undo = self._rollback.look if self._config.update_failure_action == "rollback" else None
-        self._watch = AppWatch(partial(look, context.app_name), undo)
+        self._watch = AppWatch(partial(look, context.app_name), self._rollback.look)
         self._watch.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -24,7 +24,7 @@ class Deadlines:
         self._most = FEW
 
     def __len__(self) -> int:
-        """Return the number of entries: the live ones, at most as many dead ones, and a few."""
+        """Return the number of entries: at most twice those that lived when the dead were dropped last, and a few."""
         return len(self._heap)
 
     def watch(self, request: Request) -> None:

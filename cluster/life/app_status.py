@@ -13,15 +13,24 @@ from cluster.start_error import find_start_failure
 FAILED = "DEPLOY_FAILED"
 RUNNING = "RUNNING"
 DELETING = "DELETING"
+# Serve calls an update failed as soon as a copy of the new version dies, and goes on with it: then the trigger is
+# this, and the message lacks the words with which it gives an update up.
+# Source: ray/serve/_private/deployment_state.py.
+COPY_LOST = "HEALTH_CHECK_FAILED"
+GIVEN_UP = "The update is stopped"
 
 
 @dataclass(frozen=True, slots=True)
 class DeploymentState:
-    """One deployment. `counts`: copies by Serve's state (STARTING, RUNNING, STOPPING, ...). `reason`: one line."""
+    """One deployment. `counts`: copies by Serve's state (STARTING, RUNNING, STOPPING, ...). `reason`: one line.
+
+    goes_on: whether Serve goes on with an update whose status is that it failed.
+    """
 
     status: str
     counts: dict[str, int] = field(default_factory=dict)
     reason: str = ""
+    goes_on: bool = False
 
     @property
     def running(self) -> int:
@@ -36,7 +45,7 @@ class DeploymentState:
     @property
     def update_failed(self) -> bool:
         """Whether Serve gave up starting the version that was deployed last."""
-        return self.status == FAILED
+        return self.status == FAILED and not self.goes_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,12 @@ class AppState:
     deployments: dict[str, DeploymentState] = field(default_factory=dict)
     reason: str = ""
     deployed_at: float = 0.0
+
+    @property
+    def update_failed(self) -> bool:
+        """Whether Serve gave up the version that was deployed last, or could not even build it."""
+        failed = [one for one in self.deployments.values() if one.status == FAILED]
+        return self.status == FAILED and (not failed or any(one.update_failed for one in failed))
 
     @property
     def failure(self) -> str:
@@ -74,7 +89,8 @@ def read_overview(overview: ApplicationStatusOverview) -> AppState:
 def _deployment(overview: DeploymentStatusOverview) -> DeploymentState:
     # Serve hands out plain strings where its types say members of an Enum whose members are strings.
     counts = {str.__str__(state): count for state, count in overview.replica_states.items() if count}
-    return DeploymentState(overview.status.value, counts, one_line(overview.message))
+    goes_on = overview.status_trigger.value == COPY_LOST and GIVEN_UP not in overview.message
+    return DeploymentState(overview.status.value, counts, one_line(overview.message), goes_on)
 
 
 def one_line(message: str) -> str:

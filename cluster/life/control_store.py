@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
@@ -28,6 +32,23 @@ def get(key: str | bytes) -> bytes | None:
 def delete(key: str | bytes) -> None:
     """Keep it no longer. Raises one of `FAILURES`."""
     internal_kv._internal_kv_del(key, namespace=NAMESPACE)
+
+
+@contextmanager
+def claim(key: str, seconds: float) -> Iterator[bool]:
+    """Say whether nobody else has claimed `key`, and claim it until the block ends, or for `seconds` if we die in it.
+
+    Two that claim it in the same millisecond may both have it. Raises one of `FAILURES`.
+    """
+    held = get(key)
+    if held is not None and abs(time.time() - float(held)) < seconds:
+        yield False
+        return
+    put(key, str(time.time()).encode())
+    try:
+        yield True
+    finally:
+        delete(key)
 
 
 def keys(prefix: str) -> list[bytes]:

@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from cluster.life.app_status import DELETING, FAILED, RUNNING, AppState
+from cluster.life.app_status import DELETING, RUNNING, AppState
+from engine.errors import SquadronError
 
 logger = logging.getLogger(__name__)
 
 CONFIRMED = 2  # looks in a row that must have shown the failure
-ATTEMPTS = 5
+ATTEMPTS = 5  # that were refused
+ROLLBACK = "rollback"  # the setting `update_failure_action`
 REFRESH = 10.0  # seconds between two signs of life of the app
 STALE = 60.0  # seconds without one after which a version belongs to an app that was deleted
 
@@ -22,12 +24,16 @@ STALE = 60.0  # seconds without one after which a version belongs to an app that
 class GoodVersion(msgspec.Struct, frozen=True):
     """A version with which an app was whole, as it is deployed again.
 
-    config: the app's part of a Serve config file; None = it had none, and is built of `args`.
+    action: what it wants done when an update from it fails. config: the app's part of a Serve config file; None = it
+    had none, and is built of `args` with `versions` of its deployments, in a process with `runtime_env`.
     """
 
     route_prefix: str | None
-    config: dict[str, Any] | None
-    args: dict[str, Any]
+    action: str = ROLLBACK
+    config: dict[str, Any] | None = None
+    args: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    runtime_env: dict[str, Any] = {}
 
     def as_kept(self) -> GoodVersion:
         """Return it as it is read back: tuples are lists then."""
@@ -84,6 +90,7 @@ class Rollback:
         self._before = ("", 0.0)
         self._refreshed = -REFRESH
         self._failed_looks = 0
+        self._refused = 0
 
     def look(self, state: AppState) -> None:
         """Take notice of what Serve says now, and act on it. Blocks for as long as Serve does not answer."""
@@ -94,12 +101,13 @@ class Rollback:
         if state.status == RUNNING and now != self._before:
             self._is_whole()
         self._refresh()
-        if state.status == FAILED:
-            self._failed_looks = self._failed_looks + 1 if now == self._before else 1
+        self._failed_looks = self._failed_looks + 1 if state.update_failed else 0
+        if self._failed_looks >= CONFIRMED:
             self._has_failed(state)
         self._before = now
 
     def _is_whole(self) -> None:
+        self._refused = 0
         version = self._deployed.version()
         self._belongs = version is not None
         if version is None:
@@ -121,14 +129,23 @@ class Rollback:
         return abs(self._clock() - self._memory.seen) < STALE
 
     def _has_failed(self, state: AppState) -> None:
-        if not CONFIRMED <= self._failed_looks < CONFIRMED + ATTEMPTS:
-            return
         good, undone = self._memory.good, self._memory.undone
-        if good is None or not self._is_fresh() or (undone is not None and not undone.whole):
+        if good is None or good.action != ROLLBACK or not self._is_fresh():
             return
-        if self._deployed.restore(good):
+        if self._refused >= ATTEMPTS or (undone is not None and not undone.whole):
+            return
+        if self._restored(good):
             logger.error("the update failed and is rolled back: %s", state.failure)
             self._memory.undone = Undone(state.failure, self._clock())
+        else:
+            self._refused += 1
+
+    def _restored(self, good: GoodVersion) -> bool:
+        try:
+            return self._deployed.restore(good)
+        except SquadronError as error:
+            logger.error("the update failed, and the version before it cannot be built again: %s", error)
+            return False
 
 
 def _told(undone: Undone) -> str:

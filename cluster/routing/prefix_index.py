@@ -10,7 +10,7 @@ from cluster.routing.candidate import Overlap
 
 STRIDE = 8  # blocks between two looks into the index while nothing changes
 MAX_DEAD = 64  # lives of replicas whose entries may lie about before they are swept out
-SWEPT_AT_ONCE = 2048  # keys: nobody is to wait for a sweep through a full index
+SWEPT_AT_ONCE = 2048  # keys: nobody is to wait for a sweep through a full index, only for a list of its keys
 # One in so many blocks is forgotten at a time: a search for the oldest reads past all that were deleted before it.
 FORGOTTEN_AT_ONCE = 256
 

@@ -14,6 +14,7 @@ from ray import serve
 from safetensors.torch import load_file, save_file
 
 from cluster.app import build
+from cluster.life.app_memory import AppMemory
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
 from tests.chaos.traffic import Traffic
@@ -84,14 +85,19 @@ async def test_an_update_with_a_kill_in_its_middle_costs_no_stream_on_either_rou
 
     async def change() -> None:
         update = asyncio.create_task(redeploy(app, routers=2, max_num_seqs=24))
-        await asyncio.to_thread(eventually, lambda: len(replicas()) > 2, "a replica of the new version", 90)
-        kill(replicas()[0])
+        await asyncio.to_thread(
+            eventually, lambda: len(app.ready()["replicas"]) > 2, "a replica of the new version serves", 90
+        )
+        kill(replicas()[-1])
         await update
 
     await traffic.during(change)
     traffic.check(undisturbed, least=2 * STREAMS)
-    assert status() == "RUNNING"
+    eventually(lambda: status() == "RUNNING", "the update is through", 60)
     app.wait_whole()
+    good = eventually(lambda: AppMemory(NAME).good, "a router has seen the app whole")
+    assert good.args["max_num_seqs"] == 24, "the update was taken back: Serve calls it failed while a copy is missing"
+    assert "notice" not in app.ready()
 
 
 def replicas() -> list:

@@ -9,12 +9,11 @@ import pytest
 
 from cluster.app_config import parse_app
 from cluster.life.app_status import AppState, DeploymentState
-from cluster.life.copy_version import replica_version, router_version
 from cluster.life.rollback import ATTEMPTS, STALE, GoodVersion, Rollback, Undone
 from engine.errors import CheckpointError
 
-OLD = GoodVersion("/", {"name": "squadron", "args": {"model": "demo"}}, {"served_model_name": ["a", "b"]})
-NEW = GoodVersion("/", None, {"model": "other"})
+OLD = GoodVersion("/", args={"served_model_name": ["a", "b"]}, versions={"Router": "1"})
+NEW = GoodVersion("/", config={"name": "squadron", "args": {"model": "other"}})
 RUNNING = AppState("RUNNING", deployed_at=1.0)
 DEPLOYING = AppState("DEPLOYING", deployed_at=2.0)
 BAD = AppState("DEPLOY_FAILED", {"Replica": DeploymentState("DEPLOY_FAILED", reason="no weights")}, deployed_at=2.0)
@@ -170,17 +169,36 @@ def test_a_version_that_cannot_be_built_any_more_is_not_tried_for_ever() -> None
     assert serve.asked == ATTEMPTS
 
 
-@pytest.mark.parametrize("name", ["replicas", "max_replicas", "routers", "max_surge_percent"])
-def test_numbers_restart_no_replica(name: str) -> None:
-    settings = {"model": "demo", "max_num_seqs": 8, name: 1}
-    assert replica_version(settings, "w") == replica_version(settings | {name: 2}, "w")
-    assert router_version(settings, "w") != router_version(settings | {name: 2}, "w")
+def test_a_controller_that_is_away_for_long_does_not_end_the_rollback() -> None:
+    serve = Serve(fails=ConnectionError("the controller is being restarted"))
+    router = serve.router(RUNNING)
+    for _ in range(3 * ATTEMPTS):
+        with suppress(ConnectionError):
+            serve.show(router, BAD)
+    serve.fails = None
+    serve.show(router, BAD)
+    assert serve.restored == [OLD]
 
 
-def test_other_settings_and_other_weights_do() -> None:
-    settings = {"model": "demo", "max_num_seqs": 8}
-    assert replica_version(settings, "w") != replica_version(settings | {"max_num_seqs": 9}, "w")
-    assert replica_version(settings, "w") != replica_version(settings, "other")
+def test_an_update_that_serve_goes_on_with_is_left_to_it() -> None:
+    serve = Serve()
+    lost = DeploymentState("DEPLOY_FAILED", reason="A replica's health check failed.", goes_on=True)
+    serve.router(RUNNING, *[AppState("DEPLOY_FAILED", {"Replica": lost}, deployed_at=2.0)] * 5)
+    assert not serve.asked
+
+
+def test_an_app_that_could_not_be_built_is_undone() -> None:
+    serve = Serve()
+    router = serve.router(RUNNING, *[AppState("DEPLOY_FAILED", reason="max_num_seqs is bad", deployed_at=2.0)] * 2)
+    assert serve.restored == [OLD]
+    serve.show(router, AGAIN)
+    assert "max_num_seqs is bad" in router.notice
+
+
+def test_a_version_that_wants_no_rollback_gets_none() -> None:
+    serve = Serve(current=GoodVersion("/", action="pause"))
+    serve.router(RUNNING, BAD, BAD, BAD)
+    assert not serve.asked
 
 
 @pytest.mark.parametrize(
@@ -192,6 +210,6 @@ def test_other_settings_and_other_weights_do() -> None:
 )
 def test_what_is_remembered_of_a_version_builds_it_again(args: dict) -> None:
     app = parse_app(args)
-    kept = GoodVersion("/", None, app.settings()).as_kept()
+    kept = GoodVersion("/", args=app.settings()).as_kept()
     assert kept.as_kept() == kept
     assert parse_app(kept.args) == app

@@ -13,7 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 
 import deploy
 from cluster import app as app_module
-from cluster.app import build
+from cluster.app import build, build_version
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
 from cluster.models.deployments import deployment_names
@@ -224,7 +224,7 @@ def test_the_app_has_one_router_and_a_deployment_for_each_model():
     app = build({"models": TWO, "cpus_per_worker": 0.5})
     router = app._bound_deployment
     assert router.name == "Router"
-    settings, replicas, again = router.init_args
+    settings, replicas, built_of = router.init_args
     assert [one["served_model_name"] for one in settings] == [("demo",), ("other",)]
     deployments = [one._bound_deployment for one in replicas]
     assert [(one.name, one.num_replicas) for one in deployments] == [("Replica-demo", 1), ("Replica-other", 3)]
@@ -232,8 +232,10 @@ def test_the_app_has_one_router_and_a_deployment_for_each_model():
     bundles = [one._replica_config.placement_group_bundles for one in deployments]
     assert bundles == [[{"CPU": 0.5}], [{"CPU": 0.5}, {"CPU": 0.5}]]
     versions = [one.version for one in (*deployments, router)]
-    assert [one.version for one in apart(build(again))] == versions, "what a rollback deploys is the same version"
+    rolled_back = build_version(built_of.args, built_of.versions)
+    assert [one.version for one in apart(rolled_back)] == versions, "what a rollback deploys is the same version"
     assert len(set(versions)) == 3
+    assert not {one.version for one in apart(build(built_of.args))} & set(versions), "a user's deploy restarts all"
 
 
 @pytest.mark.parametrize(("free", "surges"), [(1.25, [100, 33, 100]), (1.0, [0, 0, 0])])

@@ -1,0 +1,196 @@
+"""What a router reads of its app from Serve's controller, and what it deploys again; Serve's client is a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve import Application
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+)
+
+from cluster.life import control_store, deployed_app
+from cluster.life.app_status import FAILED, RUNNING, read_overview
+from cluster.life.deployed_app import BuiltOf, DeployedApp
+from cluster.life.rollback import GoodVersion
+
+ARGS = {"model": "demo", "update_failure_action": "rollback"}
+BUILT_OF = BuiltOf(ARGS, {"Router": "r1", "Replica": "m1"})
+ENV = {"working_dir": "gcs://one.zip"}
+
+
+def config(name: str, **args: Any) -> dict[str, Any]:
+    return {"name": name, "route_prefix": f"/{name}", "import_path": "cluster.app:build", "args": args}
+
+
+class Client:
+    """Serve's client: one app of ours, and another from the same config file."""
+
+    def __init__(self, status: str = RUNNING, source: str = "declarative", state: str = "RUNNING") -> None:
+        copy = {"replica_id": "me", "state": state}
+        self.app: dict[str, Any] = {
+            "status": status,
+            "source": source,
+            "route_prefix": "/ours",
+            "deployed_app_config": config("ours", model="demo"),
+            "deployments": {"Router": {"replicas": [copy]}, "Replica": {"replicas": []}},
+        }
+        other = {
+            "source": "declarative",
+            "deployed_app_config": config("other"),
+            "status": RUNNING,
+            "deployments": {},
+        }
+        self.details = {"target_capacity": 50.0, "applications": {"ours": self.app, "other": other}}
+        self.deployed: list[Any] = []
+        self.ran: list[Any] = []
+
+    def get_serve_details(self) -> dict[str, Any]:
+        return self.details
+
+    def deploy_apps(self, schema: Any) -> None:
+        self.deployed.append(schema)
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> DeployedApp:
+    """An app on no Serve yet: `on` puts it on one."""
+
+    @contextmanager
+    def claim(key: str, seconds: float) -> Iterator[bool]:
+        yield True
+
+    monkeypatch.setattr(control_store, "claim", claim)
+    monkeypatch.setattr(deployed_app, "_runtime_env", lambda: dict(ENV))
+    return DeployedApp("ours", "Router", "me", BUILT_OF, builder=f"{__name__}:built")
+
+
+def on(client: Client, monkeypatch: pytest.MonkeyPatch) -> Client:
+    monkeypatch.setattr(deployed_app.serve_context, "_get_global_client", lambda: client)
+    monkeypatch.setattr(serve, "run_many", lambda targets, **_: client.ran.append(targets[0]))
+    return client
+
+
+def built(args: dict[str, Any], versions: dict[str, str]) -> Application:
+    return serve.deployment(lambda: None, name=f"{args['model']} {versions['Router']}").bind()
+
+
+def test_a_version_from_a_file_is_remembered_by_its_file_and_leaves_no_key_behind(ours, monkeypatch) -> None:
+    on(Client(), monkeypatch)
+    version = ours.version()
+    assert version == GoodVersion("/ours", "rollback", config("ours", model="demo"))
+    assert not version.args
+
+
+def test_a_version_from_python_is_remembered_by_what_it_was_built_of(ours, monkeypatch) -> None:
+    on(Client(source="imperative"), monkeypatch)
+    assert ours.version() == GoodVersion("/ours", "rollback", None, ARGS, BUILT_OF.versions, ENV)
+
+
+@pytest.mark.parametrize("client", [Client(state="STOPPING"), Client(status="DEPLOYING"), Client(status=FAILED)])
+def test_only_a_copy_that_serves_a_whole_app_says_what_is_good(ours, monkeypatch, client) -> None:
+    on(client, monkeypatch)
+    assert ours.version() is None
+
+
+def test_a_file_is_applied_again_with_what_it_says_of_other_apps_now(ours, monkeypatch) -> None:
+    client = on(Client(status=FAILED), monkeypatch)
+    assert ours.restore(GoodVersion("/ours", config=config("ours", model="before")))
+    (schema,) = client.deployed
+    assert {app.name: app.args for app in schema.applications} == {"ours": {"model": "before"}, "other": {}}
+    assert schema.target_capacity == 50.0
+
+
+def test_an_app_that_could_not_be_built_names_no_copies_and_is_restored(ours, monkeypatch) -> None:
+    client = on(Client(status=FAILED), monkeypatch)
+    client.app["deployments"] = {}
+    assert ours.restore(GoodVersion("/ours", config=config("ours")))
+
+
+@pytest.mark.parametrize("client", [Client(), Client(status="DEPLOYING"), Client(status=FAILED, state="STOPPING")])
+@pytest.mark.parametrize(
+    "version",
+    [GoodVersion("/", config=config("ours")), GoodVersion("/", "rollback", None, ARGS, BUILT_OF.versions, ENV)],
+)
+def test_what_was_deployed_meanwhile_is_left_alone(ours, monkeypatch, client, version) -> None:
+    on(client, monkeypatch)
+    assert not ours.restore(version)
+    assert not client.deployed
+    assert not client.ran
+
+
+def test_a_version_from_python_is_built_and_run_again(ours, monkeypatch) -> None:
+    client = on(Client(status=FAILED, source="imperative"), monkeypatch)
+    version = GoodVersion("/ours", "rollback", None, ARGS, BUILT_OF.versions, ENV)
+    assert ours.restore(version)
+    (target,) = client.ran
+    assert (target.name, target.route_prefix) == ("ours", "/ours")
+    assert target.target._bound_deployment.name == "demo r1"
+
+
+def test_what_a_user_deploys_while_the_version_is_built_is_left_alone(ours, monkeypatch) -> None:
+    client = on(Client(status=FAILED, source="imperative"), monkeypatch)
+
+    build = built
+
+    def built_while_a_user_deploys(args: dict[str, Any], versions: dict[str, str]) -> Application:
+        client.app["status"] = "DEPLOYING"
+        return build(args, versions)
+
+    monkeypatch.setitem(globals(), "built", built_while_a_user_deploys)
+    assert not ours.restore(GoodVersion("/ours", "rollback", None, ARGS, BUILT_OF.versions, ENV))
+    assert not client.ran
+
+
+def test_a_version_of_another_runtime_env_is_not_run_in_this_one(ours, monkeypatch, caplog) -> None:
+    client = on(Client(status=FAILED, source="imperative"), monkeypatch)
+    assert not ours.restore(GoodVersion("/ours", "rollback", None, ARGS, BUILT_OF.versions, {"pip": ["x"]}))
+    assert not client.ran
+    assert "runtime_env" in caplog.text
+
+
+GIVEN_UP = "failed to start 3 times in a row during a rolling update. The update is stopped and replicas keep running"
+
+
+@pytest.mark.parametrize(
+    ("trigger", "message", "failed"),
+    [
+        ("REPLICA_STARTUP_FAILED", GIVEN_UP, True),
+        ("HEALTH_CHECK_FAILED", "A replica's health check failed.", False),
+        ("HEALTH_CHECK_FAILED", GIVEN_UP, True),
+    ],
+)
+def test_an_update_has_failed_when_serve_gives_it_up_not_when_a_copy_dies_in_it(trigger, message, failed) -> None:
+    why = DeploymentStatusTrigger(trigger)
+    copies = DeploymentStatusOverview(DeploymentStatus.DEPLOY_FAILED, why, {}, message)
+    healthy = DeploymentStatusOverview(
+        DeploymentStatus.HEALTHY, DeploymentStatusTrigger.CONFIG_UPDATE_COMPLETED, {}, ""
+    )
+    app = ApplicationStatusOverview(
+        ApplicationStatus.DEPLOY_FAILED, message, 1.0, {"Replica": copies, "Router": healthy}
+    )
+    assert read_overview(app).update_failed is failed
+
+
+def test_a_claim_is_one_process_s_until_it_ends_or_is_old(monkeypatch) -> None:
+    kept: dict[str, bytes] = {}
+    now = 100.0
+    monkeypatch.setattr(control_store, "get", kept.get)
+    monkeypatch.setattr(control_store, "put", kept.__setitem__)
+    monkeypatch.setattr(control_store, "delete", kept.__delitem__)
+    monkeypatch.setattr(control_store.time, "time", lambda: now)
+    with control_store.claim("/x", 30) as mine, control_store.claim("/x", 30) as theirs:
+        assert (mine, theirs) == (True, False)
+    assert not kept
+    kept["/x"] = b"100.0"  # of one that died
+    now = 131.0
+    with control_store.claim("/x", 30) as mine:
+        assert mine
