@@ -61,7 +61,9 @@ class LeaseRequestRouter(RequestRouter):
             if fresh:
                 return [fresh]
             await self._wait_for_change()
-        return [[]]
+        # The call was given up, perhaps while a replica was being asked. Serve notices when it is given candidates,
+        # and only then: with none it would ask again at once, for ever, and its loop would do nothing else.
+        return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the new set from Serve's controller and pass it on to whoever watches."""
