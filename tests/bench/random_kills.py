@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from typing import Any
 import httpx
 
 from tests.bench.siege import BACK, SAME, Siege
-from tests.chaos.invariants import Invariants
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
 from tests.cluster.harness import App
 
@@ -65,10 +63,7 @@ class RandomKiller:
     async def run(self) -> RandomKills:
         """Kill as often as was asked for and return what the clients saw."""
         asked = [greedy_or_seeded(index, self._tokens) for index in range(DISTINCT)]
-        async with (
-            client_of(self._app.url) as client,
-            Invariants(self._app.url, 1.0, may_miss=math.inf) as invariants,
-        ):
+        async with client_of(self._app.url) as client, self.report.watched(self._app.url, period=1.0):
             oracle = await read_all(client, asked)
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
             readers = [asyncio.create_task(self._read(client, oracle, rng)) for rng in rngs]
@@ -79,7 +74,6 @@ class RandomKiller:
                 )
             self._over = True
             await asyncio.gather(*readers)
-            self.report.samples, self.report.missed = invariants.samples, invariants.missed
         return self.report
 
     async def _read(self, client: httpx.AsyncClient, oracle: Sequence[Stream], rng: Random) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import httpx
 
+from tests.chaos.invariants import Invariants
 from tests.chaos.streams import WHOLE, Stream, client_of
 from tests.cluster.harness import App, kill, replica_processes, worker_processes
 
@@ -52,6 +56,17 @@ class Siege:
         self.moments.append(time.monotonic())
         kill(victim)
         self.back.append(await until_back(app, victim.pid, self.moments[-1]))
+
+    @asynccontextmanager
+    async def watched(self, url: str, period: float = 0.2) -> AsyncIterator[None]:
+        """Look at the invariants while the block runs; what they say counts as faults and ends no run."""
+        invariants = Invariants(url, period, may_miss=math.inf)
+        try:
+            async with invariants:
+                yield
+        except AssertionError as broken:
+            self.faults.append(str(broken))
+        self.samples, self.missed = invariants.samples, invariants.missed
 
     def common_figures(self) -> dict[str, Any]:
         """Return those of every random run, for a table or a file."""

@@ -70,7 +70,7 @@ class Invariants:
         self._task: asyncio.Task[None] | None = None
         self._never_seen = set(WATCHED)
         self._ranks: set[int] = set()  # processes of the replicas that /ready named last
-        self._ever: set[int] = set()  # and of all that it ever named
+        self._ever: dict[int, float] = {}  # and of all that it ever named, with the times at which they were created
 
     async def __aenter__(self) -> Invariants:
         self._segments = segments()
@@ -121,11 +121,16 @@ class Invariants:
         self.violations += broken_sums(figures)
         body: dict[str, Any] = ready.json()
         self._ranks = {pid for replica in body.get("replicas", ()) for pid in replica["pids"]}
-        self._ever |= self._ranks
+        self._remember(self._ranks - self._ever.keys())
         if body.get("ready") is not (ready.status_code == 200):
             self.violations.append(f"/ready answers {ready.status_code} with {body}")
         if body.get("ready") and not body["replicas"]:
             self.violations.append("ready without a replica")
+
+    def _remember(self, pids: set[int]) -> None:
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                self._ever[pid] = psutil.Process(pid).create_time()
 
     async def _left_over(self) -> list[str]:
         left = [f"shared memory {name}" for name in segments() - self._segments]
@@ -139,7 +144,13 @@ class Invariants:
                 )
             except httpx.HTTPError as error:
                 left.append(f"no metrics: {error!r}")
-        return left + alive(self._ever - self._ranks)
+        return left + alive(pid for pid in self._ever if pid not in self._ranks and self._is_same(pid))
+
+    def _is_same(self, pid: int) -> bool:
+        """Whether the process still is the one that was named: numbers are given again."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(pid).create_time() == self._ever[pid]
+        return False
 
 
 def broken_sums(metrics: dict[str, dict[tuple[tuple[str, str], ...], float]]) -> list[str]:
