@@ -141,8 +141,7 @@ async def test_an_update_to_another_model_mixes_no_answer(app: App, other_model:
     app.wait_whole()
     after = await traffic.references()
     assert before != after
-    # The old router may have lost its last replica before the new one is there (docs/cluster.md).
-    traffic.check(before, after, least=STREAMS, may_refuse=True)
+    traffic.check(before, after, least=STREAMS)
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused_before_anything_is_stopped(tmp_path: Path) -> None:
