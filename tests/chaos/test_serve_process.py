@@ -7,50 +7,57 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
-from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all
+from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all, read_stream
+from tests.chaos.strike import Strike
 from tests.cluster.command import Command, url_of
-from tests.cluster.harness import eventually
+from tests.cluster.harness import eventually, gone
 
-STREAMS = 8
+STREAMS = 4
+TOKENS = 1200  # so that they run for longer than it takes to close the door
+REFUSED_SECONDS = 5.0
 ORPHAN_SECONDS = 20.0
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Command]:
-    """The demo model on a port of its own choosing, in a process group of its own."""
-    command = Command(
-        *("serve", "demo", "--port", "0", "--device", "cpu", "--dtype", "float32"),
-        *("--kv-cache-memory-bytes", str(64 * 2**20)),
-        home=tmp_path,
-    )
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Command]]:
+    """Two that serve the demo model, started side by side: each test ends one."""
+    arguments = ("serve", "demo", "--port", "0", "--device", "cpu", "--dtype", "float32")
+    memory = ("--kv-cache-memory-bytes", str(64 * 2**20))
+    commands = [Command(*arguments, *memory, home=tmp_path_factory.mktemp("home")) for _ in range(2)]
     try:
-        command.wait_for("Ctrl-C stops it")
-        yield command
+        for command in commands:
+            command.wait_for("Ctrl-C stops it")
+        yield list(commands)
     finally:
-        command.kill()
+        for command in commands:
+            command.kill()
+
+
+@pytest.fixture
+def served(started: list[Command]) -> Command:
+    """One that no test has ended."""
+    return started.pop()
 
 
 async def test_sigterm_lets_streams_finish_and_admits_nothing_new(served: Command) -> None:
-    asked = [greedy_or_seeded(index, 400) for index in range(STREAMS)]
+    asked = [greedy_or_seeded(index, TOKENS) for index in range(STREAMS)]
     async with client_of(url_of(served)) as client:
         undisturbed = await read_all(client, asked)
-        heard = 0
-
-        def stop(_) -> None:
-            nonlocal heard
-            heard += 1
-            if heard == 10 * STREAMS:
-                os.kill(served.process.pid, signal.SIGTERM)
-
-        streams = await read_all(client, asked, stop)
-        with pytest.raises(httpx.HTTPError):
-            (await client.post("/v1/completions", json=asked[0], timeout=30)).raise_for_status()
+        stop = Strike(10 * STREAMS, lambda: os.kill(served.process.pid, signal.SIGTERM))
+        running = asyncio.create_task(read_all(client, asked, stop))
+        while stop.at is None:
+            await asyncio.sleep(0.01)
+        while (late := await read_stream(client, greedy_or_seeded(0, 1))).kind == WHOLE:
+            assert time.monotonic() < stop.at + REFUSED_SECONDS, "requests are still let in"
+        told = [late, *await read_all(client, [greedy_or_seeded(0, 1)] * 4)]
+        assert not running.done(), "the streams had ended: this shows nothing"
+        streams = await running
+    print([(one.kind, one.status, one.error) for one in told])
+    assert WHOLE not in {one.kind for one in told}
     assert [stream.said for stream in streams] == [stream.said for stream in undisturbed]
     assert {stream.kind for stream in streams} == {WHOLE}
     assert await asyncio.to_thread(served.wait) == 0
@@ -65,12 +72,5 @@ def test_nothing_outlives_a_killed_serve_process(served: Command) -> None:
     assert "Replica" in titles
     os.kill(served.process.pid, signal.SIGKILL)
     killed = time.monotonic()
-    eventually(lambda: not any(map(runs, started)), "all processes have ended", ORPHAN_SECONDS)
+    eventually(lambda: all(gone(process.pid) for process in started), "all processes have ended", ORPHAN_SECONDS)
     print(f"all ended within {time.monotonic() - killed:.1f} s")
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
