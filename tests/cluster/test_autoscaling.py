@@ -19,8 +19,8 @@ SCALING = {
     "max_replicas": 2,
     "max_queue_wait": 120.0,
     "upscale_delay_s": 1.0,
-    "downscale_delay_s": 5.0,
-    "downscale_to_zero_delay_s": 8.0,
+    "downscale_delay_s": 3.0,
+    "downscale_to_zero_delay_s": 4.0,
     "cold_start_timeout": 90.0,
     "drain_timeout": 20.0,
 }
