@@ -17,7 +17,7 @@ from deploy.demo import demo_model_path
 from engine.checksums import SUMS_FILE, check_sums
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.local_executor import build_executor, prepare_model
+from engine.local_executor import CHECKSUMS, build_executor, prepare_model
 from tests.chaos.lab import NetLab, long_request
 from tests.unit.cluster_lab import oracle
 
@@ -118,7 +118,8 @@ def test_sums_of_what_is_not_read_or_was_never_fetched_say_nothing(copy: Path, n
     (copy.parent / "elsewhere").write_text("none of ours", encoding="utf-8")
     with (copy / SUMS_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{'0' * 64}  {name}\n")
-    prepare_model(config(copy))
+    folder, _ = prepare_model(config(copy))
+    assert list(folder.phases) == [CHECKSUMS], "the other sums were checked"
 
 
 def test_a_weight_file_that_has_a_sum_and_is_missing_is_named(copy: Path) -> None:
