@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from cluster.life import control_store
 from cluster.life.rollback import GoodVersion, Undone
 
-_GOOD = msgspec.json.Decoder(GoodVersion)
-_UNDONE = msgspec.json.Decoder(Undone)
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class AppMemory:
@@ -24,8 +25,7 @@ class AppMemory:
     @property
     def good(self) -> GoodVersion | None:
         """The last version with which the app was whole."""
-        value = control_store.get(self._prefix + "good")
-        return None if value is None else _GOOD.decode(value)
+        return self._get("good", GoodVersion)
 
     @good.setter
     def good(self, version: GoodVersion | None) -> None:
@@ -34,8 +34,7 @@ class AppMemory:
     @property
     def undone(self) -> Undone | None:
         """The last update that was undone, if no other version has been whole since."""
-        value = control_store.get(self._prefix + "undone")
-        return None if value is None else _UNDONE.decode(value)
+        return self._get("undone", Undone)
 
     @undone.setter
     def undone(self, undone: Undone | None) -> None:
@@ -55,6 +54,10 @@ class AppMemory:
         """Forget all of it."""
         for key in control_store.keys(self._prefix):
             control_store.delete(key)
+
+    def _get(self, name: str, kind: type[T]) -> T | None:
+        value = control_store.get(self._prefix + name)
+        return None if value is None else msgspec.json.decode(value, type=kind)
 
     def _put(self, name: str, record: msgspec.Struct | None) -> None:
         if record is None:

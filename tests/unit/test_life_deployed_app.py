@@ -18,9 +18,10 @@ from ray.serve.schema import (
 )
 
 from cluster.life import control_store, deployed_app
+from cluster.life.app_memory import AppMemory
 from cluster.life.app_status import FAILED, RUNNING, read_overview
 from cluster.life.deployed_app import BuiltOf, DeployedApp
-from cluster.life.rollback import GoodVersion
+from cluster.life.rollback import GoodVersion, Undone
 
 ARGS = {"model": "demo", "update_failure_action": "rollback"}
 BUILT_OF = BuiltOf(ARGS, {"Router": "r1", "Replica": "m1"})
@@ -194,3 +195,22 @@ def test_a_claim_is_one_process_s_until_it_ends_or_is_old(monkeypatch) -> None:
     now = 131.0
     with control_store.claim("/x", 30) as mine:
         assert mine
+
+
+def test_the_memory_of_an_app_is_read_back_and_forgotten_without_touching_another_s(monkeypatch) -> None:
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr(control_store, "get", kept.get)
+    monkeypatch.setattr(control_store, "put", kept.__setitem__)
+    monkeypatch.setattr(control_store, "delete", lambda key: kept.pop(key, None))
+    monkeypatch.setattr(control_store, "keys", lambda prefix: [key for key in kept if key.startswith(prefix)])
+    ours, other = AppMemory("ours"), AppMemory("ours2")
+    assert (ours.good, ours.undone, ours.seen) == (None, None, 0.0)
+    version = GoodVersion("/", config=config("ours", model="demo"), args={"models": [{"model": "demo"}]})
+    for memory in (ours, other):
+        memory.good, memory.undone, memory.seen = version, Undone("no weights", 12.5), 99.5
+    assert (ours.good, ours.undone, ours.seen) == (version, Undone("no weights", 12.5), 99.5)
+    ours.undone = None
+    assert ours.undone is None
+    ours.forget()
+    assert (ours.good, ours.seen) == (None, 0.0)
+    assert (other.good, other.undone) == (version, Undone("no weights", 12.5))
