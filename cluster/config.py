@@ -241,5 +241,5 @@ def refuse_unknown(key: str, known: Sequence[str]) -> None:
 def _as_config_error(error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     name = str(first["loc"][0]) if first["loc"] else "model"
-    message = first["msg"].replace("Input should be", "must be", 1)
+    message = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     return ConfigError(f"{name}: {message}, not {first['input']!r}", name)
