@@ -16,8 +16,8 @@ from cluster.worker_actor import RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
-from engine.loader import ModelFolder
 from engine.local_executor import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
+from engine.model_folder import ModelFolder
 from engine.worker import worker_main
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing

@@ -19,7 +19,7 @@ from cluster.placement import AppPlacement, Placement, plan_placement
 from engine.checkpoint import read_json
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader import check_sharding, open_model
+from engine.model_folder import check_sharding, open_model
 from engine.models.registry import architecture_of
 from engine.models.spec import DecoderSpec
 from engine.runner import resolve

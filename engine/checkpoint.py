@@ -12,7 +12,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
-from parallel.parameter import WeightSource
+from parallel.weight_source import WeightSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -1,9 +1,6 @@
-"""The paged key-value cache of one rank, and how many blocks of it fit."""
+"""The paged key-value cache of one rank."""
 
 from __future__ import annotations
-
-import logging
-import os
 
 import numpy as np
 import torch
@@ -11,13 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
-
-logger = logging.getLogger(__name__)
-
-CPU_SHARE = 4  # without a setting, one part in this many of the free memory
-CPU_MOST = 4 << 30  # bytes, likewise
-LEAST_CONTEXT = 512  # tokens; a context that nobody asked for is not lowered below this
 
 
 class KVCache:
@@ -71,13 +61,6 @@ def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: i
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
-def cpu_budget(config: EngineConfig) -> int:
-    """Return the bytes of one rank's cache on CPU: the setting, or a share of what is free."""
-    if config.kv_cache_memory_bytes is not None:
-        return config.kv_cache_memory_bytes
-    return min(free_memory() // CPU_SHARE, CPU_MOST) // config.tensor_parallel_size
-
-
 def cuda_budget(config: EngineConfig, device: torch.device, peak: int, current: int) -> int:
     """Return the bytes that the GPU can give after a warm-up run.
 
@@ -85,80 +68,3 @@ def cuda_budget(config: EngineConfig, device: torch.device, peak: int, current: 
     """
     free, total = torch.cuda.mem_get_info(device)
     return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
-
-
-def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: bool) -> EngineConfig:
-    """Return the config with `num_kv_blocks` set, given how many `blocks` (null block included) memory holds.
-
-    On CPU no more are taken than all sequences together can fill. shrink: nobody asked for `max_model_len`, so it may
-    be lowered to what fits. Raises `ConfigError` naming the flags that help where one sequence does not fit.
-    """
-    on_gpu = (config.device or "cpu").startswith("cuda")
-    if not on_gpu:
-        blocks = min(blocks, config.max_num_seqs * config.max_blocks_per_seq + 1)
-    fitted = _fitted(config, blocks, shrink)
-    if fitted is not None:
-        return fitted
-    tokens = (blocks - 1) * config.block_size
-    flag = "gpu_memory_utilization" if on_gpu else "kv_cache_memory_bytes"
-    enough = "" if on_gpu else f" to {(config.max_blocks_per_seq + 1) * bytes_per_block}"
-    lower = f"lower max_model_len to {tokens} or " if tokens > 1 else ""
-    raise ConfigError(
-        f"the KV cache holds {max(tokens, 0)} tokens, fewer than max_model_len={config.max_model_len}; "
-        f"{lower}raise {flag}{enough}",
-        "max_model_len" if lower else flag,
-    )
-
-
-def fit_given_blocks(config: EngineConfig, shrink: bool) -> EngineConfig:
-    """Return the config, where `num_kv_blocks` was set by somebody, with a `max_model_len` that so many blocks hold.
-
-    shrink: as for `fit_cache`. Raises `ConfigError` naming both flags, and values of them that work.
-    """
-    blocks = config.num_kv_blocks
-    if blocks is None:
-        return config
-    fitted = _fitted(config, blocks, shrink)
-    if fitted is not None:
-        return fitted
-    tokens = (blocks - 1) * config.block_size
-    lower = f" or lower max_model_len to {tokens}" if tokens > 1 else ""
-    raise ConfigError(
-        f"num_kv_blocks={blocks} holds {tokens} tokens (one block is kept for padding), fewer than "
-        f"max_model_len={config.max_model_len}; raise num_kv_blocks to {config.max_blocks_per_seq + 1}{lower}",
-        "num_kv_blocks",
-    )
-
-
-def _fitted(config: EngineConfig, blocks: int, shrink: bool) -> EngineConfig | None:
-    """Return the config with `blocks` blocks, or None where they hold too little."""
-    tokens = (blocks - 1) * config.block_size
-    if tokens >= config.context_len:
-        return config.resolved(num_kv_blocks=blocks)
-    if shrink and tokens >= LEAST_CONTEXT:
-        logger.warning("max_model_len lowered from %d to the %d tokens that fit", config.context_len, tokens)
-        return config.resolved(num_kv_blocks=blocks, max_model_len=tokens)
-    return None
-
-
-def free_memory() -> int:
-    """Return the bytes that this machine, or the container around this process, has left."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            available = next(line for line in lines if line.startswith("MemAvailable"))
-        free = int(available.split()[1]) * 1024
-    except (OSError, StopIteration):
-        pass  # not Linux: free pages are the best there is
-    return min(free, _cgroup_room())
-
-
-def _cgroup_room() -> int:
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            most = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as usage:
-            used = int(usage.read())
-    except OSError:
-        return 1 << 62  # no memory limit around this process
-    return (1 << 62) if most == "max" else max(int(most) - used, 0)

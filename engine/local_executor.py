@@ -16,7 +16,7 @@ from engine.checksums import check_sums, summed_files
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, StepMemoryError
 from engine.executor import Executor
-from engine.loader import ModelFolder, check_sharding, open_model
+from engine.model_folder import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.runner import ModelRunner, resolve, set_threads

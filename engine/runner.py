@@ -18,8 +18,10 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import select_kernels
-from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, fit_given_blocks, opened_blocks
-from engine.loader import ModelFolder, load_model, open_model
+from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
+from engine.kv_room import cpu_budget, fit_cache, fit_given_blocks
+from engine.loader import load_model
+from engine.model_folder import ModelFolder, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
 
 from engine.detokenizer import StopMatcher, TextStream
-from engine.errors import CheckpointError, InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.token_text import TextDecoders
+from engine.tokenizer_file import load_tokenizer
 
 LONG_TEXT = 16_384  # characters from which on encoding takes milliseconds: worth a thread, and worth freeing the GIL
 
@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, name: str) -> None:
         """Load from a local folder or a hub id that transformers has cached; raises `CheckpointError`."""
         self.name = name
-        self._hf = _load(name)
+        self._hf = load_tokenizer(name)
         self._backend: Backend = self._hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -138,13 +138,3 @@ class Tokenizer:
                 f"messages do not fit the model's chat template: {error}", "messages", "chat_template_error"
             ) from error
         return text
-
-
-def _load(name: str) -> Any:
-    try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"no usable tokenizer in {name!r} (tokenizer.json is needed): {error}") from error
-    if not getattr(loaded, "is_fast", False):
-        raise CheckpointError(f"the tokenizer of {name!r} has no fast version; add a tokenizer.json to the folder")
-    return loaded

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel.sharding import Piece
-
-
-class WeightSource(Protocol):
-    """One tensor on disk, read by slices; what safetensors' `get_slice` returns fits."""
-
-    def get_shape(self) -> Sequence[int]:
-        """Return the shape of the whole tensor on disk."""
-
-    def __getitem__(self, index: Any) -> Tensor:
-        """Return the part that a slice or a tuple of slices selects."""
+from parallel.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.checkpoint import read_json
-from engine.kv_cache import fit_given_blocks
-from engine.loader import open_model
+from engine.kv_room import fit_given_blocks
+from engine.model_folder import open_model
 from engine.tokenizer import Tokenizer
 
 

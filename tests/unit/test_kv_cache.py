@@ -2,10 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import kv_cache
+from engine import kv_room
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache import KVCache, block_bytes, cpu_budget, cuda_budget, fit_cache, fit_given_blocks, opened_blocks
+from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
+from engine.kv_room import cpu_budget, fit_cache, fit_given_blocks
 
 CPU = torch.device("cpu")
 
@@ -47,10 +48,10 @@ def test_block_bytes():
 
 def test_cpu_budget_is_the_setting_or_a_quarter_of_what_is_free(monkeypatch):
     assert cpu_budget(config(kv_cache_memory_bytes=12345)) == 12345
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 8 << 30)
+    monkeypatch.setattr(kv_room, "free_memory", lambda: 8 << 30)
     assert cpu_budget(config()) == 2 << 30
     assert cpu_budget(config(tensor_parallel_size=2)) == 1 << 30
-    monkeypatch.setattr(kv_cache, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(kv_room, "free_memory", lambda: 1 << 40)
     assert cpu_budget(config()) == 4 << 30
 
 
@@ -105,4 +106,4 @@ def test_given_blocks_lower_only_a_context_that_nobody_asked_for():
 
 
 def test_free_memory_is_plausible():
-    assert 1 << 20 < kv_cache.free_memory() < 1 << 50
+    assert 1 << 20 < kv_room.free_memory() < 1 << 50

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.checkpoint import Checkpoint, find_checkpoint
 from engine.errors import CheckpointError
-from engine.loader import load_model, open_model
+from engine.loader import load_model
+from engine.model_folder import open_model
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import LLAMA3, make
