@@ -10,6 +10,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
+ALONGSIDE := tests/unit tests/parity
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
 .PHONY: install serve test lint bench soak clean
@@ -29,8 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	@exec "$(BIN)/squadron" serve demo --replicas 2 --tensor-parallel-size 2 $(ARGS)
 
+# Tests that start no Ray run side by side; those that do have the machine to themselves, as what they time is real.
 test: install
+ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
+else
+	"$(BIN)/python" -m pytest $(ALONGSIDE) --numprocesses 2 --dist loadfile
+	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(ALONGSIDE))
+endif
 
 lint: install
 	"$(BIN)/ruff" check .
