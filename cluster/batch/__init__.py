@@ -1,0 +1,1 @@
+"""Batch inference: rows in, each exactly once out, whatever is killed meanwhile. Same replicas, no HTTP."""

@@ -1,0 +1,135 @@
+"""Who may write to a ledger: one driver at a time, each in an epoch of its own, and none after a later one began.
+
+An epoch is a file that only one driver can have created. Its holder keeps a lock on it, which the system lets go of
+when the process ends however it ends, and touches it, for drivers on other hosts. Source of the idea: M. Kleppmann,
+"How to do distributed locking", 2016 (fencing tokens); what a token guards here are the lengths of earlier files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+import msgspec
+
+from cluster.batch.errors import BusyError, FencedError, LedgerError
+
+EPOCH_FILE = re.compile(r"epoch-(\d{8})")
+BEAT = 2.0  # seconds between two signs of life
+LEASE = 15.0  # seconds without one, after which a driver on another host is taken for dead
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds an epoch."""
+
+    host: str
+    boot: str
+    pid: int
+
+
+class Epoch:
+    """The right to write to the ledger in `folder`, from now until a later epoch begins. Close it to let go.
+
+    Raises `BusyError` when another driver holds it. lease: seconds that a driver on another host may be silent.
+    """
+
+    def __init__(self, folder: Path, lease: float = LEASE) -> None:
+        self._folder = folder
+        before = latest(folder)
+        if before:
+            _refuse_if_held(_path(folder, before), lease)
+        self.number = before + 1
+        self._path = _path(folder, self.number)
+        self._fd = self._claim()
+
+    def beat(self) -> None:
+        """Show a sign of life; to be called every `BEAT` seconds. Raises `FencedError`."""
+        self.check()
+        os.utime(self._fd)
+
+    def check(self) -> None:
+        """Raise `FencedError` when a later epoch began."""
+        if _path(self._folder, self.number + 1).exists() or not self._path.exists():
+            raise FencedError(
+                f"another driver has taken over {self._folder}: this one stops, and what it did so far is kept"
+            )
+
+    def close(self) -> None:
+        """Let go. Can be called twice."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _claim(self) -> int:
+        holder = Holder(socket.gethostname(), _boot(), os.getpid())
+        # Locked under another name first: there is no moment at which the epoch is there and not locked.
+        draft = self._folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(fd, msgspec.json.encode(holder))
+            os.link(draft, self._path)
+        except FileExistsError:
+            os.close(fd)
+            raise BusyError(f"another driver began to work on {self._folder} at the same time") from None
+        except OSError as error:
+            os.close(fd)
+            raise LedgerError(f"{self._folder} cannot be locked: {error.strerror}") from error
+        finally:
+            draft.unlink()
+        return fd
+
+
+def latest(folder: Path) -> int:
+    """Return the number of the last epoch that began, 0 for none."""
+    matches = (EPOCH_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return max((int(match[1]) for match in matches if match), default=0)
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"epoch-{number:08}"
+
+
+def _refuse_if_held(path: Path, lease: float) -> None:
+    try:
+        holder = msgspec.json.decode(path.read_bytes(), type=Holder)
+    except msgspec.MsgspecError:
+        return  # its driver died in the middle of claiming it
+    here = holder.host == socket.gethostname()
+    # A lock survives its process as little as a boot does.
+    if (holder.boot == _boot() and _is_locked(path)) if here else _moves(path, lease):
+        raise BusyError(
+            f"another driver (process {holder.pid} on {holder.host}) works on {path.parent}; wait for it, or end it "
+            "and run this again with --resume"
+        )
+
+
+def _is_locked(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _moves(path: Path, lease: float) -> bool:
+    """Whether a sign of life comes within `lease` seconds; no clock but this process's own is asked."""
+    seen = path.stat().st_mtime_ns
+    deadline = time.monotonic() + lease
+    while time.monotonic() < deadline:
+        time.sleep(min(BEAT / 4, lease / 4))
+        if path.stat().st_mtime_ns != seen:
+            return True
+    return False
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""  # not Linux: the lock alone tells

@@ -1,0 +1,202 @@
+"""The ledger of one batch: a folder beside its output, written by one driver at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from cluster.batch.errors import LedgerError
+from cluster.batch.ledger.done_rows import DoneRows, in_input_order, read_done
+from cluster.batch.ledger.epoch import LEASE, Epoch
+from cluster.batch.ledger.frame_file import FrameWriter
+from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
+from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
+
+JOB_FILE = "job.json"
+# What may differ between two runs of one job, since the first run's is kept.
+OF_THE_FIRST_RUN = ("created", "version")
+
+
+class Ledger:
+    """Open it with `Ledger.open`; close it whatever happens. Not thread-safe, but for `sync`.
+
+    job: of the first run. done: rows that are finished. totals: what the finished rows took.
+    """
+
+    def __init__(self, folder: Path, job: Job, epoch: Epoch) -> None:
+        self.job = job
+        self.done = DoneRows(job.rows)
+        self.totals = Totals()
+        self._folder = folder
+        self._epoch = epoch
+        self._parts, partial = self._recovered()
+        rows = f"rows-{epoch.number:08}.log"
+        _write_whole(_parts_path(folder, epoch.number), msgspec.json.encode(Parts(self._parts)))
+        self._rows = FrameWriter(folder / rows)
+        self._pending: list[RowDone] = []
+        self._tokens = TokenFile(folder, epoch.number, partial)
+
+    @classmethod
+    def open(cls, folder: Path, job: Job, resume: bool, lease: float = LEASE) -> Ledger:
+        """Begin, or go on where an earlier driver of the same job ended.
+
+        Raises `LedgerError` naming what differs when the folder belongs to another job, or when it holds a job and
+        `resume` is not set, and `BusyError` when another driver is at work on it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        epoch = Epoch(folder, lease)
+        try:
+            return cls(folder, _agreed(folder, job, resume), epoch)
+        except BaseException:
+            epoch.close()
+            raise
+
+    @property
+    def partial(self) -> Mapping[int, Partial]:
+        """Rows that are not done, of which tokens are known."""
+        return self._tokens.partial
+
+    def note_tokens(self, progress: Progress) -> None:
+        """Take in new tokens of a row; `flush` writes them."""
+        self._tokens.note(progress)
+
+    def forget_tokens(self, row: int) -> None:
+        """The row begins anew."""
+        self._tokens.forget(row)
+
+    def note_done(self, done: RowDone) -> None:
+        """Take in a result, the one of its row; `flush` writes it."""
+        if not self.done.add(done.row):
+            raise LedgerError(f"row {done.row} is done twice")
+        self.totals.add(done)
+        self._pending.append(done)
+        self._tokens.forget(done.row)
+
+    def flush(self) -> None:
+        """Write what was noted: it outlives this process. Raises `FencedError`, or `LedgerError` (a full disk)."""
+        self._epoch.check()
+        self._tokens.flush()
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._rows.append([encode(done) for done in pending])
+
+    def sync(self) -> None:
+        """Return when all that was written is on the disk; show a sign of life. May run in a thread."""
+        self._epoch.beat()
+        self._rows.sync()
+        self._tokens.sync()
+
+    def results(self) -> Iterator[RowDone]:
+        """Yield the result of every row in the order of the input. Raises `LedgerError` when one is missing."""
+        self.flush()
+        self._epoch.check()
+        parts = [*self._parts.items(), (self._rows.path.name, self._rows.size)]
+        where = [(self._folder / name, length) for name, length in parts]
+        return in_input_order(where, self.job.rows, self._folder / f"order-{self._epoch.number:08}")
+
+    def check(self) -> None:
+        """Raise `FencedError` when another driver has taken over."""
+        self._epoch.check()
+
+    def close(self) -> None:
+        """Let go; what was written stays. Can be called twice."""
+        self._rows.close()
+        self._tokens.close()
+        self._epoch.close()
+
+    def remove(self) -> None:
+        """Close, and delete the folder: the output is in place."""
+        self.close()
+        shutil.rmtree(self._folder)
+
+    def _recovered(self) -> tuple[dict[str, int], dict[int, Partial]]:
+        """Return the files of results of the epochs before, with their lengths, and the partial rows."""
+        before = max((_number(path) for path in self._folder.glob("parts-*.json")), default=0)
+        if not before:
+            return {}, {}
+        parts = msgspec.json.decode(_parts_path(self._folder, before).read_bytes(), type=Parts).rows
+        limits: dict[str, int | None] = {**parts, f"rows-{before:08}.log": None}
+        found: dict[str, int] = {}
+        for name, limit in limits.items():
+            if (self._folder / name).exists():
+                found[name] = self._take_in(self._folder / name, limit)
+        partial = read_partial(self._folder, before)
+        return found, {row: choices for row, choices in partial.items() if row not in self.done}
+
+    def _take_in(self, path: Path, limit: int | None) -> int:
+        """Note the results of a file as done; return how many of its bytes count."""
+        length = 0
+        for _, end, done in read_done(path, limit):
+            length = end
+            if self.done.add(done.row):
+                self.totals.add(done)
+        return length
+
+
+class Totals:
+    """Sums over finished rows. errors: code -> rows."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.errors: dict[str, int] = {}
+
+    @property
+    def num_errors(self) -> int:
+        """Rows that ended in an error."""
+        return sum(self.errors.values())
+
+    def add(self, done: RowDone) -> None:
+        """Count a row."""
+        self.prompt_tokens += done.prompt_tokens
+        self.output_tokens += done.output_tokens
+        if done.code:
+            self.errors[done.code] = self.errors.get(done.code, 0) + 1
+
+
+def _agreed(folder: Path, job: Job, resume: bool) -> Job:
+    """Return the job of the folder, which is `job` if there was none. Raises `LedgerError` when they differ."""
+    path = folder / JOB_FILE
+    try:
+        first = msgspec.json.decode(path.read_bytes(), type=Job)
+    except FileNotFoundError:
+        _write_whole(path, msgspec.json.encode(job))
+        return job
+    except (OSError, msgspec.MsgspecError) as error:
+        raise LedgerError(f"{path} cannot be read ({error}); delete {folder} to begin anew") from error
+    if not resume:
+        raise LedgerError(
+            f"{folder} holds a run of this output that did not end; go on with --resume, or delete it to begin anew"
+        )
+    for name in job.__struct_fields__:
+        if name not in OF_THE_FIRST_RUN and getattr(job, name) != getattr(first, name):
+            raise LedgerError(
+                f"{folder} is of another job: {name} was {getattr(first, name)!r} and is {getattr(job, name)!r}; "
+                "use what the first run used, or delete it to begin anew"
+            )
+    return first
+
+
+def _parts_path(folder: Path, epoch: int) -> Path:
+    return folder / f"parts-{epoch:08}.json"
+
+
+def _number(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Put a file in place that is either there and whole, or not there. Raises `LedgerError`."""
+    draft = path.with_suffix(".draft")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.rename(path)
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be written: {error.strerror}") from error

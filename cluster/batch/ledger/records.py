@@ -1,0 +1,61 @@
+"""What a ledger holds: the job it belongs to, rows that are done, tokens of rows that are not."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch is of: all that decides its output. Two runs of one command have equal jobs, but for `created`.
+
+    rows: number of rows of the input. input_digest: over all rows, in order. model, fingerprint: what answers, and
+    `engine.fingerprint.model_fingerprint` of it. settings: what else decides an answer, as JSON. created: seconds
+    since 1970; answers carry it. version: of Squadron.
+    """
+
+    rows: int
+    input_digest: str
+    model: str
+    fingerprint: str
+    settings: str
+    created: int
+    version: str
+
+
+class RowDone(msgspec.Struct, frozen=True, array_like=True):
+    """A row that is finished, for good or in error.
+
+    row: its place in the input, from 0. status: as HTTP has it; 200 is an answer. body: JSON of the answer, or of the
+    error. prompt_tokens, output_tokens: what it took. code: of the error, "" without.
+    """
+
+    row: int
+    status: int
+    body: bytes
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    code: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one choice of a row that runs.
+
+    start: output tokens that it had before. finish: why it ended, if it did.
+    """
+
+    row: int
+    choice: int
+    start: int
+    tokens: tuple[int, ...]
+    finish: str | None = None
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """The files whose rows count, with their valid lengths in bytes: what an epoch found when it began."""
+
+    rows: dict[str, int]
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_done = msgspec.msgpack.Decoder(RowDone).decode
+decode_progress = msgspec.msgpack.Decoder(Progress).decode

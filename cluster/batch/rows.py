@@ -1,0 +1,42 @@
+"""A row of a batch: as it stands in the input, and as the task that it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """One row of the input.
+
+    number: its place in the whole input, from 0. place: where it stands, for people: `data.jsonl:7`. fields: its
+    columns; None where it could not be read, and `problem` says why. raw: its bytes, alike in every reading.
+    """
+
+    number: int
+    place: str
+    fields: Mapping[str, Any] | None
+    raw: bytes
+    problem: str = ""
+
+
+class Source(Protocol):
+    """The rows of an input, in one order that never changes; can be walked any number of times, in little memory."""
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Yield all rows from the first on. Raises `InputError` when the input cannot be read."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a row asks for. `problem`: why nothing can be asked, "" if all is well; `param`: the field to blame."""
+
+    row: int
+    custom_id: str
+    url: str
+    body: Mapping[str, Any]
+    problem: str = ""
+    param: str | None = None
