@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.conversation import Conversation
@@ -36,7 +37,7 @@ class Call:
     continuous_usage: every chunk tells usage. echo: the prompt comes before the output; echo_only: nothing but the
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
-    at all; thinking: parser of what comes before the answer, None = nothing does.
+    at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
     """
 
     request_id: str
@@ -58,6 +59,7 @@ class Call:
     structured_param: str = ""
     tool_use: ToolUse | None = None
     thinking: type[ReasoningParser] | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""

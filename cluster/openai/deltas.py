@@ -41,10 +41,11 @@ class Delta:
 class Usage:
     """Tokens of a whole call, as it is billed: every token generated counts, shown or not.
 
-    reasoning_tokens: those of the output that were thinking; None where thinking is not told apart.
+    cached_tokens: of the prompts, found in a prefix cache; None = not told. reasoning_tokens: those of the output
+    that were thinking; None where thinking is not told apart.
     """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     reasoning_tokens: int | None = None

@@ -10,14 +10,14 @@ from typing import Any
 from cluster.errors import ApiError
 from cluster.openai.base_endpoint import Endpoint, Incoming, Services
 from cluster.openai.call import Call
-from cluster.openai.collected import Collected
-from cluster.openai.deltas import Delta, Usage
+from cluster.openai.deltas import Delta
 from cluster.openai.frames import DONE, ChatFrames, CompletionFrames, Frames
 from cluster.openai.generation import MANY_LOGPROBS, Generation
 from cluster.openai.http import Answer
 from cluster.openai.prompts import Parse, build_requests
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
+from cluster.openai.whole import whole_body
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
@@ -54,7 +54,7 @@ class GenerationEndpoint(Endpoint):
             if call.stream:
                 await self._stream(call, generation, deltas, frames, answer)
             else:
-                await self._whole(call, generation, deltas, frames, answer)
+                await answer.json(200, await whole_body(call, generation, deltas, frames))
 
     def _built(self, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
         call = self._parse(fields, model)
@@ -78,31 +78,6 @@ class GenerationEndpoint(Endpoint):
                 await answer.events(frames.delta(delta))
         usage = frames.usage(generation.usage) if call.include_usage else b""
         await answer.end(usage + DONE)
-
-    async def _whole(
-        self,
-        call: Call,
-        generation: Generation,
-        deltas: AsyncGenerator[Delta, None],
-        frames: Frames,
-        answer: Answer,
-    ) -> None:
-        collected = [Collected() for _ in range(generation.num_choices)]
-        async for delta in deltas:
-            collected[delta.choice].add(delta)
-        usage = generation.usage
-
-        def body() -> bytes:
-            return frames.body([frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)], usage)
-
-        many = _num_logprobs(call, usage) > MANY_LOGPROBS
-        await answer.json(200, await asyncio.to_thread(body) if many else body())
-
-
-def _num_logprobs(call: Call, usage: Usage) -> int:
-    """Tokens of a whole answer whose log-probabilities are told, at least."""
-    output = usage.completion_tokens if call.params.logprobs is not None else 0
-    return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ log-probabilities of prompts are those of vLLM's server.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +42,7 @@ class Frames(ABC):
         self._heads: dict[int, bytes] = {}  # of the choices that were begun: a frame up to its text
         self._tells_ids = call.return_token_ids
         echoed = {"request_id": call.client_id} if call.client_id else {}
-        self._head = {"created": int(time.time()), "model": model_id, **echoed}
+        self._head = {"created": call.created, "model": model_id, **echoed}
         opening = {"id": call.request_id, "object": self.chunk_name, **self._head}
         self._opening = b"data: " + _encode(opening)[:-1] + b',"choices":['
         self._set_tail(b',"usage":null}\n\n' if call.include_usage else b"}\n\n")
@@ -234,8 +233,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+    if usage.cached_tokens is not None:
+        body["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
     if usage.reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
     return body
