@@ -53,15 +53,20 @@ class ReplicaHost:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
 
     async def lease(self, router_id: str, node: str) -> AsyncIterator[Announcement]:
-        """Tell a router on `node` how to reach this replica; stays open until it lets go or one of the two is gone.
+        """Announce this replica to a router; stays open until it lets go or one of the two is gone.
 
         A router that is killed lets go of nothing: what shows its end is that its link is gone.
         """
+        announcement = await self.announce(node)
+        logger.info("replica %s: leased by router %s", self._id, router_id)
+        yield announcement
+        await self.core.until_left(router_id, LINK_PATIENCE)
+
+    async def announce(self, node: str) -> Announcement:
+        """Return how this replica is reached from `node`."""
         info = self._group.info
         address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
-        logger.info("replica %s: leased by router %s", self._id, router_id)
-        yield Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
-        await self.core.until_left(router_id, LINK_PATIENCE)
+        return Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
 
     def check_health(self) -> None:
         """End the replica when it does not move: health is progress, not that a process exists."""

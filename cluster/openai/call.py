@@ -38,6 +38,7 @@ class Call:
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
+    tells_cache: whether the answer tells what a prefix cache spared, which depends on what else was asked.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class Call:
     tool_use: ToolUse | None = None
     thinking: type[ReasoningParser] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
+    tells_cache: bool = True
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""

@@ -102,7 +102,7 @@ class EmbeddingsEndpoint(Endpoint):
         track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
         vectors = await embedded(call, visit.source, track)
         front.metrics.prompt_tokens.inc(call.num_tokens)
-        await answer.json(200, json.encode(_answer_body(call, vectors, front.model_id)))
+        await answer.json(200, json.encode(answer_body(call, vectors, front.model_id)))
 
 
 async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack) -> list[Vector]:
@@ -150,7 +150,8 @@ async def _pooled(request: Request, source: TokenSource) -> tuple[float, ...]:
     raise RuntimeError("the token source ended without an embedding")
 
 
-def _answer_body(call: EmbeddingCall, vectors: Sequence[Vector], model_id: str) -> dict[str, Any]:
+def answer_body(call: EmbeddingCall, vectors: Sequence[Vector], model_id: str) -> dict[str, Any]:
+    """Return the body of the answer."""
     encoded = [_base64(vector) if call.encoding == "base64" else vector.tolist() for vector in vectors]
     data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(encoded)]
     usage = {"prompt_tokens": call.num_tokens, "total_tokens": call.num_tokens}

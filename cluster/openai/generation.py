@@ -112,6 +112,7 @@ class Generation:
         self._track = track
         self._n = call.params.n
         self._counted = not call.echo_only
+        self._tells_cache = call.tells_cache
         self._thinks = call.thinking is not None
         self.prompts = [PromptResult(request.prompt_token_ids) for request in requests]
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
@@ -136,7 +137,7 @@ class Generation:
         return Usage(
             prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
             completion_tokens=sum([choice.num_tokens for choice in self._choices]) if self._counted else 0,
-            cached_tokens=sum(self._cached),
+            cached_tokens=sum(self._cached) if self._tells_cache else None,
             reasoning_tokens=sum([choice.reasoning_tokens for choice in self._choices]) if self._thinks else None,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ class TokenFile:
         self._epoch = epoch
         self._generation = 0
         self._pending: list[bytes] = []
+        self._in_place = threading.Lock()  # the file, while it is synced
         self._file = self._written()
         self._compact_at = self._next_compaction()
 
@@ -59,18 +61,20 @@ class TokenFile:
             self._compact()
 
     def sync(self) -> None:
-        """Return when all that was written is on the disk."""
-        self._file.sync()
+        """Return when all that was written is on the disk. May run in a thread beside the others."""
+        with self._in_place:
+            self._file.sync()
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
 
     def _compact(self) -> None:
-        old = self._file
-        self._file = self._written()
+        old, new = self._file, self._written()
+        with self._in_place:
+            self._file = new
+            old.close()
         self._compact_at = self._next_compaction()
-        old.close()
         old.path.unlink()
 
     def _next_compaction(self) -> int:

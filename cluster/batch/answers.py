@@ -1,0 +1,90 @@
+"""Runs one prepared row to its one result: the answer as HTTP would give it, or one typed error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+
+from msgspec import json
+
+from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.records import RowDone
+from cluster.batch.prepare import CHAT, COMPLETIONS, Prepared
+from cluster.batch.row_tokens import RowTokens
+from cluster.batch.ticks import Ticks
+from cluster.errors import ApiError, from_invalid_request
+from cluster.generation import TokenSource
+from cluster.metrics import ModelMetrics, RequestTrack
+from cluster.openai.call import Call
+from cluster.openai.embeddings import EmbeddingCall, answer_body, embedded
+from cluster.openai.frames import ChatFrames, CompletionFrames
+from cluster.openai.generation import Generation
+from cluster.openai.served_model import ServedModel
+from cluster.openai.whole import whole_body
+from engine.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 3  # of errors that say that they may be over by then
+RETRY_PAUSE = 0.5  # seconds before the first; twice as long before each later one
+_FRAMES = {CHAT: ChatFrames, COMPLETIONS: CompletionFrames}
+
+
+class Answers:
+    """Answers rows of one model from `source`. Errors become results, too; only a broken ledger is raised."""
+
+    def __init__(
+        self, model: ServedModel, source: TokenSource, ledger: Ledger, ticks: Ticks, metrics: ModelMetrics
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._ledger = ledger
+        self._ticks = ticks
+        self._metrics = metrics
+
+    async def answer(self, prepared: Prepared) -> RowDone:
+        """Return the row's result."""
+        row, attempt = prepared.task.row, 0
+        while True:
+            try:
+                return await self._answer(prepared)
+            except (ApiError, InvalidRequestError) as error:
+                typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+            if not typed.retryable or attempt == RETRIES:
+                return failed(row, typed)
+            logger.info("row %d is tried again: %s", row, typed.message)
+            await asyncio.sleep(RETRY_PAUSE * 2**attempt)
+            attempt += 1
+
+    async def _answer(self, prepared: Prepared) -> RowDone:
+        row, call = prepared.task.row, prepared.call
+        tokens = RowTokens(
+            row, prepared.requests, self._source, self._ledger, self._ticks, not prepared.tells_its_prompt
+        )
+        track = self._metrics.track(prepared.num_prompt_tokens, prepared.num_sequences)
+        if isinstance(call, EmbeddingCall):
+            vectors = await embedded(call, tokens, track)
+            body = json.encode(answer_body(call, vectors, self._model.model_id))
+            return RowDone(row, 200, body, prepared.num_prompt_tokens)
+        try:
+            body, output_tokens = await self._text(prepared, call, tokens, track)
+        except (ApiError, InvalidRequestError) as error:
+            raise call.clients_error(error) from error
+        return RowDone(row, 200, body, prepared.num_prompt_tokens, output_tokens)
+
+    async def _text(
+        self, prepared: Prepared, call: Call, tokens: TokenSource, track: RequestTrack
+    ) -> tuple[bytes, int]:
+        """Return the body of an answer, and its output tokens."""
+        tokenizer = self._model.tokenizer
+        generation = Generation(call, prepared.requests, tokenizer, tokens, track)
+        frames = _FRAMES[prepared.task.url](call, self._model.model_id, tokenizer, generation.prompts)
+        async with aclosing(generation.deltas()) as deltas:
+            body = await whole_body(call, generation, deltas, frames)
+        return body, generation.usage.completion_tokens
+
+
+def failed(row: int, error: ApiError) -> RowDone:
+    """Return the result of a row that ended in an error."""
+    return RowDone(row, error.status, json.encode(error.body()), code=error.code)

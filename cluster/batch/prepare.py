@@ -1,0 +1,84 @@
+"""From a task to engine requests, by the same validator as every ingress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from cluster.batch.rows import Task
+from cluster.errors import ApiError
+from cluster.openai.call import Call
+from cluster.openai.embeddings import EmbeddingCall, embedding_call
+from cluster.openai.prompts import Parse, build_requests
+from cluster.openai.served_model import ServedModel
+from cluster.openai.validation import parse_chat, parse_completion
+from engine.errors import InvalidRequestError
+from engine.request import Request
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+_PARSE: Mapping[str, tuple[Parse, str]] = {CHAT: (parse_chat, "chatcmpl-"), COMPLETIONS: (parse_completion, "cmpl-")}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A task that can be run."""
+
+    task: Task
+    call: Call | EmbeddingCall
+    requests: tuple[Request, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all its prompts."""
+        return sum([len(request.prompt_token_ids) for request in self.requests])
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it runs as."""
+        return len(self.requests) * (1 if isinstance(self.call, EmbeddingCall) else self.call.params.n)
+
+    @property
+    def tells_its_prompt(self) -> bool:
+        """Whether the answer tells more of its tokens than their text, so that it cannot go on from tokens alone."""
+        call = self.call
+        return isinstance(call, EmbeddingCall) or (
+            call.params.logprobs is not None or call.params.prompt_logprobs is not None or call.echo
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    """Makes tasks ready: everything that decides an answer follows from the job and the row's number.
+
+    job: in few characters; equal for equal jobs. seed: of rows that bring none. created: seconds since 1970.
+    """
+
+    model: ServedModel
+    job: str
+    seed: int
+    created: int
+
+    def prepare(self, task: Task) -> Prepared:
+        """Check and tokenize; raises `ApiError` or `InvalidRequestError` in the words of the row's own fields."""
+        if task.problem:
+            raise ApiError("invalid_request", task.problem, param=task.param)
+        if task.url == EMBEDDINGS:
+            embedding = embedding_call(task.body, self.model)
+            return Prepared(task, embedding, embedding.requests)
+        parse, prefix = _PARSE[task.url]
+        parsed = parse(task.body, self.model)
+        seed = parsed.seed if parsed.params.seed is not None else self._number(task.row, b"seed") >> 1
+        name = f"{prefix}{self._number(task.row, b'id'):016x}"
+        call = replace(parsed, request_id=name, seed=seed, created=self.created, tells_cache=False)
+        try:
+            requests = build_requests(call, self.model)
+        except (ApiError, InvalidRequestError) as error:
+            raise call.clients_error(error) from error
+        return Prepared(task, call, tuple(requests))
+
+    def _number(self, row: int, purpose: bytes) -> int:
+        """64 bits for a row."""
+        of = f"{self.job}:{self.seed}:{row}".encode()
+        return int.from_bytes(blake2b(of, digest_size=8, person=purpose).digest(), "little")

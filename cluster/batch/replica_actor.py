@@ -1,0 +1,34 @@
+"""A replica for one batch: a Ray actor of the driver's, so that Ray ends it with the driver, however that ends."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from cluster.announcement import Announcement
+from cluster.config import resolve_config
+from cluster.group_start import start_group
+from cluster.orphans import watch_parent
+from cluster.replica_host import ReplicaHost
+from cluster.start_error import ReplicaStartError
+from engine.errors import SquadronError
+from parallel.errors import ParallelError
+
+
+class BatchReplica:
+    """Sits in bundle 0 of its placement group. Raises `ReplicaStartError` where starting again would not help."""
+
+    def __init__(self, replica_id: str, settings: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)
+        watch_parent()
+        self._id = replica_id
+        try:
+            self._config = resolve_config(settings)
+            self._group = start_group(self._config)
+        except (SquadronError, ParallelError) as error:
+            raise ReplicaStartError.of(error) from error
+
+    async def announce(self, node: str) -> Announcement:
+        """Start to take requests, and tell the driver on `node` how to reach this. Called once."""
+        self._host = ReplicaHost(self._id, self._config, self._group, lambda _: None)
+        return await self._host.announce(node)

@@ -1,0 +1,136 @@
+"""Runs a batch: reads rows, keeps the replicas full, and writes down what comes, until every row has its result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from cluster.batch.answers import Answers, failed
+from cluster.batch.backlog import Backlog
+from cluster.batch.errors import BatchError
+from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.order import by_prefix, prefetched
+from cluster.batch.prepare import Prepared, Preparer
+from cluster.batch.rows import Source, SourceRow, Task
+from cluster.batch.ticks import Ticks
+from cluster.errors import ApiError, from_invalid_request
+from engine.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 1.0  # between two fsyncs: what a machine that loses power may lose
+ROWS_PER_TURN = 8  # that are read before others get a turn on the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """When to stop, and how far to look ahead.
+
+    max_errors: failed rows that are tolerated. max_cost_tokens: of prompts and output, of the whole batch. None = any
+    number. lookahead: rows among which those with equal beginnings are brought together; 1 = run them as they come.
+    """
+
+    max_errors: int | None = None
+    max_cost_tokens: int | None = None
+    lookahead: int = 1024
+
+
+class BatchRun:
+    """Runs the rows of `source` that the ledger does not have. Made and used on one event loop."""
+
+    def __init__(
+        self,
+        source: Source,
+        task_of: Callable[[SourceRow], Task],
+        preparer: Preparer,
+        answers: Answers,
+        ledger: Ledger,
+        backlog: Backlog,
+        ticks: Ticks,
+        limits: RunLimits,
+    ) -> None:
+        self._source = source
+        self._task_of = task_of
+        self._preparer = preparer
+        self._answers = answers
+        self._ledger = ledger
+        self._backlog = backlog
+        self._ticks = ticks
+        self._limits = limits
+        self._stopped: BatchError | None = None
+
+    async def run(self) -> None:
+        """Return when every row has its result, and all are on the disk.
+
+        Raises `LedgerError`, and `BatchError` when a limit is reached: rows that run by then are finished first.
+        """
+        async with asyncio.TaskGroup() as group:
+            beats = [group.create_task(self._ticks.run()), group.create_task(self._sync())]
+            await self._run_rows()
+            for beat in beats:
+                beat.cancel()
+        self._ledger.flush()
+        await asyncio.to_thread(self._ledger.sync)
+        if self._stopped is not None:
+            raise self._stopped
+
+    async def _run_rows(self) -> None:
+        async with asyncio.TaskGroup() as rows, prefetched(self._prepared(), self._limits.lookahead) as ready:
+            async for prepared in by_prefix(ready, self._limits.lookahead):
+                await self._backlog.enter(prepared)
+                if self._must_stop(prepared):
+                    self._backlog.leave(prepared.task.row, 0)
+                    return
+                rows.create_task(self._run_row(prepared))
+
+    async def _run_row(self, prepared: Prepared) -> None:
+        output_tokens = 0
+        try:
+            done = await self._answers.answer(prepared)
+            output_tokens = done.output_tokens
+        except (asyncio.CancelledError, BatchError):
+            raise
+        except Exception:
+            # A fault of ours in one row must not end the others.
+            logger.exception("row %d failed inside", prepared.task.row)
+            done = failed(prepared.task.row, ApiError("internal_error", "the row failed inside; the log has more"))
+        finally:
+            self._backlog.leave(prepared.task.row, output_tokens)
+        self._ledger.note_done(done)
+
+    async def _prepared(self) -> AsyncIterator[Prepared]:
+        """Yield the rows that are to be run. What is wrong with one is its result."""
+        for row in self._source.rows():
+            if row.number % ROWS_PER_TURN == 0:
+                await asyncio.sleep(0)
+            if row.number in self._ledger.done:
+                continue
+            try:
+                yield self._preparer.prepare(self._task_of(row))
+            except (ApiError, InvalidRequestError) as error:
+                typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+                self._ledger.note_done(failed(row.number, typed))
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_SECONDS)
+            await asyncio.to_thread(self._ledger.sync)
+            self._backlog.look()
+
+    def _must_stop(self, prepared: Prepared) -> bool:
+        """Whether a limit is reached, so that the row must not begin."""
+        errors, most = self._ledger.totals.num_errors, self._limits.max_errors
+        if most is not None and errors > most:
+            self._stopped = BatchError(
+                f"{errors} rows failed, more than --max-errors {most}; mend them or raise it, and go on with --resume"
+            )
+        totals, limit = self._ledger.totals, self._limits.max_cost_tokens
+        spent = totals.prompt_tokens + totals.output_tokens
+        if limit is not None and spent + self._backlog.tokens > limit:
+            self._stopped = BatchError(
+                f"{spent} tokens are spent, and the next row would go beyond --max-cost-tokens {limit}; raise it and "
+                "go on with --resume"
+            )
+        return self._stopped is not None

@@ -1,0 +1,330 @@
+"""A batch on fake replicas: each row once and exact, whatever is killed, full replicas, and limits that hold."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from cluster.batch.errors import BatchError, FencedError
+from cluster.dispatch_config import DispatcherConfig
+from cluster.errors import ApiError
+from engine.tokenizer import Tokenizer
+from tests import tiny_tokenizer
+from tests.openai_app import served_model
+from tests.unit.batch_lab import CREATED, BatchLab, cut_off
+from tests.unit.cluster_lab import Lab, until
+from tests.unit.engine_driver import VOCAB
+
+PATIENT = DispatcherConfig(admission_wait=60.0, no_replica_timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path_factory.mktemp("model"))
+    return served_model(folder, "tiny", vocab_size=VOCAB, max_model_len=128)
+
+
+def prompts(count, seed=1, **more):
+    """Rows of all kinds that complete: greedy and drawn, short and long, one choice and several."""
+    rng = random.Random(seed)
+    kinds = [{"temperature": 0}, {"temperature": 1.0}, {"temperature": 1.0, "n": 3}, {"temperature": 1.0, "seed": 5}]
+    return [
+        {
+            "model": "tiny",
+            "prompt": [rng.randrange(3, VOCAB) for _ in range(rng.randrange(1, 30))],
+            "max_tokens": rng.randrange(1, 40),
+            "ignore_eos": True,
+            **kinds[i % 4],
+            **more,
+        }
+        for i in range(count)
+    ]
+
+
+def bodies_of(results):
+    return [json.loads(one.body) for one in results]
+
+
+async def test_every_row_is_answered_as_by_http_and_two_runs_give_the_same_bytes(model, tmp_path):
+    bodies = prompts(60)
+    async with Lab() as lab:
+        await lab.start("a")
+        first = await BatchLab(tmp_path / "1", model, bodies).results(lab)
+        second = await BatchLab(tmp_path / "2", model, bodies).results(lab)
+    assert [one.body for one in first] == [one.body for one in second]
+    assert [one.status for one in first] == [200] * 60
+    answers = bodies_of(first)
+    assert len({answer["id"] for answer in answers}) == 60
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer["object"] == "text_completion"
+        assert answer["created"] == CREATED
+        assert len(answer["choices"]) == body.get("n", 1)
+        assert answer["usage"]["completion_tokens"] == body.get("n", 1) * body["max_tokens"]
+        assert "prompt_tokens_details" not in answer["usage"]
+
+
+async def test_equal_rows_without_a_seed_draw_apart(model, tmp_path):
+    bodies = [{"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 12, "temperature": 1.0}] * 8
+    async with Lab() as lab:
+        await lab.start("a")
+        results = await BatchLab(tmp_path / "l", model, bodies).results(lab)
+    assert len({answer["choices"][0]["text"] for answer in bodies_of(results)}) == 8
+
+
+async def test_a_bad_row_is_one_error_and_harms_no_other(model, tmp_path):
+    bodies = prompts(6)
+    bodies[2] = {"model": "tiny", "prompt": [3], "max_tokens": 0}
+    bodies[3] = {"model": "other", "prompt": [3]}
+    bodies[4] = {"model": "tiny", "prompt": [3], "max_tokens": 5, "frequence_penalty": 1}
+    async with Lab() as lab:
+        await lab.start("a")
+        results = await BatchLab(tmp_path / "l", model, bodies).results(lab)
+    assert [one.status for one in results] == [200, 200, 400, 404, 400, 200]
+    told = [json.loads(one.body)["error"] for one in results[2:5]]
+    assert [error["param"] for error in told] == ["max_tokens", "model", "frequence_penalty"]
+    assert "did you mean frequency_penalty?" in told[2]["message"]
+    assert [one.code for one in results[2:5]] == [error["code"] for error in told]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_killed_drivers_and_replicas_change_no_byte(model, tmp_path, seed):
+    """Drivers die between any two ticks, replicas at any time; of what a driver wrote down nothing runs twice."""
+    bodies = prompts(40, seed)
+    async with Lab() as lab:
+        await lab.start("quiet")
+        undisturbed = await BatchLab(tmp_path / "quiet", model, bodies).results(lab)
+    rng = random.Random(seed)
+    batch = BatchLab(tmp_path / "killed", model, bodies)
+    lives = 0
+    drawn = 0
+    while True:
+        async with Lab(PATIENT, seed) as lab:
+            replicas = [await lab.start(f"{lives}-{i}", pace=0.002) for i in range(2)]
+            ledger = batch.open()
+            work = asyncio.create_task(batch.run(lab, ledger))
+            await asyncio.wait([work], timeout=rng.uniform(0.02, 0.15))
+            if lives % 2 and not work.done():
+                lab.kill(replicas[0].name)
+                await lab.start(f"{lives}-again")
+                await asyncio.wait([work], timeout=0.05)
+            drawn += lab.dispatcher.counters.tokens
+            if work.done():
+                work.result()
+                results = list(ledger.results())
+                ledger.close()
+                break
+            await cut_off(work)
+            ledger.close()
+            lives += 1
+    assert lives >= 2
+    assert results == undisturbed
+    wanted = sum(body["max_tokens"] * body.get("n", 1) for body in bodies)
+    assert drawn < wanted + lives * 60  # what came since the last tick, of the rows that ran
+
+
+async def test_a_row_goes_on_in_the_middle(model, tmp_path):
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60, "temperature": 1.0, "n": 2, "ignore_eos": True}
+    async with Lab() as lab:
+        await lab.start("a")
+        undisturbed = await BatchLab(tmp_path / "quiet", model, [body]).results(lab)
+    batch = BatchLab(tmp_path / "l", model, [body])
+    async with Lab() as lab:
+        await lab.start("a", steps=20)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        await until(lambda: sum(len(one.tokens) for one in ledger.partial.get(0, {}).values()) == 40)
+        await asyncio.sleep(0.01)
+        await cut_off(work)
+        ledger.close()
+    async with Lab() as lab:
+        await lab.start("b")
+        assert await batch.results(lab) == undisturbed
+        assert lab.dispatcher.counters.tokens == 80
+
+
+async def test_a_stop_string_ends_a_resumed_row_where_it_ended_before(model, tmp_path):
+    tokenizer = model.tokenizer
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
+    async with Lab() as lab:
+        await lab.start("a")
+        [plain] = await BatchLab(tmp_path / "plain", model, [body]).results(lab)
+        text = json.loads(plain.body)["choices"][0]["text"]
+        ids = tokenizer.encode(text)
+        stop = text[len(text) // 2 : len(text) // 2 + 4]
+        stopped = {**body, "stop": stop}
+        undisturbed = await BatchLab(tmp_path / "quiet", model, [stopped]).results(lab)
+    assert ids and bodies_of(undisturbed)[0]["choices"][0]["text"] == text[: text.index(stop)]
+    batch = BatchLab(tmp_path / "l", model, [stopped])
+    async with Lab() as lab:
+        await lab.start("a", steps=10)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        await until(lambda: ledger.partial.get(0) is not None)
+        await cut_off(work)
+        ledger.flush()
+        ledger.close()
+    async with Lab() as lab:
+        await lab.start("b")
+        assert await batch.results(lab) == undisturbed
+
+
+async def test_log_probabilities_are_whole_after_a_kill(model, tmp_path):
+    body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 30, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    async with Lab() as lab:
+        await lab.start("a")
+        undisturbed = await BatchLab(tmp_path / "quiet", model, [body]).results(lab)
+    batch = BatchLab(tmp_path / "l", model, [body])
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=10)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        await until(lambda: replica.executor.executed == 10)
+        await cut_off(work)
+        assert not ledger.partial  # its tokens alone would not do
+        ledger.close()
+    async with Lab() as lab:
+        await lab.start("b")
+        assert await batch.results(lab) == undisturbed
+    assert len(json.loads(undisturbed[0].body)["choices"][0]["logprobs"]["token_logprobs"]) == 30
+
+
+async def test_the_replicas_are_kept_full_and_little_waits_in_them(model, tmp_path):
+    bodies = [{"model": "tiny", "prompt": [i % 50 + 3], "max_tokens": 20, "ignore_eos": True} for i in range(200)]
+    waiting = []
+    async with Lab() as lab:
+        replica = await lab.start("a", pace=0.004)
+        batch = BatchLab(tmp_path / "l", model, bodies)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        while not work.done():
+            waiting.append(lab.dispatcher.replicas()[0].load.num_waiting)
+            await asyncio.sleep(0.001)
+        work.result()
+        ledger.close()
+    assert max(waiting) <= 16
+    full_steps = 200 * 20 / 16
+    assert replica.executor.executed < 1.2 * full_steps
+
+
+async def test_rows_with_one_beginning_run_together_and_find_it_cached(model, tmp_path):
+    beginnings = [[20 + i] * 40 for i in range(10)]
+    bodies = [
+        {"model": "tiny", "prompt": [*beginnings[i % 10], i % 60 + 3], "max_tokens": 2, "ignore_eos": True}
+        for i in range(100)
+    ]
+    cached = {}
+    for lookahead in (1, 100):
+        async with Lab(max_num_seqs=2) as lab:
+            await lab.start("a", num_blocks=40)
+            batch = BatchLab(tmp_path / f"{lookahead}", model, bodies, max_num_seqs=2)
+            ledger = batch.open()
+            await batch.run(lab, ledger, lookahead=lookahead)
+            assert len(list(ledger.results())) == 100
+            ledger.close()
+            cached[lookahead] = lab.dispatcher.counters.cached_tokens
+    assert cached[100] > 2 * cached[1]
+
+
+class Flaky:
+    """Fails each request some times before it lets it through."""
+
+    def __init__(self, source, times, error):
+        self._source, self._times, self._error = source, times, error
+        self.asked = Counter()
+
+    async def generate(self, request, context=None):
+        self.asked[request.request_id] += 1
+        if self.asked[request.request_id] <= self._times:
+            raise self._error
+        async for chunk in self._source.generate(request):
+            yield chunk
+
+    def finish_choice(self, request_id, choice):
+        self._source.finish_choice(request_id, choice)
+
+
+async def test_what_may_be_over_is_tried_again_and_what_is_not_is_not(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.answers.RETRY_PAUSE", 0.001)
+    bodies = prompts(3)
+    for error, times, asked, status in [
+        (ApiError("replica_lost", "gone"), 2, 3, 200),
+        (ApiError("replica_lost", "gone"), 9, 4, 503),
+        (ApiError("request_quarantined", "no", status=500, retryable=False), 9, 1, 500),
+        (RuntimeError("a bug"), 9, 1, 500),
+    ]:
+        async with Lab() as lab:
+            await lab.start("a")
+            flaky = Flaky(lab.dispatcher, times, error)
+            batch = BatchLab(tmp_path / f"{status}-{asked}-{type(error).__name__}", model, bodies)
+            ledger = batch.open()
+            await batch.run(lab, ledger, flaky)
+            assert [one.status for one in ledger.results()] == [status] * 3
+            assert set(flaky.asked.values()) == {asked}
+            ledger.close()
+
+
+async def test_too_many_errors_stop_the_batch_and_resume_goes_on(model, tmp_path):
+    bodies = prompts(30)
+    for i in range(5, 10):
+        bodies[i] = {"model": "tiny", "prompt": [3], "max_tokens": 0}
+    batch = BatchLab(tmp_path / "l", model, bodies)
+    async with Lab() as lab:
+        await lab.start("a")
+        ledger = batch.open()
+        with pytest.raises(BatchError, match="5 rows failed, more than --max-errors 2"):
+            await batch.run(lab, ledger, max_errors=2)
+        ledger.close()
+        ledger = batch.open()
+        await batch.run(lab, ledger, max_errors=5)
+        assert ledger.totals.num_errors == 5
+        assert len(list(ledger.results())) == 30
+        ledger.close()
+
+
+async def test_the_cost_stays_below_its_limit(model, tmp_path):
+    bodies = [{"model": "tiny", "prompt": [3] * 10, "max_tokens": 10, "ignore_eos": True} for _ in range(50)]
+    batch = BatchLab(tmp_path / "l", model, bodies)
+    async with Lab() as lab:
+        await lab.start("a")
+        ledger = batch.open()
+        with pytest.raises(BatchError, match="--max-cost-tokens 300"):
+            await batch.run(lab, ledger, max_cost_tokens=300)
+        spent = ledger.totals.prompt_tokens + ledger.totals.output_tokens
+        assert spent == 300 == 20 * ledger.done.count
+        ledger.close()
+
+
+async def test_a_driver_that_was_fenced_stops_at_once(model, tmp_path):
+    bodies = prompts(40)
+    batch = BatchLab(tmp_path / "l", model, bodies)
+    async with Lab() as lab:
+        await lab.start("a", pace=0.01)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        await until(lambda: lab.dispatcher.num_live > 0)
+        (tmp_path / "l" / "epoch-00000002").write_bytes(b"")
+        with pytest.raises(ExceptionGroup) as caught:
+            await work
+        assert caught.group_contains(FencedError)
+        await until(lambda: lab.dispatcher.num_live == 0)
+        ledger.close()
+
+
+async def test_no_replica_for_a_while_costs_time_and_nothing_else(model, tmp_path):
+    bodies = prompts(20)
+    async with Lab(PATIENT) as lab:
+        batch = BatchLab(tmp_path / "l", model, bodies)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger))
+        await until(lambda: lab.dispatcher.num_live > 0)
+        await lab.start("late")
+        await work
+        assert [one.status for one in ledger.results()] == [200] * 20
+        ledger.close()
+
+
+def test_the_tokenizer_of_the_lab_knows_all_its_ids(model):
+    assert isinstance(model.tokenizer, Tokenizer)
+    assert model.tokenizer.vocab_size >= VOCAB
