@@ -1,0 +1,127 @@
+"""One driver: replicas, dispatcher and ledger around the rows, from the first to the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.batch.answers import Answers
+from cluster.batch.backlog import Backlog
+from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.prepare import Preparer
+from cluster.batch.rows import Source, SourceRow, Task
+from cluster.batch.run import BatchRun, RunLimits
+from cluster.batch.ticks import Ticks
+from cluster.config import ClusterConfig
+from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatcher import Dispatcher
+from cluster.metrics import ClusterFigures, Metrics
+from cluster.openai.served_model import ServedModel
+
+FOREVER = 7 * 86_400.0  # seconds: rows wait for replicas as long as the batch waits
+LOOK_SECONDS = 0.5  # between two looks at the figures
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFigures:
+    """How far a batch is.
+
+    done, errors: rows, of `rows`. prompt_tokens, output_tokens: of the rows that are done. drawn, prefilled, cached:
+    tokens of this driver: of output; of prompts, and those that were found in a prefix cache. running: sequences.
+    """
+
+    rows: int
+    done: int
+    errors: int
+    prompt_tokens: int
+    output_tokens: int
+    drawn: int
+    prefilled: int
+    cached: int
+    running: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a driver works on."""
+
+    config: ClusterConfig
+    model: ServedModel
+    source: Source
+    task_of: Callable[[SourceRow], Task]
+    preparer: Preparer
+    ledger: Ledger
+    limits: RunLimits
+
+
+Replicas = Callable[[Dispatcher], Coroutine[Any, Any, None]]
+
+
+async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigures], None]) -> None:
+    """Run all rows that are not done.
+
+    replicas: keeps a dispatcher linked to replicas until it is cancelled. on_figures: told twice a second, and at
+    the end. Raises `BatchError`; what was done by then is in the ledger.
+    """
+    async with _dispatcher(work.config) as dispatcher:
+        ticks = Ticks(work.ledger.flush)
+        metrics = Metrics().of(work.model.model_id, ClusterFigures)
+        answers = Answers(work.model, dispatcher, work.ledger, ticks, metrics)
+        backlog = Backlog(dispatcher, work.config.max_num_seqs, work.config.max_num_batched_tokens)
+        run = BatchRun(work.source, work.task_of, work.preparer, answers, work.ledger, backlog, ticks, work.limits)
+
+        async def watch() -> None:
+            while True:
+                on_figures(figures_of(work.ledger, dispatcher))
+                await asyncio.sleep(LOOK_SECONDS)
+
+        async with asyncio.TaskGroup() as group:
+            beside = [group.create_task(replicas(dispatcher)), group.create_task(watch())]
+            await run.run()
+            for task in beside:
+                task.cancel()
+        on_figures(figures_of(work.ledger, dispatcher))
+
+
+def figures_of(ledger: Ledger, dispatcher: Dispatcher) -> BatchFigures:
+    """Return how far the batch is."""
+    totals, counters, views = ledger.totals, dispatcher.counters, dispatcher.replicas()
+    return BatchFigures(
+        rows=ledger.job.rows,
+        done=ledger.done.count,
+        errors=totals.num_errors,
+        prompt_tokens=totals.prompt_tokens,
+        output_tokens=totals.output_tokens,
+        drawn=counters.tokens,
+        prefilled=counters.prefilled,
+        cached=counters.cached_tokens,
+        running=sum([view.load.num_running for view in views]),
+        replicas=sum([view.ready for view in views]),
+    )
+
+
+@asynccontextmanager
+async def _dispatcher(config: ClusterConfig) -> AsyncGenerator[Dispatcher, None]:
+    dispatcher = Dispatcher(
+        DispatcherConfig(
+            stall_timeout=config.stall_timeout,
+            progress_timeout=2 * config.step_timeout,
+            admission_wait=FOREVER,
+            no_replica_timeout=FOREVER,
+            routing_policy=config.routing_policy,
+        )
+    )
+    try:
+        yield dispatcher
+    finally:
+        await dispatcher.close()
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a group, which may hold groups: one stands for all."""
+    first = group.exceptions[0]
+    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

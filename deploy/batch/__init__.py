@@ -1,0 +1,1 @@
+"""`squadron batch`: a batch on the command line."""

@@ -1,0 +1,95 @@
+"""How far a batch is: a live bar on a terminal, a plain line now and then elsewhere, and a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from cluster.batch.driver import BatchFigures
+
+WINDOW = 30.0  # seconds over which speeds are taken
+BAR_WIDTH = 30
+
+
+class Progress:
+    """Takes the figures as they come. interval: seconds between two plain lines."""
+
+    def __init__(self, console: Console, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._interval = interval
+        self._clock = clock
+        self._seen: deque[tuple[float, BatchFigures]] = deque()
+        self._live: Live | None = None
+        self._told = float("-inf")
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show the bar while entered, where there is a terminal."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=True) as self._live:
+            yield
+        self._live = None
+
+    def take(self, figures: BatchFigures) -> None:
+        """Show the latest figures."""
+        now = self._clock()
+        self._seen.append((now, figures))
+        while now - self._seen[0][0] > WINDOW:
+            self._seen.popleft()
+        if self._live is not None:
+            self._live.update(self._bar(figures))
+        elif now - self._told >= self._interval:
+            self._told = now
+            self._console.print(" | ".join(f"{name} {text}" for name, text in self.texts(figures).items()))
+
+    def texts(self, figures: BatchFigures) -> Mapping[str, str]:
+        """Return what is told of the latest figures."""
+        share = figures.cached / figures.prefilled if figures.prefilled else 0.0
+        return {
+            "rows": f"{figures.done:,}/{figures.rows:,} ({_percent(figures.done, figures.rows)})",
+            "errors": f"{figures.errors:,}",
+            "tokens/s": f"{self._per_second(lambda one: one.drawn):,.0f}",
+            "cached": f"{min(share, 1.0):.0%}",
+            "running": f"{figures.running} on {figures.replicas}",
+            "ETA": self._eta(figures),
+        }
+
+    def _bar(self, figures: BatchFigures) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=figures.rows, completed=figures.done, width=BAR_WIDTH)
+        grid.add_row(bar, *[f"{name} {text}" for name, text in self.texts(figures).items()])
+        return grid
+
+    def _per_second(self, figure: Callable[[BatchFigures], int]) -> float:
+        (began, first), (now, last) = self._seen[0], self._seen[-1]
+        return (figure(last) - figure(first)) / (now - began) if now > began else 0.0
+
+    def _eta(self, figures: BatchFigures) -> str:
+        speed = self._per_second(lambda one: one.done)
+        return str(timedelta(seconds=round((figures.rows - figures.done) / speed))) if speed else "-"
+
+
+def summary(figures: BatchFigures, errors: Mapping[str, int], seconds: float, replicas: int) -> list[str]:
+    """Return the lines that end a batch. errors: rows by code. seconds: of this driver. replicas: that ran it."""
+    speed = figures.drawn / seconds if seconds else 0.0
+    by_code = ", ".join(f"{count:,} {code}" for code, count in sorted(errors.items()))
+    return [
+        f"rows      {figures.rows:,}" + (f", of which {figures.errors:,} failed: {by_code}" if errors else ""),
+        f"tokens    {figures.prompt_tokens:,} of prompts, {figures.output_tokens:,} of output",
+        f"time      {timedelta(seconds=round(seconds))}, {speed:,.0f} tokens/s, {speed / replicas:,.0f} a replica",
+    ]
+
+
+def _percent(part: int, whole: int) -> str:
+    # Not rounded up: all rows are done only when all are.
+    return f"{int(1000 * part / whole) / 10 if whole else 100.0:.1f} %"
