@@ -1,0 +1,161 @@
+"""Rows of a table: a column is the prompt, or holds messages, or a template makes the prompt of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jinja2
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from cluster.batch.openai_rows import CHAT_URL, COMPLETIONS_URL, default_id, looks_openai
+from cluster.batch.rows import SourceRow, Task
+from engine.errors import ConfigError
+
+# Fields of a body that the row or the batch itself decides.
+OWN_FIELDS = ("model", "prompt", "messages", "stream")
+SYSTEM_ROLES = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnOptions:
+    """How plain rows become requests: a prompt asks for a completion, messages ask for a chat.
+
+    prompt_column, messages_column: columns that hold one or the other, in a row at most one of them; messages are a
+    list of objects, or its JSON. template: in Jinja, over the row's columns by name (and all of them as `row`); makes
+    the prompt, and the two columns mean nothing then. chat: a prompt is a user's message. system: a system message
+    for rows that bring none; makes prompts a chat too. id_column: column of custom_ids, "" for `row-1`, `row-2` and
+    so on. params: further fields of every request, such as max_tokens and temperature.
+    """
+
+    prompt_column: str = "prompt"
+    messages_column: str = "messages"
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    id_column: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def refuse_for_requests(self) -> None:
+        """Raise `ConfigError` when anything is set: rows that are requests already have no use for it."""
+        for one in fields(self):
+            default = one.default_factory() if callable(one.default_factory) else one.default
+            if getattr(self, one.name) != default:
+                raise ConfigError(
+                    f"{one.name} is for rows of columns, and these are requests of the OpenAI batch format, each "
+                    "with a body of its own: leave it out",
+                    one.name,
+                )
+
+
+class _RowError(Exception):
+    """A row asks for nothing that can be done; `param` names its column."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PlainRows:
+    """Tasks of plain rows. model: what all of them ask. Raises `ConfigError` for a bad template or bad params."""
+
+    def __init__(self, model: str, options: ColumnOptions) -> None:
+        own = next((name for name in OWN_FIELDS if name in options.params), None)
+        if own is not None:
+            raise ConfigError(f"params cannot hold {own!r}, which the rows or the batch decide", "params")
+        self.has_ids = bool(options.id_column)
+        self._options = options
+        self._shared = {"model": model, **options.params}
+        self._template = None if options.template is None else _compiled(options.template)
+
+    def custom_id(self, row: SourceRow) -> str | None:
+        """Return the column's text or whole number; None where it has neither. An unreadable row has a default."""
+        if not self.has_ids or row.fields is None:
+            return default_id(row.number)
+        value = row.fields.get(self._options.id_column)
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            return None
+        return str(value)
+
+    def task(self, row: SourceRow) -> Task:
+        """Return the request; a column that is missing or holds something else is the row's problem."""
+        custom_id = self.custom_id(row) or default_id(row.number)
+        if row.fields is None:
+            return Task(row.number, custom_id, "", {}, row.problem)
+        try:
+            url, asked = self._asked(row.fields)
+        except _RowError as error:
+            return Task(row.number, custom_id, "", {}, str(error), error.param)
+        return Task(row.number, custom_id, url, {**self._shared, **asked})
+
+    def _asked(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        if self._template is not None:
+            return self._of_prompt(_rendered(self._template, columns))
+        options = self._options
+        prompt, messages = columns.get(options.prompt_column), columns.get(options.messages_column)
+        if _is_filled(prompt) and _is_filled(messages):
+            both = f"{options.prompt_column!r} and {options.messages_column!r}"
+            raise _RowError(f"the columns {both} are both filled; leave one of them empty", options.messages_column)
+        if _is_filled(messages):
+            return CHAT_URL, {"messages": self._with_system(_messages(messages, options.messages_column))}
+        if prompt is None:
+            raise _RowError(self._nothing(columns), options.prompt_column)
+        if not isinstance(prompt, str):
+            raise _RowError(f"the column {options.prompt_column!r} must hold text", options.prompt_column)
+        return self._of_prompt(prompt)
+
+    def _of_prompt(self, prompt: str) -> tuple[str, dict[str, Any]]:
+        if self._options.chat or self._options.system is not None:
+            return CHAT_URL, {"messages": self._with_system([{"role": "user", "content": prompt}])}
+        return COMPLETIONS_URL, {"prompt": prompt}
+
+    def _with_system(self, messages: list[Any]) -> list[Any]:
+        system = self._options.system
+        first = messages[0] if messages else None
+        if system is None or (isinstance(first, Mapping) and first.get("role") in SYSTEM_ROLES):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _nothing(self, columns: Mapping[str, Any]) -> str:
+        if looks_openai(columns):
+            return "it is a request of the OpenAI batch format among rows of columns; give these a batch of their own"
+        options = self._options
+        has = ", ".join(repr(name) for name in list(columns)[:20]) or "none"
+        return f"there is nothing in a column {options.prompt_column!r} or {options.messages_column!r}; it has {has}"
+
+
+def _is_filled(value: Any) -> bool:
+    return value is not None and value != ""
+
+
+def _messages(value: Any, column: str) -> list[Any]:
+    if isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (ValueError, RecursionError) as error:
+            raise _RowError(f"the column {column!r} holds text that is no JSON: {error}", column) from error
+    if not isinstance(value, list):
+        raise _RowError(f"the column {column!r} must hold a list of messages", column)
+    return value
+
+
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"template, line {error.lineno}: {error.message}", "template") from error
+
+
+def _rendered(template: jinja2.Template, columns: Mapping[str, Any]) -> str:
+    try:
+        return template.render({"row": columns, **columns})
+    except jinja2.UndefinedError as error:
+        has = ", ".join(repr(name) for name in list(columns)[:20]) or "none"
+        raise _RowError(
+            f"the template asks for a column that is missing: {error}; it has {has}", "template"
+        ) from error
+    except Exception as error:  # what a template does with a row's values is its author's
+        raise _RowError(f"the template fails on this row: {type(error).__name__}: {error}", "template") from error

@@ -1,0 +1,106 @@
+"""An input as a whole: its files one after the other, and which reader each takes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from cluster.batch.errors import InputError
+from cluster.batch.rows import SourceRow
+from cluster.batch.sources.csv_rows import read_csv_rows
+from cluster.batch.sources.found import InputFile, find_files, named_file
+from cluster.batch.sources.json_rows import read_json_rows
+from cluster.batch.sources.lines import MAX_LINE_BYTES
+from cluster.batch.sources.standard_input import spooled
+
+Reader = Callable[[InputFile, int, int], Iterator[SourceRow]]
+READERS: Mapping[str, Reader] = {
+    ".jsonl": read_json_rows,
+    ".ndjson": read_json_rows,
+    ".json": read_json_rows,
+    ".csv": read_csv_rows,
+}
+STANDARD_INPUT = "-"
+
+
+class FileSource:
+    """A `Source` of files. Raises `InputError` where one of them changes between two readings.
+
+    files: in the order of their rows. limit: bytes that a row may have in a file of lines.
+    """
+
+    def __init__(self, files: Sequence[InputFile], limit: int = MAX_LINE_BYTES) -> None:
+        self.files = tuple(files)
+        self._limit = limit
+        self._seen = {file: _version(file) for file in self.files}
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Yield all rows, numbered through all files."""
+        number = 0
+        for file in self.files:
+            self._check(file)
+            for row in READERS[file.suffix](file, number, self._limit):
+                number = row.number + 1
+                yield row
+            self._check(file)
+
+    def _check(self, file: InputFile) -> None:
+        if _version(file) != self._seen[file]:
+            raise InputError(
+                f"{file.name} has changed while it was read; put it back, or begin anew with a new output"
+            )
+
+
+def open_source(
+    inputs: Sequence[str],
+    spool: Path,
+    stdin: BinaryIO | None = None,
+    stdin_suffix: str = ".jsonl",
+    limit: int = MAX_LINE_BYTES,
+) -> FileSource:
+    """Return what `inputs` name, as one source: paths, directories, patterns, URLs, and "-" for standard input.
+
+    spool: the folder in which standard input is kept; with that of an earlier run, what it kept is used again (see
+    `spooled`). stdin_suffix: what standard input holds, such as `.csv.gz`. limit: bytes that a line may have.
+    Raises `InputError` naming what is not there or cannot be told.
+    """
+    if not inputs:
+        raise InputError("no input is named; name a file, a directory, a pattern such as 'data/*.jsonl', or -")
+    if list(inputs).count(STANDARD_INPUT) > 1:
+        raise InputError("standard input (-) is named twice; name it once")
+    files: list[InputFile] = []
+    for given in inputs:
+        if given == STANDARD_INPUT:
+            files.append(_standard_input(stdin or sys.stdin.buffer, spool, stdin_suffix))
+        else:
+            files += find_files(given, list(READERS))
+    _refuse_repeated(files)
+    return FileSource(files, limit)
+
+
+def _standard_input(stream: BinaryIO, spool: Path, suffix: str) -> InputFile:
+    named_file("", f"stdin{suffix}", list(READERS))  # before anything is read
+    path = spooled(stream, spool, suffix)
+    return named_file(str(path), f"stdin{suffix}", list(READERS))
+
+
+def _refuse_repeated(files: Sequence[InputFile]) -> None:
+    seen: set[str] = set()
+    for file in files:
+        if file.path in seen:
+            raise InputError(f"{file.name} is named twice; name each file once")
+        seen.add(file.path)
+
+
+def _version(file: InputFile) -> tuple[int, int] | None:
+    """Return what tells whether a local file was written to: its size and time of change."""
+    if file.is_url:
+        return None
+    try:
+        found = os.stat(file.path)
+    except OSError as error:
+        raise InputError(f"{file.name} cannot be read: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns

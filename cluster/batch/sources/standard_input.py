@@ -1,0 +1,61 @@
+"""Standard input, kept in a file so that it can be read again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from cluster.batch.errors import InputError
+
+COPY_BYTES = 1 << 20
+NAME = "stdin"
+
+
+def spooled(stream: BinaryIO, folder: Path, suffix: str) -> Path:
+    """Return a file in `folder` that holds what `stream` gives, to the end.
+
+    A file that an earlier run left is whole, and is used again when nothing is given (a terminal, `</dev/null`), or
+    the same once more. Raises `InputError` when something else is given, or nothing was ever.
+    """
+    path = folder / f"{NAME}{suffix}"
+    silent = stream.isatty()
+    if path.exists():
+        if not silent:
+            _compare(stream, path)
+        return path
+    if silent:
+        raise InputError("standard input is a terminal: pipe rows into it, or name a file instead of -")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep(stream, path)
+    except OSError as error:
+        raise InputError(f"standard input cannot be kept in {folder}: {error.strerror}") from error
+    return path
+
+
+def _keep(stream: BinaryIO, path: Path) -> None:
+    draft = path.with_name(f"{path.name}.draft")
+    with draft.open("wb") as file:
+        while chunk := stream.read(COPY_BYTES):
+            file.write(chunk)
+        if not file.tell():
+            raise InputError("standard input is empty: pipe rows into it, or name a file instead of -")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+
+
+def _compare(stream: BinaryIO, path: Path) -> None:
+    with path.open("rb") as kept:
+        if not (chunk := stream.read(COPY_BYTES)):
+            return
+        while chunk:
+            if kept.read(len(chunk)) != chunk:
+                break
+            chunk = stream.read(COPY_BYTES)
+        if chunk or kept.read(1):
+            raise InputError(
+                f"standard input is not what the first run of this batch was given, which is kept in {path}; give "
+                "the same, or nothing (</dev/null) to go on with what is kept, or delete that file to begin anew"
+            )
