@@ -62,6 +62,13 @@ class ReplicaDirectory:
         """Replicas leased now."""
         return list(self._announced.values())
 
+    async def close(self) -> None:
+        """Let go of all replicas."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _search(self) -> None:
         """Keep one lease call pending; each that is answered brings one more replica."""
         while True:

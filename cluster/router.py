@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -88,6 +89,11 @@ class Router:
             return gate
         services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes)
         return BesideHttp(gate, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+
+    def models(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
+        settings = [asdict(config) | {"api_key": None, "api_key_file": None} for config in self._configs]
+        return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
 
     def _serving(self) -> tuple[int, int]:
         return sum(one.front.ready() for one in self._live), len(self._live)

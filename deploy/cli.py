@@ -15,8 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from deploy.batch.flags import batch
 from deploy.environment import Environment, prepare_local_ray
-from deploy.flags import ServeCommand, in_flags, merge_settings, with_settings
+from deploy.flags import OF_A_SERVICE, ServeCommand, in_flags, merge_settings, with_settings
 from deploy.haproxy import prepare_haproxy
 from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
@@ -88,6 +89,7 @@ def serve(
 
 
 app.add_typer(keys)
+app.command("batch", cls=ServeCommand)(with_settings(batch, OF_A_SERVICE))
 
 
 @app.command()

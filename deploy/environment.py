@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
+from engine.errors import ConfigError
 
 # What a Ray of our own is started with; a variable that is set already is left alone.
 # Ray has no switch of its own for "this machine only": the flag of its macOS and Windows builds, which puts all its
@@ -46,10 +47,13 @@ class Environment:
 
     ray_address: `RAY_ADDRESS`, the Ray cluster to join; None = start one.
     api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
+    source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
+    clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
     """
 
     ray_address: str | None = None
     api_key: str | None = None
+    source_date_epoch: int | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -58,7 +62,14 @@ class Environment:
         return cls(
             ray_address=variables.get("RAY_ADDRESS") or None,
             api_key=variables.get("SQUADRON_API_KEY") or None,
+            source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
         )
+
+
+def _seconds(text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"SOURCE_DATE_EPOCH must be seconds since 1970, such as 1700000000, not {text!r}", "")
+    return None if text is None else int(text)
 
 
 def prepare_local_ray() -> None:

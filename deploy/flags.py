@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
 from operator import getitem
 from pathlib import Path
@@ -133,6 +133,22 @@ class Setting:
     help: str
 
 
+# What concerns clients and copies of a service, of which a batch has none.
+OF_A_SERVICE = (
+    *HELP["HTTP"],
+    "routers",
+    "min_replicas",
+    "max_replicas",
+    "upscale_delay_s",
+    "downscale_delay_s",
+    "downscale_to_zero_delay_s",
+    "cold_start_timeout",
+    "drain_timeout",
+    "max_surge_percent",
+    "update_failure_action",
+)
+
+
 class ServeCommand(TyperCommand):
     """A command whose complaint about an unknown flag asks "did you mean"."""
 
@@ -160,16 +176,20 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-def with_settings(function: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one flag per setting; its `**chosen` gets those that were on the command line."""
+def with_settings(function: Callable[..., None], left_out: Collection[str] = ()) -> Callable[..., None]:
+    """Give a command one flag per setting; its `**chosen` gets those that were on the command line.
+
+    left_out: settings that mean nothing to it.
+    """
+    offered = [setting for setting in settings() if setting.name not in left_out]
+    names = {setting.name for setting in offered}
 
     def command(**values: Any) -> None:
-        names = {setting.name for setting in settings()}
         chosen = {key: value for key, value in values.items() if key in names and value is not None}
         function(**{key: value for key, value in values.items() if key not in names}, **chosen)
 
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    made = [_parameter(setting) for setting in settings()]
+    made = [_parameter(setting) for setting in offered]
     command.__name__ = function.__name__
     command.__doc__ = function.__doc__
     command.__annotations__ = {p.name: p.annotation for p in (*own, *made)}

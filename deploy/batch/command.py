@@ -1,0 +1,172 @@
+"""`squadron batch`: from rows to results, through whatever ends it on the way."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+
+import msgspec
+from rich.console import Console
+
+from cluster.batch.check import Checked, check_input
+from cluster.batch.driver import BatchFigures, Work, drive
+from cluster.batch.dry_run import DryRun, dry_run
+from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.records import Job
+from cluster.batch.output.manifest import Manifest
+from cluster.batch.output.spec import OutputSpec, default_style
+from cluster.batch.output.write import Finished, finished, write_output
+from cluster.batch.prepare import Preparer
+from cluster.batch.sources.found import is_url, local_path
+from cluster.batch.sources.source import FileSource, open_source
+from cluster.batch.tasks import TaskMaker, kind_of, task_maker
+from cluster.config import ClusterConfig
+from cluster.models.served import served_model
+from deploy.batch.drive import run_until_told
+from deploy.batch.options import BatchOptions, ServedApp
+from deploy.batch.places import AppReplicas, OwnReplicas, Place
+from deploy.batch.progress import Progress, summary
+from deploy.interrupts import Interrupted, Interrupts
+from deploy.phases import PhaseLog
+from deploy.ray_output import without_death_notices
+from engine.fingerprint import model_fingerprint
+
+
+def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
+    """Run a batch to its end, on replicas of its own or those of an app.
+
+    Raises `SquadronError`, and `SystemExit` where it was told to stop.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    phases = PhaseLog(console)
+    with Interrupts() as interrupts:
+        try:
+            if isinstance(where, ServedApp):
+                place: Place = AppReplicas(where, options.ray_address, options.verbose, interrupts)
+            else:
+                place = OwnReplicas(where, options.ray_address, options.verbose, interrupts, phases)
+            with closing(place):
+                Batch(place, options, console, phases).run()
+        except Interrupted as stop:
+            console.print("Stopped. What is done is kept: the same command with --resume goes on from here.")
+            raise SystemExit(128 + stop.number) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command is to do: rows, what they ask for, and what is to come of them."""
+
+    source: FileSource
+    tasks: TaskMaker
+    checked: Checked
+    spec: OutputSpec
+
+
+class Batch:
+    """One run of the command, on the replicas of `place`."""
+
+    def __init__(self, place: Place, options: BatchOptions, console: Console, phases: PhaseLog) -> None:
+        self._place = place
+        self._config = place.config
+        self._options = options
+        self._console = console
+        self._phases = phases
+        self._ledger_folder = options.ledger or ledger_folder(options.output)
+        self._last: BatchFigures | None = None
+
+    def say(self, text: str) -> None:
+        """Print one line as it is."""
+        self._console.print(text, markup=False)
+
+    def run(self) -> None:
+        """Do all that is left to do. Raises `SquadronError`."""
+        with self._phases.phase("Input") as notes:
+            asked = self._read()
+            notes.append(f"{asked.checked.rows:,} rows")
+        job = self._job(asked)
+        preparer = Preparer(served_model(self._config), _digest(job), self._config.seed, job.created)
+        if self._options.dry_run:
+            self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
+        elif finished(self._options.output, job):
+            self.say(f"{self._options.output} is complete already.")
+        else:
+            with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
+                self._go_on(asked, ledger, replace(preparer, created=ledger.job.created))
+
+    def _read(self) -> Asked:
+        options = self._options
+        source = open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix)
+        kind = kind_of(source) if options.kind is None else options.kind
+        tasks = task_maker(kind, self._config.model_id, options.columns)
+        spec = OutputSpec(options.output, options.style or default_style(kind, options.output), options.answer_column)
+        with tempfile.TemporaryDirectory() as folder:
+            return Asked(source, tasks, check_input(source, tasks, Path(folder), spec.added_columns), spec)
+
+    def _go_on(self, asked: Asked, ledger: Ledger, preparer: Preparer) -> None:
+        """Answer the rows that have no result yet, and put the output in place."""
+        began = time.monotonic()
+        limits, tasks = self._options.limits, asked.tasks
+        if ledger.done.count < ledger.job.rows:
+            self._answer(Work(self._config, preparer.model, asked.source, tasks.task, preparer, ledger, limits))
+        seconds = time.monotonic() - began
+        batch = Finished(ledger.job, asked.source, tasks, ledger.results())
+        manifest = write_output(asked.spec, batch, self._ledger_folder, ledger.check)
+        ledger.remove()
+        self._tell(manifest, seconds)
+
+    def _job(self, asked: Asked) -> Job:
+        options, config = self._options, self._config
+        settings = {"seed": config.seed, "columns": asdict(options.columns)}
+        return Job(
+            rows=asked.checked.rows,
+            input_digest=asked.checked.digest,
+            model=config.model_id,
+            fingerprint=model_fingerprint(config.model, config.dtype),
+            settings=msgspec.json.encode(settings).decode(),
+            created=options.created if options.created is not None else int(time.time()),
+            version=version("squadron"),
+        )
+
+    def _answer(self, work: Work) -> None:
+        """Run all rows that are not done."""
+        quiet = nullcontext() if self._options.verbose else without_death_notices()
+        progress = Progress(self._console, self._options.log_interval)
+
+        def take(figures: BatchFigures) -> None:
+            self._last = figures
+            progress.take(figures)
+
+        with quiet, self._place.replicas() as replicas, progress.shown():
+            run_until_told(lambda: drive(work, replicas, take))
+
+    def _tell(self, manifest: Manifest, seconds: float) -> None:
+        if self._last is not None:
+            for line in summary(self._last, manifest.errors, seconds, self._config.replicas):
+                self.say(line)
+        self.say(f"output    {self._options.output}")
+        if manifest.error_file is not None:
+            self.say(f"errors    {manifest.error_file.name}")
+
+    def _tell_dry_run(self, found: DryRun) -> None:
+        self.say(f"rows      {found.rows:,}, of which {found.errors.total():,} would fail")
+        self.say(f"tokens    {found.prompt_tokens:,} of prompts, at most {found.most_output_tokens:,} of output")
+        for problem in found.problems:
+            self.say(f"problem   {problem}")
+        if found.errors:
+            raise SystemExit(1)
+
+
+def ledger_folder(output: str) -> Path:
+    """Return where the ledger of an output lies: beside it, or here for one behind a URL."""
+    return Path((PurePosixPath(output).name if is_url(output) else local_path(output)) + ".ledger")
+
+
+def _digest(job: Job) -> str:
+    """A few characters for all that decides the answers; equal for equal jobs."""
+    same = msgspec.structs.replace(job, created=0, version="")
+    return blake2b(msgspec.msgpack.encode(same), digest_size=16).hexdigest()

@@ -1,0 +1,172 @@
+"""A batch under kill -9: `python -m tests.bench.batch_kills` kills drivers, replicas and ranks, tears files.
+
+The output must be, byte for byte, that of a run which nothing befell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rich.console import Console
+
+from tests.bench.kills import figures_table
+from tests.bench.machine import provenance
+from tests.chaos.batch import FULL, KINDS, RANK, REPLICA, TORN, BatchProcess, rows, tear, until, write_rows
+
+MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
+NAMES = {REPLICA: "BatchReplica", RANK: "WorkerActor"}
+START_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class BatchSiege:
+    """The report. torn: bytes that were cut off. windows: seconds from the last write to the kill of a driver."""
+
+    rows: int
+    seed: int
+    kills: list[str] = field(default_factory=list)
+    torn: list[int] = field(default_factory=list)
+    windows: list[float] = field(default_factory=list)
+    undisturbed_s: float = 0.0
+    disturbed_s: float = 0.0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what goes into a table or a file."""
+        speed = self.tokens / self.undisturbed_s
+        lost = sum(self.windows) * speed
+        return {
+            "rows": self.rows,
+            "seed": self.seed,
+            "kills": len(self.kills),
+            "kills_by_kind": dict(Counter(self.kills)),
+            "output_tokens": self.tokens,
+            "undisturbed_s": self.undisturbed_s,
+            "disturbed_s": self.disturbed_s,
+            "last_write_to_kill_s_median": statistics.median(self.windows) if self.windows else 0.0,
+            "recomputed_share_at_most": lost / self.tokens,
+            "problems": len(self.problems),
+        }
+
+
+class Besieger:
+    """Runs a batch of `count` rows once in peace and once under `kills` kills, in `home`."""
+
+    def __init__(self, home: Path, count: int, tokens: int, kills: int, seed: int) -> None:
+        self.report = BatchSiege(count, seed)
+        self._home = home
+        self._input = write_rows(home / "rows.jsonl", rows(count, tokens, seed))
+        self._kills = kills
+        self._rng = Random(seed)
+        self._kinds = [KINDS[i % len(KINDS)] for i in range(kills)]
+        self._rng.shuffle(self._kinds)
+
+    def run(self) -> BatchSiege:
+        """Run both, compare, and return what was seen."""
+        began = time.monotonic()
+        quiet = self._in_peace()
+        self.report.undisturbed_s = time.monotonic() - began
+        manifest = json.loads((self._home / "quiet.jsonl.manifest.json").read_text())
+        self.report.tokens = manifest["output_tokens"]
+        began = time.monotonic()
+        killed = self._under_siege()
+        self.report.disturbed_s = time.monotonic() - began
+        for name in ("", ".errors.jsonl"):
+            if Path(f"{quiet}{name}").read_bytes() != Path(f"{killed}{name}").read_bytes():
+                self.report.problems.append(f"killed.jsonl{name} differs from quiet.jsonl{name}")
+        return self.report
+
+    def _in_peace(self) -> Path:
+        output = self._home / "quiet.jsonl"
+        process = BatchProcess(str(self._input), str(output), *MODEL, home=self._home)
+        if process.wait() != 0:
+            raise RuntimeError(f"the undisturbed run failed:\n{process.text}")
+        return output
+
+    def _under_siege(self) -> Path:
+        output = self._home / "killed.jsonl"
+        ledger = Path(f"{output}.ledger")
+        while not output.exists():
+            kind = self._kinds[0] if self._kinds else None
+            room = self._rng.randrange(20_000, 100_000) if kind == FULL else None
+            process = BatchProcess(str(self._input), str(output), *MODEL, "--resume", home=self._home, room=room)
+            try:
+                self._strike_while(process, ledger)
+            finally:
+                process.kill()
+        return output
+
+    def _strike_while(self, process: BatchProcess, ledger: Path) -> None:
+        """Kill what the seed says until the driver has ended, by our hand or at the end of its work."""
+        while process.running and self._kinds:
+            kind = self._kinds[0]
+            before = _written(ledger)
+            if kind == FULL:
+                process.wait()
+                if "No space left on device" not in process.text:
+                    self.report.problems.append(f"a full disk was not told: {process.text[-300:]}")
+                self._struck(kind)
+                return
+            if not until(lambda: _written(ledger) > before or not process.running, START_SECONDS):  # noqa: B023
+                raise RuntimeError(f"nothing is written:\n{process.text}")
+            time.sleep(self._rng.uniform(0.1, 2.0))
+            if not process.running:
+                break
+            if kind in NAMES:
+                victims = process.named(NAMES[kind])
+                if victims:
+                    self._rng.choice(victims).kill()
+                    self._struck(kind)
+                continue
+            last = max((path.stat().st_mtime for path in ledger.glob("*.log")), default=time.time())
+            process.kill()
+            self.report.windows.append(max(0.0, time.time() - last))
+            if kind == TORN:
+                self.report.torn.append(tear(ledger, self._rng))
+            self._struck(kind)
+            return
+        process.wait()
+
+    def _struck(self, kind: str) -> None:
+        self._kinds.pop(0)
+        self.report.kills.append(kind)
+        print(f"kill {len(self.report.kills)}: {kind}", flush=True)
+
+
+def _written(ledger: Path) -> int:
+    return sum(path.stat().st_size for path in ledger.glob("*.log")) if ledger.exists() else 0
+
+
+def main() -> None:
+    """Run, print, and fail where a byte differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=60, help="of an answer, on average a little more")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="squadron-batch-"))
+    report = Besieger(home, options.rows, options.tokens, options.kills, options.seed).run()
+    figures = report.figures() | provenance()
+    Console().print(figures_table(figures, "a batch under kills"))
+    if options.output:
+        options.output.write_text(json.dumps(figures, indent=2))
+    if report.problems:
+        raise SystemExit("\n".join(report.problems))
+    shutil.rmtree(home)
+
+
+if __name__ == "__main__":
+    main()

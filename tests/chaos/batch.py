@@ -1,0 +1,140 @@
+"""A batch on the command line, and all that may befall it: its driver, its replicas, its ledger, its disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+
+CREATED = "1700000000"
+WORDS = ("def", "class", "import os", "for line in", "return", "with open(", "if not", "while True:", "try:")
+DRIVER, REPLICA, RANK, TORN, FULL = "driver", "replica", "worker rank", "torn write", "full disk"
+KINDS = (DRIVER, REPLICA, RANK, TORN, FULL)
+END_SECONDS = 600.0
+COMMAND = "from deploy.cli import main; main()"
+# A disk that has room for so many bytes of the ledger, and takes the last write in part.
+FULL_DISK = """
+import errno, os, types
+from cluster.batch.ledger import frame_file
+
+room = {room}
+
+def write(fd, data):
+    global room
+    written = os.write(fd, data[:room]) if room else 0
+    room -= written
+    if not written:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return written
+
+frame_file.os = types.SimpleNamespace(**{{**vars(os), "write": write}})
+from deploy.cli import main
+main()
+"""
+
+
+def rows(count: int, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Requests of every kind: greedy and drawn, one choice and two, chats and completions, and one bad in fifty."""
+    rng = Random(seed)
+    return [_row(i, rng, tokens) for i in range(count)]
+
+
+def _row(number: int, rng: Random, tokens: int) -> dict[str, Any]:
+    text = f"{rng.choice(WORDS)} {rng.choice(WORDS)} {number % 7}"
+    body: dict[str, Any] = {"model": "demo", "max_tokens": rng.randrange(tokens // 2, 2 * tokens), "ignore_eos": True}
+    body |= rng.choice(({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.8, "n": 2}, {"temperature": 1.0}))
+    if number % 50 == 17:
+        body["max_tokens"] = -1
+    if number % 3:
+        return _request(number, "/v1/completions", body | {"prompt": text})
+    return _request(number, "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text}]})
+
+
+def _request(number: int, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {"custom_id": f"id-{number}", "method": "POST", "url": url, "body": body}
+
+
+def write_rows(path: Path, requests: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(one) + "\n" for one in requests))
+    return path
+
+
+class BatchProcess:
+    """A running `squadron batch`. room: bytes until its disk is full; None = plenty."""
+
+    def __init__(self, *arguments: str, home: Path, room: int | None = None) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))}
+        kept = {"RAY_TMPDIR": os.environ["RAY_TMPDIR"]} if "RAY_TMPDIR" in os.environ else {}
+        self.log = home / f"driver-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND if room is None else FULL_DISK.format(room=room), "batch", *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=clean | kept | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": CREATED},
+            )
+        self._seen: set[psutil.Process] = set()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def descendants(self) -> list[psutil.Process]:
+        if self.running:
+            self._seen.update(psutil.Process(self.process.pid).children(recursive=True))
+        return list(self._seen)
+
+    def named(self, name: str) -> list[psutil.Process]:
+        """Descendants that Ray has given a name, such as `ray::BatchReplica`."""
+        return [one for one in self.descendants() if _name(one).startswith(f"ray::{name}")]
+
+    def wait(self) -> int:
+        return self.process.wait(END_SECONDS)
+
+    def kill(self) -> None:
+        """End the driver at once, and see to it that what it started ends by itself."""
+        self.descendants()
+        self.process.kill()
+        self.process.wait()
+        _, alive = psutil.wait_procs(self._seen, timeout=30)
+        for one in alive:
+            one.kill()
+        if alive:
+            raise AssertionError(f"processes outlived their driver: {[_name(one) or one for one in alive]}")
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:1])
+    except psutil.Error:
+        return ""
+
+
+def tear(folder: Path, rng: Random) -> int:
+    """Cut up to 200 bytes off the file of results written last, as if the machine had died; return how many."""
+    path = max(folder.glob("rows-*.log"))
+    cut = min(rng.randrange(1, 200), path.stat().st_size)
+    os.truncate(path, path.stat().st_size - cut)
+    return cut
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()
