@@ -1,0 +1,57 @@
+"""What an output is, written when it is whole."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cluster.batch.errors import BatchError
+from cluster.batch.ledger.ledger import OF_THE_FIRST_RUN
+from cluster.batch.ledger.records import Job
+from cluster.batch.output.drafts import OutputFile
+from cluster.batch.output.places import ERRORS, MANIFEST, Place
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What an output is.
+
+    job: what it is of. errors: code -> rows. prompt_tokens, output_tokens: of all rows. output: the file of answers.
+    error_file: of the rows that ended in an error; None where there are none.
+    """
+
+    job: Job
+    rows: int
+    errors: dict[str, int]
+    prompt_tokens: int
+    output_tokens: int
+    output: OutputFile
+    error_file: OutputFile | None
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """Return a manifest as its file holds it."""
+    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=2) + b"\n"
+
+
+def manifest_at(place: Place) -> Manifest | None:
+    """Return the manifest of an output, None where there is none. Raises `BatchError` when it is damaged."""
+    data = place.read(MANIFEST)
+    try:
+        return None if data is None else msgspec.json.decode(data, type=Manifest)
+    except ValueError as error:
+        raise BatchError(
+            f"the manifest ({MANIFEST}) is damaged: {error}; remove it and run the batch again"
+        ) from error
+
+
+def is_finished(place: Place, job: Job) -> bool:
+    """Whether the output is there, of this job, and as long as its manifest says."""
+    manifest = manifest_at(place)
+    if manifest is None or not _is_same(manifest.job, job):
+        return False
+    errors = manifest.error_file
+    return place.size("") == manifest.output.size and place.size(ERRORS) == (None if errors is None else errors.size)
+
+
+def _is_same(one: Job, other: Job) -> bool:
+    names = (name for name in Job.__struct_fields__ if name not in OF_THE_FIRST_RUN)
+    return all(getattr(one, name) == getattr(other, name) for name in names)

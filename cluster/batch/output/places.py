@@ -1,0 +1,147 @@
+"""Where an output comes to lie: beside its drafts on this machine, or behind a URL."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from cluster.batch.sources.found import file_system, is_url, local_path
+
+ERRORS = ".errors.jsonl"
+MANIFEST = ".manifest.json"
+NAMES = ("", ERRORS, MANIFEST)
+
+
+class Place(Protocol):
+    """An output and the files beside it, each told by what is added to the output's name: one of `NAMES`."""
+
+    def put(self, draft: Path, name: str) -> None:
+        """Put a finished draft in place, which takes it away. Raises `OSError`."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file holds, None where there is none."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, None where there is none."""
+        ...
+
+
+def place_of(target: str) -> Place:
+    """Return the place of an output. Raises `InputError` naming a URL that cannot be opened."""
+    return UrlPlace(*file_system(target)) if is_url(target) else LocalPlace(Path(local_path(target)))
+
+
+class Drafts:
+    """Paths for drafts of an output: beside it, for a rename works within a file system only.
+
+    folder: for those of an output behind a URL.
+    """
+
+    def __init__(self, target: str, folder: Path) -> None:
+        self._folder = folder if is_url(target) else Path(local_path(target)).parent
+        self.target_name = target.rsplit("/", 1)[-1]
+
+    def new(self, name: str) -> Path:
+        """Return a path for a draft of the output, or of a file beside it."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # No two drivers share a draft: one that was taken over finds its own gone, and never a half of another's.
+        return self._folder / f".{self.target_name}{name}.{os.getpid()}-{time.monotonic_ns()}.draft"
+
+    def clear(self) -> None:
+        """Remove what runs that were killed left behind."""
+        names = "|".join(re.escape(f".{self.target_name}{one}.") for one in NAMES)
+        left = re.compile(rf"({names})\d+-\d+\.draft")
+        for path in self._folder.iterdir() if self._folder.exists() else ():
+            if left.fullmatch(path.name):
+                path.unlink(missing_ok=True)
+
+
+class LocalPlace:
+    """Files of this machine. `put` is atomic, and outlives a loss of power once it returned."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self._folder = target.parent
+
+    def put(self, draft: Path, name: str) -> None:
+        """Rename."""
+        draft.replace(self._path(name))
+        self._sync()
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        path = self._path(name)
+        if path.exists():
+            path.unlink()
+            self._sync()
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file holds, None where there is none."""
+        try:
+            return self._path(name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, None where there is none."""
+        try:
+            return self._path(name).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._target.name}{name}"
+
+    def _sync(self) -> None:
+        fd = os.open(self._folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class UrlPlace:
+    """Files behind a URL, by fsspec.
+
+    An object store (s3, gs, abfs) shows an uploaded file whole or not at all. Other file systems (sftp, hdfs) show
+    one that is being uploaded: there, what is whole is what the manifest names, which comes last.
+    """
+
+    def __init__(self, files: Any, path: str) -> None:
+        self._files = files
+        self._path = path
+
+    def put(self, draft: Path, name: str) -> None:
+        """Upload."""
+        self._files.put_file(str(draft), self._path + name)
+        draft.unlink()
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        if self.size(name) is not None:
+            self._files.rm_file(self._path + name)
+
+    def read(self, name: str) -> bytes | None:
+        """Return what a file holds, None where there is none."""
+        try:
+            data: bytes = self._files.cat_file(self._path + name)
+        except FileNotFoundError:
+            return None
+        return data
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file, None where there is none."""
+        self._files.invalidate_cache()
+        try:
+            return int(self._files.info(self._path + name)["size"])
+        except FileNotFoundError:
+            return None

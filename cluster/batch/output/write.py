@@ -1,0 +1,207 @@
+"""From the results of a batch to its files: each row once, whole files only, the same bytes every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from cluster.batch.errors import BatchError, InputError
+from cluster.batch.ledger.ledger import Totals
+from cluster.batch.ledger.records import Job, RowDone
+from cluster.batch.openai_rows import default_id
+from cluster.batch.output.answer_columns import answer_columns
+from cluster.batch.output.columns import arrow_library, arrow_types, column_names
+from cluster.batch.output.drafts import Sink, described, open_draft
+from cluster.batch.output.manifest import Manifest, is_finished, manifest_at, manifest_bytes
+from cluster.batch.output.openai_lines import OpenAILines
+from cluster.batch.output.parquet import ParquetTable
+from cluster.batch.output.places import ERRORS, MANIFEST, Drafts, place_of
+from cluster.batch.output.spec import FIGURES, LINES, OutputSpec, Style
+from cluster.batch.output.tables import CsvTable, JsonTable, Table
+from cluster.batch.rows import Source, SourceRow
+from cluster.batch.tasks import TaskMaker
+
+OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A batch whose rows all have their results. results: in the order of the input, from the first row on."""
+
+    job: Job
+    source: Source
+    tasks: TaskMaker
+    results: Iterator[RowDone]
+
+
+def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callable[[], None]) -> Manifest:
+    """Write the output, the file of errors where there are any, and last the manifest; return it.
+
+    Rows with an answer are in the output, the others in `OUTPUT.errors.jsonl`. A run that is killed leaves either
+    drafts or whole files, and writes the same bytes when it is run again; what is there without a manifest is not to
+    be believed. drafts: a folder for drafts of an output behind a URL. check: called before a file is put in place;
+    raises when another driver took over. Raises `BatchError` when something cannot be written, and `InputError` when
+    the input is not what the results are of.
+    """
+    try:
+        with _Publishing(spec.target, drafts, check) as publishing:
+            output, errors = publishing.draft(""), publishing.draft(ERRORS)
+            totals = _write_rows(spec, batch, output, errors)
+            return publishing.publish(batch.job, totals, output, errors)
+    except OSError as error:
+        raise BatchError(
+            f"{spec.target} cannot be written ({error.strerror or error}); make room there and run the same command "
+            "with --resume: what was done so far is kept"
+        ) from error
+
+
+def finished(target: str, job: Job) -> bool:
+    """Whether the output is there, of this job, and its files are as long as the manifest says."""
+    return is_finished(place_of(target), job)
+
+
+def read_manifest(target: str) -> Manifest | None:
+    """Return the manifest of an output, None where there is none. Raises `BatchError` when it is damaged."""
+    return manifest_at(place_of(target))
+
+
+def _write_rows(spec: OutputSpec, batch: Finished, output: Path, errors: Path) -> Totals:
+    lines, totals = OpenAILines(batch.job), Totals()
+    with open_draft(output, spec.compression) as to_output, open_draft(errors) as to_errors:
+        answers = _answers(spec, batch, lines, to_output)
+        for row, done in _side_by_side(batch):
+            totals.add(done)
+            if done.status == OK:
+                answers.add(row, done)
+            else:
+                to_errors.write(lines.error(done, _id(batch.tasks, row)))
+        answers.close()
+    return totals
+
+
+def _side_by_side(batch: Finished) -> Iterator[tuple[SourceRow, RowDone]]:
+    number = 0
+    with closing(_generated(batch.source)) as rows:
+        for number, done in enumerate(batch.results, start=1):
+            row = next(rows, None)
+            if row is None or row.number != done.row:
+                raise InputError(f"the input has no row {number} any more; put it back as it was")
+            yield row, done
+        if number != batch.job.rows or next(rows, None) is not None:
+            raise InputError(f"the input has not {batch.job.rows} rows any more; put it back as it was")
+
+
+def _generated(source: Source) -> Generator[SourceRow, None, None]:
+    yield from source.rows()
+
+
+def _id(tasks: TaskMaker, row: SourceRow) -> str:
+    return tasks.custom_id(row) or default_id(row.number)
+
+
+class _Publishing:
+    """Drafts of an output, that are put in place together or are gone when this ends."""
+
+    def __init__(self, target: str, folder: Path, check: Callable[[], None]) -> None:
+        self._place = place_of(target)
+        self._drafts = Drafts(target, folder)
+        self._check = check
+        self._paths: list[Path] = []
+
+    def __enter__(self) -> Self:
+        self._drafts.clear()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def draft(self, name: str) -> Path:
+        """Return a path for a draft."""
+        self._paths.append(self._drafts.new(name))
+        return self._paths[-1]
+
+    def publish(self, job: Job, totals: Totals, output: Path, errors: Path) -> Manifest:
+        """Put all files in place, the manifest last, and return it."""
+        manifest = self._manifest(job, totals, output, errors)
+        draft = self.draft(MANIFEST)
+        with open_draft(draft) as file:
+            file.write(manifest_bytes(manifest))
+        self._check()
+        self._place.remove(MANIFEST)  # of an earlier batch, which is not what comes now
+        self._put(output, "")
+        if manifest.error_file is None:
+            self._place.remove(ERRORS)
+        else:
+            self._put(errors, ERRORS)
+        self._put(draft, MANIFEST)
+        return manifest
+
+    def _put(self, draft: Path, name: str) -> None:
+        self._check()
+        self._place.put(draft, name)
+
+    def _manifest(self, job: Job, totals: Totals, output: Path, errors: Path) -> Manifest:
+        name = self._drafts.target_name
+        error_file = described(errors, name + ERRORS)
+        return Manifest(
+            job=job,
+            rows=job.rows,
+            errors=totals.errors,
+            prompt_tokens=totals.prompt_tokens,
+            output_tokens=totals.output_tokens,
+            output=described(output, name),
+            error_file=error_file if error_file.size else None,
+        )
+
+
+class _LineAnswers:
+    """Answers as lines of OpenAI's batch output."""
+
+    def __init__(self, sink: Sink, lines: OpenAILines, tasks: TaskMaker) -> None:
+        self._sink = sink
+        self._lines = lines
+        self._tasks = tasks
+
+    def add(self, row: SourceRow, done: RowDone) -> None:
+        """Append a line."""
+        self._sink.write(self._lines.answer(done, _id(self._tasks, row)))
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class _TableAnswers:
+    """Answers beside the columns of their rows."""
+
+    def __init__(self, table: Table, answer_column: str) -> None:
+        self._table = table
+        self._answer_column = answer_column
+
+    def add(self, row: SourceRow, done: RowDone) -> None:
+        """Append a row."""
+        self._table.add({**(row.fields or {}), **answer_columns(done, self._answer_column)})
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._table.close()
+
+
+def _answers(spec: OutputSpec, batch: Finished, lines: OpenAILines, sink: Sink) -> _LineAnswers | _TableAnswers:
+    if spec.style is Style.OPENAI:
+        return _LineAnswers(sink, lines, batch.tasks)
+    return _TableAnswers(_table(spec, batch.source, sink), spec.answer_column)
+
+
+def _table(spec: OutputSpec, source: Source, sink: Sink) -> Table:
+    if spec.format in LINES:
+        return JsonTable(sink)
+    if spec.format == ".csv":
+        return CsvTable(sink, [*column_names(source), *spec.added_columns])
+    arrow = arrow_library()
+    # Text also where an answer is a vector or several texts: a batch may hold both.
+    figures = dict(zip(FIGURES, (arrow.string(), arrow.int64(), arrow.int64()), strict=True))
+    return ParquetTable(sink, {**arrow_types(source), spec.answer_column: arrow.string(), **figures})

@@ -1,0 +1,489 @@
+"""Outputs of a batch: each row once, whole files or none, the same bytes however often and whenever it is killed."""
+
+import csv
+import datetime
+import errno
+import gzip
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import fsspec
+import msgspec
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.batch.errors import BatchError, FencedError, InputError
+from cluster.batch.ledger.records import Job, RowDone
+from cluster.batch.output import drafts
+from cluster.batch.output.spec import OutputSpec, Style, default_style
+from cluster.batch.output.write import Finished, finished, read_manifest, write_output
+from cluster.batch.plain_rows import ColumnOptions
+from cluster.batch.rows import SourceRow
+from cluster.batch.tasks import RowKind, task_maker
+from engine.errors import ConfigError
+
+JOB = Job(
+    rows=0, input_digest="abc", model="demo", fingerprint="f", settings="{}", created=1_700_000_000, version="1"
+)
+OPENAI = task_maker(RowKind.OPENAI, "demo")
+PLAIN = task_maker(RowKind.PLAIN, "demo")
+
+
+class Rows:
+    """A source of rows with these columns; None is a row that cannot be read."""
+
+    def __init__(self, *rows):
+        self._rows = rows
+
+    def rows(self):
+        for number, fields in enumerate(self._rows):
+            yield SourceRow(number, f"x:{number + 1}", fields, repr(fields).encode(), "" if fields else "bad")
+
+
+def job(rows=3, **more):
+    return msgspec.structs.replace(JOB, rows=rows, **more)
+
+
+def chat(row, text="hi", **more):
+    body = {"id": "c", "choices": [{"index": 0, "message": {"content": text}, "finish_reason": "stop"}]}
+    return RowDone(row, 200, msgspec.json.encode(body), 5, 2, **more)
+
+
+def wrong(row, status=400, code="invalid_value"):
+    body = {"error": {"message": f"row {row} is wrong", "type": "invalid_request_error", "param": "n", "code": code}}
+    return RowDone(row, status, msgspec.json.encode(body), code=code)
+
+
+def ids(*names):
+    return Rows(*({"custom_id": name, "method": "POST"} for name in names))
+
+
+def write(target, source, results, tasks=OPENAI, style=Style.OPENAI, of=None, check=lambda: None, **more):
+    batch = Finished(of or job(len(results)), source, tasks, iter(results))
+    folder = Path(target).parent if "://" not in str(target) else more.pop("folder")
+    return write_output(OutputSpec(str(target), style, **more), batch, folder, check)
+
+
+def tabled(target, source, results, **more):
+    return write(target, source, results, PLAIN, Style.COLUMNS, **more)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# --- OpenAI's lines
+
+
+def test_answers_and_errors_are_in_files_of_their_own_as_openai_has_them(tmp_path):
+    out = tmp_path / "out.jsonl"
+    write(out, ids("a", "b", "c"), [chat(0), wrong(1), chat(2)])
+    first, last = lines(out)
+    (error,) = lines(tmp_path / "out.jsonl.errors.jsonl")
+    assert (first["custom_id"], last["custom_id"], error["custom_id"]) == ("a", "c", "b")
+    assert first == {
+        "id": first["id"],
+        "custom_id": "a",
+        "response": {
+            "status_code": 200,
+            "request_id": first["id"].replace("batch_req_", "req_"),
+            "body": json.loads(chat(0).body),
+        },
+        "error": None,
+    }
+    assert error["response"]["status_code"] == 400 and error["response"]["body"] == json.loads(wrong(1).body)
+    assert error["error"] == {"code": "invalid_value", "message": "row 1 is wrong"}
+    numbers = {one["id"] for one in (first, last, error)}
+    assert len(numbers) == 3 and all(re.fullmatch(r"batch_req_[0-9a-f]{24}", number) for number in numbers)
+
+
+def test_a_row_that_was_never_asked_has_no_response(tmp_path):
+    write(tmp_path / "out.jsonl", ids("a"), [wrong(0, status=0, code="batch_expired")])
+    (error,) = lines(tmp_path / "out.jsonl.errors.jsonl")
+    assert error["response"] is None and error["error"]["code"] == "batch_expired"
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_the_ids_follow_from_the_job_and_not_from_its_time(tmp_path):
+    def numbers(**more):
+        write(tmp_path / "out.jsonl", ids("a", "b"), [chat(0), chat(1)], of=job(2, **more))
+        return [one["id"] for one in lines(tmp_path / "out.jsonl")]
+
+    assert numbers() == numbers(created=5, version="9")
+    assert not set(numbers()) & set(numbers(settings='{"seed":1}'))
+
+
+def test_a_body_over_lines_stays_one_line(tmp_path):
+    done = RowDone(0, 200, b'{\n "choices": [],\n "x": "a\\nb"\n}')
+    write(tmp_path / "out.jsonl", ids("a"), [done])
+    assert lines(tmp_path / "out.jsonl")[0]["response"]["body"] == {"choices": [], "x": "a\nb"}
+
+
+def test_plain_rows_are_named_by_number_or_column(tmp_path):
+    source = Rows({"k": "x"}, {"k": 7}, None)
+    for tasks, names in (
+        (PLAIN, ["row-1", "row-2", "row-3"]),
+        (task_maker(RowKind.PLAIN, "demo", ColumnOptions(id_column="k")), ["x", "7", "row-3"]),
+    ):
+        write(tmp_path / "out.jsonl", source, [chat(0), chat(1), wrong(2)], tasks)
+        found = [*lines(tmp_path / "out.jsonl"), *lines(tmp_path / "out.jsonl.errors.jsonl")]
+        assert [one["custom_id"] for one in found] == names
+
+
+# --- Columns
+
+
+def test_the_answer_stands_beside_the_inputs_columns(tmp_path):
+    source = Rows({"prompt": "x", "tags": ["a"], "big": 2**70}, {"prompt": "y", "new": None}, {"prompt": "z"})
+    tabled(tmp_path / "out.jsonl", source, [chat(0), chat(1, "ü"), wrong(2)])
+    figures = {"finish_reason": "stop", "prompt_tokens": 5, "output_tokens": 2}
+    assert lines(tmp_path / "out.jsonl") == [
+        {"prompt": "x", "tags": ["a"], "big": 2**70, "answer": "hi", **figures},
+        {"prompt": "y", "new": None, "answer": "ü", **figures},
+    ]
+    assert lines(tmp_path / "out.jsonl.errors.jsonl")[0]["custom_id"] == "row-3"
+
+
+@pytest.mark.parametrize(
+    ("body", "answer", "reason"),
+    [
+        ({"choices": [{"text": "a", "finish_reason": "length"}]}, "a", "length"),
+        (
+            {"choices": [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]},
+            ["a", "b"],
+            ["stop", "length"],
+        ),
+        ({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, None, "stop"),
+        ({"choices": [{"message": {"content": None, "tool_calls": [{"id": 1}]}}]}, '[{"id":1}]', None),
+        ({"data": [{"embedding": [0.5, 1.0]}]}, [0.5, 1.0], None),
+        ({"data": [{"embedding": [0.5]}, {"embedding": "AAA="}]}, [[0.5], "AAA="], None),
+    ],
+)
+def test_answers_of_every_kind_become_one_value(tmp_path, body, answer, reason):
+    tabled(
+        tmp_path / "out.jsonl", Rows({"q": 1}), [RowDone(0, 200, json.dumps(body).encode())], answer_column="reply"
+    )
+    (found,) = lines(tmp_path / "out.jsonl")
+    assert (found["reply"], found["finish_reason"]) == (answer, reason)
+
+
+def test_csv_holds_all_columns_and_json_where_there_is_no_text(tmp_path):
+    source = Rows({"a": 'x,"y"\n', "b": {"c": [1, None]}}, {"a": None, "d": True, "e": 1.5}, None, {"a": 7})
+    tabled(tmp_path / "out.csv", source, [chat(0, "one\ntwo"), chat(1), wrong(2), wrong(3)])
+    text = (tmp_path / "out.csv").read_bytes()
+    assert b"\r" not in text
+    found = list(csv.DictReader(io.StringIO(text.decode(), newline="")))
+    figures = {"finish_reason": "stop", "prompt_tokens": "5", "output_tokens": "2"}
+    assert found == [
+        {"a": 'x,"y"\n', "b": '{"c":[1,null]}', "d": "", "e": "", "answer": "one\ntwo", **figures},
+        {"a": "", "b": "", "d": "true", "e": "1.5", "answer": "hi", **figures},
+    ]
+    assert len(lines(tmp_path / "out.csv.errors.jsonl")) == 2
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON), min_size=1, max_size=8), st.integers(1, 4))
+def test_parquet_takes_whatever_json_rows_hold(tmp_path_factory, rows, batch):
+    out = tmp_path_factory.mktemp("p") / "out.parquet"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.batch.output.columns.BATCH_ROWS", batch)
+        patch.setattr("cluster.batch.output.parquet.BATCH_ROWS", batch)
+        tabled(out, Rows(*rows), [chat(number) for number in range(len(rows))])
+    found = parquet(out)
+    assert len(found) == len(rows)
+    for row, columns in zip(found, rows, strict=True):
+        for name in {name for one in rows for name in one}:
+            assert same(row[name], columns.get(name)), (name, row[name], columns.get(name))
+
+
+def same(found, value):
+    """Whether a value of a Parquet file is that of the input: itself, with nulls for others' fields, or its JSON."""
+    if isinstance(found, dict) and isinstance(value, dict):
+        return all(same(found[name], value.get(name)) for name in found) and value.keys() <= found.keys()
+    if isinstance(found, list) and isinstance(value, list):
+        return len(found) == len(value) and all(map(same, found, value))
+    if isinstance(found, str) and not isinstance(value, str):
+        return json.loads(found) == value
+    return found == value
+
+
+def parquet(path):
+    import pyarrow.parquet
+
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def test_parquet_keeps_types_that_all_rows_agree_on(tmp_path, monkeypatch):
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    monkeypatch.setattr("cluster.batch.output.columns.BATCH_ROWS", 2)
+    monkeypatch.setattr("cluster.batch.output.parquet.BATCH_ROWS", 2)
+    when = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    rows = [
+        {
+            "n": None,
+            "f": 1,
+            "mixed": 1,
+            "none": None,
+            "empty": {},
+            "nested": {"a": 1},
+            "when": when,
+            "exact": 2**60 + 1,
+        },
+        {"n": None, "f": 2, "mixed": 2, "none": None, "empty": {}, "nested": {"a": 2}, "when": when, "exact": 1},
+        {"n": 3, "f": 2.5, "mixed": "x", "none": None, "empty": {}, "nested": {"b": [1]}, "when": None, "exact": 0.5},
+    ]
+    tabled(tmp_path / "out.parquet", Rows(*rows), [chat(number) for number in range(3)])
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
+    types = {field.name: field.type for field in table.schema}
+    assert types["n"] == pa.int64() and types["f"] == pa.float64() and types["when"] == pa.timestamp("us", tz="UTC")
+    assert {types[name] for name in ("mixed", "none", "empty", "exact", "answer", "finish_reason")} == {pa.string()}
+    found = table.to_pylist()
+    assert [one["mixed"] for one in found] == ["1", "2", "x"]
+    assert [one["exact"] for one in found] == [str(2**60 + 1), "1", "0.5"]
+    assert found[2]["nested"] == {"a": None, "b": [1]} and found[0]["when"] == when
+    assert (
+        found[0]["output_tokens"] == 2 and pyarrow.parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 2
+    )
+
+
+def test_parquet_holds_mappings_with_keys_of_their_own_as_json(tmp_path):
+    rows = [{"bias": {str(key): 1 for key in range(start, start + 30)}} for start in range(0, 900, 30)]
+    tabled(tmp_path / "out.parquet", Rows(*rows), [chat(number) for number in range(len(rows))])
+    assert json.loads(parquet(tmp_path / "out.parquet")[3]["bias"]) == rows[3]["bias"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+def test_outputs_are_compressed_by_their_name(tmp_path, suffix, kind):
+    source, results = Rows(*({"q": number} for number in range(500))), [chat(number) for number in range(500)]
+    tabled(tmp_path / f"out.{kind}", source, results)
+    tabled(tmp_path / f"out.{kind}{suffix}", source, results)
+    packed = (tmp_path / f"out.{kind}{suffix}").read_bytes()
+    unpack = gzip.decompress if suffix == ".gz" else zstandard.ZstdDecompressor().decompressobj().decompress
+    assert unpack(packed) == (tmp_path / f"out.{kind}").read_bytes()
+    if suffix == ".gz":
+        assert packed[3] == 0 and packed[4:8] == bytes(4)  # no name and no time within
+
+
+# --- What goes together
+
+
+@pytest.mark.parametrize(
+    ("target", "style", "column", "flag", "said"),
+    [
+        ("out.txt", Style.COLUMNS, "answer", "output", ".parquet"),
+        ("out", Style.OPENAI, "answer", "output", "must end in"),
+        ("out.parquet.gz", Style.COLUMNS, "answer", "output", "end it in .parquet"),
+        ("out.csv", Style.OPENAI, "answer", "output", "ask for columns"),
+        ("out.csv", Style.COLUMNS, "prompt_tokens", "answer_column", "none of"),
+        ("out.csv", Style.COLUMNS, "", "answer_column", "must be a name"),
+    ],
+)
+def test_outputs_that_cannot_be_are_refused(target, style, column, flag, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        OutputSpec(target, style, column)
+    assert caught.value.flag == flag
+
+
+def test_the_style_follows_from_input_and_output():
+    assert default_style(RowKind.OPENAI, "out.JSONL.gz") is Style.OPENAI
+    assert default_style(RowKind.OPENAI, "s3://b/out.parquet") is Style.COLUMNS
+    assert default_style(RowKind.PLAIN, "out.jsonl") is Style.COLUMNS
+    assert OutputSpec("out.csv", Style.COLUMNS, "reply").added_columns[0] == "reply"
+    assert OutputSpec("out.jsonl", Style.OPENAI).added_columns == ()
+
+
+# --- The manifest
+
+
+def test_the_manifest_tells_what_the_files_are(tmp_path):
+    out = tmp_path / "out.jsonl"
+    results = [chat(0), wrong(1), wrong(2, code="b"), wrong(3)]
+    manifest = write(out, ids(*"abcd"), results)
+    assert manifest == read_manifest(str(out))
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["job"]["input_digest"] == "abc"
+    assert (manifest.rows, manifest.errors) == (4, {"invalid_value": 2, "b": 1})
+    assert (manifest.prompt_tokens, manifest.output_tokens) == (5, 2)
+    for file in (manifest.output, manifest.error_file):
+        data = (tmp_path / file.name).read_bytes()
+        assert (file.size, file.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "out.jsonl",
+        "out.jsonl.errors.jsonl",
+        "out.jsonl.manifest.json",
+    }
+
+
+def test_an_output_is_finished_when_it_fits_its_manifest_and_the_job(tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert not finished(str(out), job(2)) and read_manifest(str(out)) is None
+    write(out, ids("a", "b"), [chat(0), wrong(1)])
+    assert finished(str(out), job(2, created=7, version="later"))
+    for other in ({"settings": "{ }"}, {"model": "x"}, {"input_digest": "x"}, {"fingerprint": "x"}):
+        assert not finished(str(out), job(2, **other))
+    for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(kept[:-1])
+        assert not finished(str(out), job(2))
+        (tmp_path / name).unlink()
+        assert not finished(str(out), job(2))
+        (tmp_path / name).write_bytes(kept)
+    assert finished(str(out), job(2))
+    (tmp_path / "out.jsonl.manifest.json").write_bytes(b"{")
+    with pytest.raises(BatchError, match="manifest"):
+        finished(str(out), job(2))
+
+
+def test_errors_of_an_earlier_run_are_removed(tmp_path):
+    out = tmp_path / "out.jsonl"
+    write(out, ids("a"), [wrong(0)])
+    assert (tmp_path / "out.jsonl.errors.jsonl").exists()
+    assert write(out, ids("a"), [chat(0)]).error_file is None
+    assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
+    assert finished(str(out), job(1))
+
+
+# --- Faults
+
+
+@pytest.mark.parametrize("rows", [("a", "b"), ("a", "b", "c", "d"), ()])
+def test_an_input_of_other_length_is_refused_and_leaves_nothing(tmp_path, rows):
+    with pytest.raises(InputError, match="put it back"):
+        write(tmp_path / "out.jsonl", ids(*rows), [chat(0), chat(1), chat(2)])
+    assert files(tmp_path) == {}
+
+
+def test_a_driver_that_was_taken_over_puts_nothing_in_place(tmp_path):
+    write(tmp_path / "out.jsonl", ids("a"), [chat(0, "old")])
+    before = files(tmp_path)
+
+    def check():
+        raise FencedError("another driver")
+
+    with pytest.raises(FencedError):
+        write(tmp_path / "out.jsonl", ids("a"), [chat(0, "new")], check=check)
+    assert files(tmp_path) == before
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(drafts.os, "fsync", full)
+    with pytest.raises(BatchError, match=r"out\.jsonl cannot be written \(No space left on device\).*--resume"):
+        write(tmp_path / "out.jsonl", ids("a"), [chat(0)])
+    assert files(tmp_path) == {}
+
+
+SUFFIXES = ("jsonl", "csv.gz", "parquet")
+# In a process of its own: a child for each step of the work, killed there.
+KILLS = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit import test_batch_output as t
+
+def work(folder, suffix):
+    results = [t.chat(0), t.wrong(1), t.chat(2, "bye")]
+    t.tabled(folder / f"out.{suffix}", t.Rows({"q": 1}, {"q": 2}, {"q": 3}), results)
+
+def killed_at(step, folder, suffix):
+    seen = 0
+    def hook(event, args):
+        nonlocal seen
+        if event in {"os.rename", "os.remove"} or (event == "open" and str(folder) in str(args[0])):
+            seen += 1
+            if seen > step:
+                os.kill(os.getpid(), signal.SIGKILL)
+    pid = os.fork()
+    if not pid:
+        sys.addaudithook(hook)
+        work(folder, suffix)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+root, suffix = Path(sys.argv[1]), sys.argv[2]
+(root / "whole").mkdir()
+work(root / "whole", suffix)
+expected = t.files(root / "whole")
+folder, step = root / "killed", 0
+folder.mkdir()
+old = t.job(3, settings="old")
+t.tabled(folder / f"out.{suffix}", t.Rows({"q": 1}, {"q": 2}, {"q": 3}), [t.wrong(0), t.wrong(1), t.wrong(2)], of=old)
+while killed_at(step, folder, suffix):
+    step += 1
+    found = t.files(folder)
+    whole = {name: data for name, data in found.items() if not name.endswith(".draft")}
+    if t.finished(str(folder / f"out.{suffix}"), t.job(3)):
+        assert whole == expected, step
+    else:
+        assert whole.keys() <= expected.keys(), step
+assert t.files(folder) == expected
+print(step)
+"""
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_killed_at_any_step_and_run_again_the_same_bytes_come_out(tmp_path, suffix):
+    steps = int(subprocess.check_output([sys.executable, "-c", KILLS, str(tmp_path), suffix]))
+    assert steps >= 10
+
+
+# --- URLs
+
+
+def test_an_output_behind_a_url_is_uploaded_when_it_is_whole(tmp_path):
+    memory = fsspec.filesystem("memory")
+    target = "memory://outputs/deep/out.jsonl"
+    try:
+        assert not finished(target, job(2))
+        manifest = write(target, ids("a", "b"), [chat(0), wrong(1)], folder=tmp_path / "drafts")
+        write(tmp_path / "out.jsonl", ids("a", "b"), [chat(0), wrong(1)])
+        for name in ("out.jsonl", "out.jsonl.errors.jsonl", "out.jsonl.manifest.json"):
+            assert memory.cat_file(f"/outputs/deep/{name}") == (tmp_path / name).read_bytes()
+        assert read_manifest(target) == manifest and finished(target, job(2))
+        assert not list((tmp_path / "drafts").iterdir())
+        write(target, ids("a", "b"), [chat(0), chat(1)], folder=tmp_path / "drafts")
+        assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and finished(target, job(2))
+        memory.pipe_file("/outputs/deep/out.jsonl", b"short")
+        assert not finished(target, job(2))
+    finally:
+        memory.rm("/outputs", recursive=True)
+
+
+def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):
+    code = (
+        "import resource, sys; from pathlib import Path; from tests.unit import test_batch_output as t\n"
+        "def run(name, rows):\n"
+        "    source = type('S', (), {'rows': lambda s: (t.SourceRow(n, 'x', {'q': 'abc ' * 20}, b'x' * 80)"
+        " for n in range(rows))})()\n"
+        "    batch = t.Finished(t.job(rows), source, t.PLAIN, (t.chat(n) for n in range(rows)))\n"
+        "    t.write_output(t.OutputSpec(name, t.Style.COLUMNS), batch, Path('.'), lambda: None)\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = run(sys.argv[1], 10_000); print(run(sys.argv[1], 200_000) - before)"
+    )
+    for suffix, most in (("jsonl.gz", 4_000), ("parquet", 12_000)):
+        grown = int(subprocess.check_output([sys.executable, "-c", code, str(tmp_path / f"out.{suffix}")]))
+        assert grown < most, suffix  # kB
