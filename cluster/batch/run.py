@@ -66,11 +66,15 @@ class BatchRun:
 
         Raises `LedgerError`, and `BatchError` when a limit is reached: rows that run by then are finished first.
         """
-        async with asyncio.TaskGroup() as group:
-            beats = [group.create_task(self._ticks.run()), group.create_task(self._sync())]
-            await self._run_rows()
-            for beat in beats:
-                beat.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                beats = [group.create_task(self._ticks.run()), group.create_task(self._sync())]
+                await self._run_rows()
+                for beat in beats:
+                    beat.cancel()
+        except asyncio.CancelledError:
+            self._ledger.flush()  # who stops a batch goes on with it: nothing that came is to be computed again
+            raise
         self._ledger.flush()
         await asyncio.to_thread(self._ledger.sync)
         if self._stopped is not None:
