@@ -16,13 +16,13 @@ from rich.console import Console
 from cluster.batch.check import Checked, check_input
 from cluster.batch.driver import BatchFigures, Work, drive
 from cluster.batch.dry_run import DryRun, dry_run
-from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.ledger import JOB_FILE, Ledger
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.manifest import Manifest
 from cluster.batch.output.spec import OutputSpec, default_style
 from cluster.batch.output.write import Finished, finished, write_output
 from cluster.batch.prepare import Preparer
-from cluster.batch.sources.found import is_url, local_path
+from cluster.batch.sources.found import is_url, local_path, refuse_output
 from cluster.batch.sources.source import FileSource, open_source
 from cluster.batch.tasks import TaskMaker, kind_of, task_maker
 from cluster.config import ClusterConfig
@@ -92,7 +92,7 @@ class Batch:
         preparer = Preparer(served_model(self._config), _digest(job), self._config.seed, job.created)
         if self._options.dry_run:
             self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
-        elif finished(self._options.output, job):
+        elif finished(asked.spec, job):
             self.say(f"{self._options.output} is complete already.")
         else:
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
@@ -100,7 +100,9 @@ class Batch:
 
     def _read(self) -> Asked:
         options = self._options
-        source = open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix)
+        refuse_output(options.inputs, options.output)
+        begun = (self._ledger_folder / JOB_FILE).exists()
+        source = open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix, begun=begun)
         kind = kind_of(source) if options.kind is None else options.kind
         tasks = task_maker(kind, self._config.model_id, options.columns)
         spec = OutputSpec(options.output, options.style or default_style(kind, options.output), options.answer_column)

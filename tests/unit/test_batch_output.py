@@ -339,22 +339,31 @@ def test_the_manifest_tells_what_the_files_are(tmp_path):
 
 def test_an_output_is_finished_when_it_fits_its_manifest_and_the_job(tmp_path):
     out = tmp_path / "out.jsonl"
-    assert not finished(str(out), job(2)) and read_manifest(str(out)) is None
+    spec = OutputSpec(str(out), Style.OPENAI)
+    assert not finished(spec, job(2)) and read_manifest(str(out)) is None
     write(out, ids("a", "b"), [chat(0), wrong(1)])
-    assert finished(str(out), job(2, created=7, version="later"))
+    assert finished(spec, job(2, created=7, version="later"))
     for other in ({"settings": "{ }"}, {"model": "x"}, {"input_digest": "x"}, {"fingerprint": "x"}):
-        assert not finished(str(out), job(2, **other))
+        assert not finished(spec, job(2, **other))
     for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(kept[:-1])
-        assert not finished(str(out), job(2))
+        assert not finished(spec, job(2))
         (tmp_path / name).unlink()
-        assert not finished(str(out), job(2))
+        assert not finished(spec, job(2))
         (tmp_path / name).write_bytes(kept)
-    assert finished(str(out), job(2))
+    assert finished(spec, job(2))
     (tmp_path / "out.jsonl.manifest.json").write_bytes(b"{")
     with pytest.raises(BatchError, match="manifest"):
-        finished(str(out), job(2))
+        finished(spec, job(2))
+
+
+def test_an_output_of_another_style_is_not_finished(tmp_path):
+    out = tmp_path / "out.jsonl"
+    tabled(out, Rows({"q": 1}), [chat(0)])
+    assert finished(OutputSpec(str(out), Style.COLUMNS), job(1))
+    assert not finished(OutputSpec(str(out), Style.OPENAI), job(1))
+    assert not finished(OutputSpec(str(out), Style.COLUMNS, "reply"), job(1))
 
 
 def test_errors_of_an_earlier_run_are_removed(tmp_path):
@@ -363,7 +372,7 @@ def test_errors_of_an_earlier_run_are_removed(tmp_path):
     assert (tmp_path / "out.jsonl.errors.jsonl").exists()
     assert write(out, ids("a"), [chat(0)]).error_file is None
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
-    assert finished(str(out), job(1))
+    assert finished(OutputSpec(str(out), Style.OPENAI), job(1))
 
 
 # --- Faults
@@ -436,7 +445,7 @@ while killed_at(step, folder, suffix):
     step += 1
     found = t.files(folder)
     whole = {name: data for name, data in found.items() if not name.endswith(".draft")}
-    if t.finished(str(folder / f"out.{suffix}"), t.job(3)):
+    if t.finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
         assert whole == expected, step
     else:
         assert whole.keys() <= expected.keys(), step
@@ -457,18 +466,19 @@ def test_killed_at_any_step_and_run_again_the_same_bytes_come_out(tmp_path, suff
 def test_an_output_behind_a_url_is_uploaded_when_it_is_whole(tmp_path):
     memory = fsspec.filesystem("memory")
     target = "memory://outputs/deep/out.jsonl"
+    spec = OutputSpec(target, Style.OPENAI)
     try:
-        assert not finished(target, job(2))
+        assert not finished(spec, job(2))
         manifest = write(target, ids("a", "b"), [chat(0), wrong(1)], folder=tmp_path / "drafts")
         write(tmp_path / "out.jsonl", ids("a", "b"), [chat(0), wrong(1)])
         for name in ("out.jsonl", "out.jsonl.errors.jsonl", "out.jsonl.manifest.json"):
             assert memory.cat_file(f"/outputs/deep/{name}") == (tmp_path / name).read_bytes()
-        assert read_manifest(target) == manifest and finished(target, job(2))
+        assert read_manifest(target) == manifest and finished(spec, job(2))
         assert not list((tmp_path / "drafts").iterdir())
         write(target, ids("a", "b"), [chat(0), chat(1)], folder=tmp_path / "drafts")
-        assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and finished(target, job(2))
+        assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and finished(spec, job(2))
         memory.pipe_file("/outputs/deep/out.jsonl", b"short")
-        assert not finished(target, job(2))
+        assert not finished(spec, job(2))
     finally:
         memory.rm("/outputs", recursive=True)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import fsspec
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from cluster.batch import extra
 from cluster.batch.errors import InputError
+from cluster.batch.sources.found import refuse_output
 from cluster.batch.sources.source import open_source
 
 VALUES = st.recursive(
@@ -115,6 +117,14 @@ def test_a_json_file_that_is_one_value_is_refused_with_what_to_do(tmp_path, text
 
 def test_a_json_file_of_lines_is_read(tmp_path):
     assert fields_of(written(tmp_path / "a.json", '{"a":1}\n{"a":2}\n')) == [{"a": 1}, {"a": 2}]
+
+
+def test_text_is_a_row_per_line(tmp_path):
+    path = written(tmp_path / "a.txt.gz", gzip.compress(b"one\n\n two \r\n\xff\n" + b"x" * 101))
+    found = rows_of(path, limit=100)
+    assert [row.fields for row in found] == [{"text": "one"}, {"text": " two "}, None, None]
+    assert [row.place for row in found] == [f"{path}:{line}" for line in (1, 3, 4, 5)]
+    assert "not UTF-8" in found[2].problem and "longer than 100" in found[3].problem
 
 
 # --- CSV
@@ -273,9 +283,32 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     assert "name without suffix" in refused(written(tmp_path / "README", ""))
     (tmp_path / "empty").mkdir()
     assert "holds no file" in refused(tmp_path / "empty")
+    assert "'.parquet.gz'" in refused(written(tmp_path / "a.parquet.gz", ""))
     a = written(tmp_path / "a.jsonl", "{}")
     assert "named twice" in refused(a, a)
     assert "no input" in refused()
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "among"),
+    [
+        ("data", "data/out.jsonl", True),
+        ("data/", "data/deep/../out.jsonl", True),
+        ("data/a.jsonl", "./data/a.jsonl", True),
+        ("data/*.jsonl", "data/out.jsonl", True),
+        ("s3://b/data", "s3://b/data/out.jsonl", True),
+        ("data", "data2/out.jsonl", False),
+        ("data/*.jsonl", "data/out.csv", False),
+        ("data/*.jsonl", "out/out.jsonl", False),
+        ("data/a.jsonl", "data/out.jsonl", False),
+        ("s3://b/data", "s3://b/data2/out.jsonl", False),
+        ("-", "out.jsonl", False),
+    ],
+)
+def test_an_output_may_not_lie_among_the_inputs(tmp_path, monkeypatch, given, output, among):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="would be part of the input") if among else nullcontext():
+        refuse_output(["other.jsonl", given], output)
 
 
 def test_a_file_that_changes_between_readings_is_refused(tmp_path):
@@ -307,14 +340,22 @@ def test_standard_input_can_be_read_again(tmp_path):
 @pytest.mark.parametrize("stream", [io.BytesIO(), Terminal(b"never read"), io.BytesIO(b'{"x":1}\n')])
 def test_a_later_run_uses_what_was_kept(tmp_path, stream):
     open_source(["-"], tmp_path, io.BytesIO(b'{"x":1}\n'))
-    assert fields_of("-", spool=tmp_path, stdin=stream) == [{"x": 1}]
+    for begun in (False, True):
+        stream.seek(0)
+        assert fields_of("-", spool=tmp_path, stdin=stream, begun=begun) == [{"x": 1}]
+    assert [path.name for path in tmp_path.iterdir()] == ["stdin.jsonl"]
 
 
 @pytest.mark.parametrize("data", [b'{"x":2}\n', b'{"x":1}\n{"x":2}\n', b'{"x":1'])
-def test_a_later_run_is_refused_other_rows(tmp_path, data):
+def test_a_later_run_is_refused_other_rows_than_were_begun(tmp_path, data):
     open_source(["-"], tmp_path, io.BytesIO(b'{"x":1}\n'))
-    assert "is not what the first run" in refused("-", spool=tmp_path, stdin=io.BytesIO(data))
-    assert fields_of("-", spool=tmp_path, stdin=io.BytesIO()) == [{"x": 1}]
+    assert "is not what the first run" in refused("-", spool=tmp_path, stdin=io.BytesIO(data), begun=True)
+    assert fields_of("-", spool=tmp_path, stdin=io.BytesIO(), begun=True) == [{"x": 1}]
+
+
+def test_rows_that_were_never_begun_are_replaced(tmp_path):
+    open_source(["-"], tmp_path, io.BytesIO(b'{"x":1}\n'))
+    assert fields_of("-", spool=tmp_path, stdin=io.BytesIO(b'{"x":2}\n')) == [{"x": 2}]
 
 
 def test_what_was_kept_by_half_is_kept_anew(tmp_path):

@@ -9,16 +9,20 @@ from cluster.batch.ledger.ledger import OF_THE_FIRST_RUN
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.drafts import OutputFile
 from cluster.batch.output.places import ERRORS, MANIFEST, Place
+from cluster.batch.output.spec import OutputSpec, Style
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What an output is.
 
-    job: what it is of. errors: code -> rows. prompt_tokens, output_tokens: of all rows. output: the file of answers.
-    error_file: of the rows that ended in an error; None where there are none.
+    job: what it is of. style, answer_column: as of `OutputSpec`. errors: code -> rows. prompt_tokens, output_tokens:
+    of all rows. output: the file of answers. error_file: of the rows that ended in an error; None where there are
+    none.
     """
 
     job: Job
+    style: Style
+    answer_column: str
     rows: int
     errors: dict[str, int]
     prompt_tokens: int
@@ -43,10 +47,12 @@ def manifest_at(place: Place) -> Manifest | None:
         ) from error
 
 
-def is_finished(place: Place, job: Job) -> bool:
-    """Whether the output is there, of this job, and as long as its manifest says."""
+def is_finished(place: Place, spec: OutputSpec, job: Job) -> bool:
+    """Whether the output is there, of this job and style, and as long as its manifest says."""
     manifest = manifest_at(place)
     if manifest is None or not _is_same(manifest.job, job):
+        return False
+    if (manifest.style, manifest.answer_column) != (spec.style, spec.answer_column):
         return False
     errors = manifest.error_file
     return place.size("") == manifest.output.size and place.size(ERRORS) == (None if errors is None else errors.size)

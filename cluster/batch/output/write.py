@@ -47,7 +47,7 @@ def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callabl
     the input is not what the results are of.
     """
     try:
-        with _Publishing(spec.target, drafts, check) as publishing:
+        with _Publishing(spec, drafts, check) as publishing:
             output, errors = publishing.draft(""), publishing.draft(ERRORS)
             totals = _write_rows(spec, batch, output, errors)
             return publishing.publish(batch.job, totals, output, errors)
@@ -58,9 +58,9 @@ def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callabl
         ) from error
 
 
-def finished(target: str, job: Job) -> bool:
+def finished(spec: OutputSpec, job: Job) -> bool:
     """Whether the output is there, of this job, and its files are as long as the manifest says."""
-    return is_finished(place_of(target), job)
+    return is_finished(place_of(spec.target), spec, job)
 
 
 def read_manifest(target: str) -> Manifest | None:
@@ -105,9 +105,10 @@ def _id(tasks: TaskMaker, row: SourceRow) -> str:
 class _Publishing:
     """Drafts of an output, that are put in place together or are gone when this ends."""
 
-    def __init__(self, target: str, folder: Path, check: Callable[[], None]) -> None:
-        self._place = place_of(target)
-        self._drafts = Drafts(target, folder)
+    def __init__(self, spec: OutputSpec, folder: Path, check: Callable[[], None]) -> None:
+        self._spec = spec
+        self._place = place_of(spec.target)
+        self._drafts = Drafts(spec.target, folder)
         self._check = check
         self._paths: list[Path] = []
 
@@ -149,6 +150,8 @@ class _Publishing:
         error_file = described(errors, name + ERRORS)
         return Manifest(
             job=job,
+            style=self._spec.style,
+            answer_column=self._spec.answer_column,
             rows=job.rows,
             errors=totals.errors,
             prompt_tokens=totals.prompt_tokens,

@@ -57,29 +57,41 @@ def file_system(url: str) -> tuple[Any, str]:
         raise InputError(f"{url} cannot be opened: {error}") from error
 
 
-def find_files(given: str, suffixes: Sequence[str]) -> list[InputFile]:
+def find_files(given: str, endings: Sequence[str]) -> list[InputFile]:
     """Return the files that `given` names, sorted; hidden ones in directories are left out.
 
-    suffixes: what can be read. Raises `InputError` when there is none, or one of another suffix.
+    endings: of the names of files that can be read. Raises `InputError` when there is none, or one of another name.
     """
     try:
         paths = _at_url(given) if is_url(given) else _local(local_path(given))
     except OSError as error:
         raise InputError(f"{given} cannot be read: {error.strerror or error}") from error
-    return [named_file(path, path, suffixes) for path in paths]
+    return [named_file(path, path, endings) for path in paths]
 
 
-def named_file(path: str, name: str, suffixes: Sequence[str]) -> InputFile:
-    """Tell by its name what a file holds. Raises `InputError` listing `suffixes` when it is none of them."""
+def named_file(path: str, name: str, endings: Sequence[str]) -> InputFile:
+    """Tell by its name what a file holds. Raises `InputError` listing `endings` when it has none of them."""
     pure = PurePosixPath(name.split("?", 1)[0] if is_url(path) else name)
     compression = pure.suffix.lower() if pure.suffix.lower() in COMPRESSIONS else ""
     suffix = (pure.with_suffix("") if compression else pure).suffix.lower()
-    if suffix not in suffixes:
-        raise InputError(
-            f"{name}: what it holds cannot be told by {suffix or 'a name without suffix'!r}; these can be read: "
-            f"{', '.join(suffixes)}, lines also with {' or '.join(COMPRESSIONS)}"
-        )
+    if f"{suffix}{compression}" not in endings:
+        told = f"{suffix}{compression}" or "a name without suffix"
+        raise InputError(f"{name} cannot be read by {told!r}; these can: {', '.join(endings)}")
     return InputFile(path, name, suffix, compression)
+
+
+def refuse_output(inputs: Sequence[str], output: str) -> None:
+    """Raise `InputError` when an output would lie among the inputs: it would be one of them in the next run."""
+    for given in inputs:
+        if _would_name(given, output):
+            raise InputError(f"{output} would be part of the input {given}; put the output somewhere else")
+
+
+def _would_name(given: str, path: str) -> bool:
+    if is_url(given) or is_url(path):
+        return path == given or path.startswith(given.rstrip("/") + "/")
+    one, other = Path(os.path.realpath(local_path(given))), Path(os.path.realpath(local_path(path)))
+    return one == other or one in other.parents or (PATTERN.search(given) is not None and other.match(str(one)))
 
 
 def _local(given: str) -> list[str]:

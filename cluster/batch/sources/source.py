@@ -11,18 +11,24 @@ from typing import BinaryIO
 from cluster.batch.errors import InputError
 from cluster.batch.rows import SourceRow
 from cluster.batch.sources.csv_rows import read_csv_rows
-from cluster.batch.sources.found import InputFile, find_files, named_file
+from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, named_file
 from cluster.batch.sources.json_rows import read_json_rows
 from cluster.batch.sources.lines import MAX_LINE_BYTES
+from cluster.batch.sources.ray_rows import READ_BY, read_ray_rows
 from cluster.batch.sources.standard_input import spooled
+from cluster.batch.sources.text_rows import read_text_rows
 
 Reader = Callable[[InputFile, int, int], Iterator[SourceRow]]
-READERS: Mapping[str, Reader] = {
+LINE_READERS: Mapping[str, Reader] = {
     ".jsonl": read_json_rows,
     ".ndjson": read_json_rows,
     ".json": read_json_rows,
     ".csv": read_csv_rows,
+    ".txt": read_text_rows,
 }
+READERS: Mapping[str, Reader] = {**LINE_READERS, **dict.fromkeys(READ_BY, read_ray_rows)}
+# What names may end in.
+ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), *READ_BY)
 STANDARD_INPUT = "-"
 
 
@@ -36,6 +42,11 @@ class FileSource:
         self.files = tuple(files)
         self._limit = limit
         self._seen = {file: _version(file) for file in self.files}
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether Ray Data reads some of the files: Ray is to be started before, or it starts one of its own."""
+        return any(file.suffix in READ_BY for file in self.files)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield all rows, numbered through all files."""
@@ -59,13 +70,14 @@ def open_source(
     spool: Path,
     stdin: BinaryIO | None = None,
     stdin_suffix: str = ".jsonl",
+    begun: bool = False,
     limit: int = MAX_LINE_BYTES,
 ) -> FileSource:
     """Return what `inputs` name, as one source: paths, directories, patterns, URLs, and "-" for standard input.
 
-    spool: the folder in which standard input is kept; with that of an earlier run, what it kept is used again (see
-    `spooled`). stdin_suffix: what standard input holds, such as `.csv.gz`. limit: bytes that a line may have.
-    Raises `InputError` naming what is not there or cannot be told.
+    spool: the folder in which standard input is kept; with that of an earlier run, what it kept is used again, and
+    never replaced where rows of it were begun (see `spooled`). stdin_suffix: what standard input holds, such as
+    `.csv.gz`. limit: bytes that a line may have. Raises `InputError` naming what is not there or cannot be told.
     """
     if not inputs:
         raise InputError("no input is named; name a file, a directory, a pattern such as 'data/*.jsonl', or -")
@@ -74,17 +86,17 @@ def open_source(
     files: list[InputFile] = []
     for given in inputs:
         if given == STANDARD_INPUT:
-            files.append(_standard_input(stdin or sys.stdin.buffer, spool, stdin_suffix))
+            files.append(_standard_input(stdin or sys.stdin.buffer, spool, stdin_suffix, begun))
         else:
-            files += find_files(given, list(READERS))
+            files += find_files(given, ENDINGS)
     _refuse_repeated(files)
     return FileSource(files, limit)
 
 
-def _standard_input(stream: BinaryIO, spool: Path, suffix: str) -> InputFile:
-    named_file("", f"stdin{suffix}", list(READERS))  # before anything is read
-    path = spooled(stream, spool, suffix)
-    return named_file(str(path), f"stdin{suffix}", list(READERS))
+def _standard_input(stream: BinaryIO, spool: Path, suffix: str, begun: bool) -> InputFile:
+    named_file("", f"stdin{suffix}", ENDINGS)  # before anything is read
+    path = spooled(stream, spool, suffix, begun)
+    return named_file(str(path), f"stdin{suffix}", ENDINGS)
 
 
 def _refuse_repeated(files: Sequence[InputFile]) -> None:

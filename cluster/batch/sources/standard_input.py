@@ -12,38 +12,44 @@ COPY_BYTES = 1 << 20
 NAME = "stdin"
 
 
-def spooled(stream: BinaryIO, folder: Path, suffix: str) -> Path:
+def spooled(stream: BinaryIO, folder: Path, suffix: str, begun: bool) -> Path:
     """Return a file in `folder` that holds what `stream` gives, to the end.
 
     A file that an earlier run left is whole, and is used again when nothing is given (a terminal, `</dev/null`), or
-    the same once more. Raises `InputError` when something else is given, or nothing was ever.
+    the same once more. begun: whether rows of that file were worked on: it is never replaced then. Raises
+    `InputError` when something else is given than was begun, or nothing was ever.
     """
     path = folder / f"{NAME}{suffix}"
-    silent = stream.isatty()
-    if path.exists():
-        if not silent:
-            _compare(stream, path)
-        return path
-    if silent:
-        raise InputError("standard input is a terminal: pipe rows into it, or name a file instead of -")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _keep(stream, path)
+        if begun and path.exists():
+            if not stream.isatty():
+                _compare(stream, path)
+        elif stream.isatty():
+            if not path.exists():
+                raise InputError("standard input is a terminal: pipe rows into it, or name a file instead of -")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            _keep(stream, path)
     except OSError as error:
         raise InputError(f"standard input cannot be kept in {folder}: {error.strerror}") from error
     return path
 
 
 def _keep(stream: BinaryIO, path: Path) -> None:
-    draft = path.with_name(f"{path.name}.draft")
-    with draft.open("wb") as file:
-        while chunk := stream.read(COPY_BYTES):
-            file.write(chunk)
-        if not file.tell():
+    draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
+    try:
+        with draft.open("wb") as file:
+            while chunk := stream.read(COPY_BYTES):
+                file.write(chunk)
+            given = file.tell()
+            file.flush()
+            os.fsync(file.fileno())
+        if given:
+            draft.rename(path)
+        elif not path.exists():
             raise InputError("standard input is empty: pipe rows into it, or name a file instead of -")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _compare(stream: BinaryIO, path: Path) -> None:
