@@ -1,0 +1,55 @@
+"""`ray job submit -- squadron batch`: a batch in a cluster, killed and submitted again."""
+
+import json
+
+import pytest
+from ray.job_submission import JobStatus
+
+from tests.chaos.batch import rows, until, write_rows
+from tests.cluster.harness import eventually
+from tests.cluster.ray_head import RayHead
+
+MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
+
+
+@pytest.fixture(scope="module")
+def head():
+    with RayHead() as head:
+        yield head
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_is_killed_goes_on_when_it_is_submitted_again(head, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    write_rows(work / "rows.jsonl", rows(150, 60))
+    quiet = head.submit(work, "rows.jsonl", str(tmp_path / "quiet.jsonl"), *MODEL)
+    assert head.until_ended(quiet) == JobStatus.SUCCEEDED, head.client.get_job_logs(quiet)
+    logs = head.client.get_job_logs(quiet)
+    assert "rows      150, of which 3 failed: 3 invalid_value" in logs
+    assert "tokens/s" in logs
+
+    killed = tmp_path / "killed.jsonl"
+    ledger = tmp_path / "killed.jsonl.ledger"
+    first = head.submit(work, "rows.jsonl", str(killed), *MODEL, "--resume")
+    assert until(lambda: any(path.stat().st_size > 4000 for path in ledger.glob("rows-*.log")), 120)
+    drivers = head.processes(first)
+    assert drivers
+    for process in drivers:
+        process.kill()
+    assert head.until_ended(first) == JobStatus.FAILED
+    assert not killed.exists()
+
+    # Another cluster user stops one; what it did counts as well.
+    second = head.submit(work, "rows.jsonl", str(killed), *MODEL, "--resume")
+    eventually(lambda: len(list(ledger.glob("rows-*.log"))) == 2, "the second driver began", 60)
+    head.client.stop_job(second)
+    assert head.until_ended(second) == JobStatus.STOPPED
+    assert "--resume goes on from here" in head.client.get_job_logs(second)
+
+    third = head.submit(work, "rows.jsonl", str(killed), *MODEL, "--resume")
+    assert head.until_ended(third) == JobStatus.SUCCEEDED, head.client.get_job_logs(third)
+    assert killed.read_bytes() == (tmp_path / "quiet.jsonl").read_bytes()
+    assert json.loads((tmp_path / "killed.jsonl.manifest.json").read_text())["rows"] == 150
+    # Nothing of the batch is left in the cluster.
+    eventually(lambda: not head.processes(third), "all drivers have ended", 10)
