@@ -105,6 +105,12 @@ class Dispatcher:
         """Requests that were accepted and have not ended."""
         return len(self._live)
 
+    @property
+    def num_of_others(self) -> int:
+        """Sequences that the replicas have of others, as they last said."""
+        views = self._fleet.members
+        return sum([max(0, one.load.num_running + one.load.num_waiting - len(one.streams)) for one in views])
+
     def replicas(self) -> list[ReplicaView]:
         """Return a snapshot of the replicas and their load."""
         return self._fleet.views()

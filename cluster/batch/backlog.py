@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.admission.output_length import OutputLength
-from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.batch.prepare import Prepared
-from cluster.dispatcher import Dispatcher
+
+
+class Bounds(Protocol):
+    """How much may be under way, in sequences, and in tokens of prompts and expected output."""
+
+    def sequences(self) -> int:
+        """Return the most sequences."""
+        ...
+
+    def tokens(self) -> int:
+        """Return the most tokens."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    sequences: int
+    tokens: int
+    recall: Callable[[], object] | None = None
 
 
 class Backlog:
-    """Rows enter in the order in which they ask, as soon as the replicas have room for them, and a little before.
+    """Rows enter in the order in which they ask, as soon as there is room, and may be recalled. On one event loop."""
 
-    max_num_seqs, max_num_batched_tokens: of one replica's step. Used on one event loop.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        def present() -> ReplicaRoom:
-            # Without a replica some rows wait in the dispatcher, for as long as it takes until one is there.
-            return dispatcher.room() or ReplicaRoom(1, UNBOUNDED)
-
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
         self._loop = asyncio.get_running_loop()
-        self._room = Room(
-            RoomConfig(max_num_seqs, max_num_batched_tokens),
-            present,
-            dispatcher.counters.outcomes.total,
-            self._loop.time,
-        )
         self._lengths = OutputLength()
-        self._inside: dict[int, tuple[int, int]] = {}  # row -> its sequences and tokens
+        self._inside: dict[int, _Entry] = {}  # row -> what it takes
         self._sequences = 0
         self._tokens = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -40,39 +48,55 @@ class Backlog:
         """Tokens of the rows that are under way, with the output that is expected of them."""
         return self._tokens
 
-    async def enter(self, prepared: Prepared) -> None:
-        """Return when the row may run; whoever entered must `leave`."""
+    async def enter(self, prepared: Prepared, first: bool = False) -> None:
+        """Return when the row may run; whoever entered must `leave`. first: before others that wait."""
         sequences, tokens = prepared.num_sequences, self.expected(prepared)
         while not self._fits(sequences, tokens):
             free: asyncio.Future[None] = self._loop.create_future()
-            self._waiting.append(free)
+            (self._waiting.appendleft if first else self._waiting.append)(free)
             await free
-        self._inside[prepared.task.row] = sequences, tokens
+        self._inside[prepared.task.row] = _Entry(sequences, tokens)
         self._sequences += sequences
         self._tokens += tokens
 
+    def may_recall(self, row: int, recall: Callable[[], object]) -> None:
+        """Have `recall` called when the row, which is inside, should make room; it then leaves and enters again."""
+        self._inside[row].recall = recall
+
     def leave(self, row: int, output_tokens: int) -> None:
-        """The row has ended with so many tokens of output."""
-        sequences, tokens = self._inside.pop(row)
-        self._sequences -= sequences
-        self._tokens -= tokens
+        """The row has ended with so many tokens of output, or makes room."""
+        entry = self._inside.pop(row)
+        self._sequences -= entry.sequences
+        self._tokens -= entry.tokens
         if output_tokens:
-            self._lengths.seen(output_tokens // sequences)
-        self.look()
+            self._lengths.seen(output_tokens // entry.sequences)
+        self._admit()
 
     def look(self) -> None:
-        """Let those try again who wait: there may be more room, or more replicas."""
-        while self._waiting:
-            free = self._waiting.popleft()
-            if not free.done():
-                free.set_result(None)
+        """Act on bounds that have changed: recall those that entered last, or let those try again who wait."""
+        excess = self._sequences - self._bounds.sequences()
+        for entry in reversed(list(self._inside.values())[1:] if excess > 0 else ()):
+            if excess <= 0:
+                break
+            if entry.recall is not None:
+                recall, entry.recall = entry.recall, None
+                recall()
+                excess -= entry.sequences
+        self._admit()
 
     def expected(self, prepared: Prepared) -> int:
         """Return the tokens that a row is likely to take, prompts included."""
         output = sum([self._lengths.of(one, one.params.n) for one in prepared.requests])
         return prepared.num_prompt_tokens + output
 
+    def _admit(self) -> None:
+        while self._waiting:
+            free = self._waiting.popleft()
+            if not free.done():
+                free.set_result(None)
+
     def _fits(self, sequences: int, tokens: int) -> bool:
+        bounds = self._bounds
         if not self._inside:
-            return True  # one row may be larger than all replicas
-        return self._sequences + sequences <= self._room.sequences() and self._tokens + tokens <= self._room.tokens()
+            return bounds.sequences() > 0  # one row may be larger than all replicas
+        return self._sequences + sequences <= bounds.sequences() and self._tokens + tokens <= bounds.tokens()

@@ -10,6 +10,7 @@ from typing import Any
 
 from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog
+from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Source, SourceRow, Task
@@ -47,7 +48,10 @@ class BatchFigures:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a driver works on."""
+    """What a driver works on.
+
+    share: of the replicas' sequences, 0 to 1, that rows may take while clients' requests run; None = there are none.
+    """
 
     config: ClusterConfig
     model: ServedModel
@@ -56,6 +60,7 @@ class Work:
     preparer: Preparer
     ledger: Ledger
     limits: RunLimits
+    share: float | None = None
 
 
 Replicas = Callable[[Dispatcher], Coroutine[Any, Any, None]]
@@ -68,10 +73,11 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
     the end. Raises `BatchError`; what was done by then is in the ledger.
     """
     async with _dispatcher(work.config) as dispatcher:
-        ticks = Ticks(work.ledger.flush)
+        room = whole_room(dispatcher, work.config.max_num_seqs, work.config.max_num_batched_tokens)
+        backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
+        ticks = Ticks([work.ledger.flush, backlog.look])
         metrics = Metrics().of(work.model.model_id, ClusterFigures)
         answers = Answers(work.model, dispatcher, work.ledger, ticks, metrics)
-        backlog = Backlog(dispatcher, work.config.max_num_seqs, work.config.max_num_batched_tokens)
         run = BatchRun(work.source, work.task_of, work.preparer, answers, work.ledger, backlog, ticks, work.limits)
 
         async def watch() -> None:

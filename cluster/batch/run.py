@@ -11,6 +11,7 @@ from cluster.batch.answers import Answers, failed
 from cluster.batch.backlog import Backlog
 from cluster.batch.errors import BatchError
 from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.records import RowDone
 from cluster.batch.order import by_prefix, prefetched
 from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
@@ -90,19 +91,37 @@ class BatchRun:
                 rows.create_task(self._run_row(prepared))
 
     async def _run_row(self, prepared: Prepared) -> None:
-        output_tokens = 0
+        """Run a row that has entered; recalled, it waits in front of the others, and goes on where it was."""
+        while (done := await self._attempt(prepared)) is None:
+            await self._backlog.enter(prepared, first=True)
+        self._ledger.note_done(done)
+
+    async def _attempt(self, prepared: Prepared) -> RowDone | None:
+        """Return the row's result, None if it was recalled."""
+        row, output_tokens = prepared.task.row, 0
+        work = asyncio.ensure_future(self._answer(prepared))
+        self._backlog.may_recall(row, work.cancel)
         try:
-            done = await self._answers.answer(prepared)
+            done = await work
             output_tokens = done.output_tokens
-        except (asyncio.CancelledError, BatchError):
+        except asyncio.CancelledError:
+            if not work.cancelled() or _is_cancelled():
+                raise
+            return None
+        finally:
+            work.cancel()
+            self._backlog.leave(row, output_tokens)
+        return done
+
+    async def _answer(self, prepared: Prepared) -> RowDone:
+        try:
+            return await self._answers.answer(prepared)
+        except BatchError:
             raise
         except Exception:
             # A fault of ours in one row must not end the others.
             logger.exception("row %d failed inside", prepared.task.row)
-            done = failed(prepared.task.row, ApiError("internal_error", "the row failed inside; the log has more"))
-        finally:
-            self._backlog.leave(prepared.task.row, output_tokens)
-        self._ledger.note_done(done)
+            return failed(prepared.task.row, ApiError("internal_error", "the row failed inside; the log has more"))
 
     async def _prepared(self) -> AsyncIterator[Prepared]:
         """Yield the rows that are to be run. What is wrong with one is its result."""
@@ -121,7 +140,6 @@ class BatchRun:
         while True:
             await asyncio.sleep(SYNC_SECONDS)
             await asyncio.to_thread(self._ledger.sync)
-            self._backlog.look()
 
     def _must_stop(self, prepared: Prepared) -> bool:
         """Whether a limit is reached, so that the row must not begin."""
@@ -138,3 +156,9 @@ class BatchRun:
                 "go on with --resume"
             )
         return self._stopped is not None
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody ended the running task, and not only what it waited for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

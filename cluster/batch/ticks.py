@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 TICK = 0.05  # seconds: what a killed driver may lose, and what a finished row may wait
 
 
 class Ticks:
-    """Calls `on_tick` every `TICK` seconds and then lets those go on who waited. Used on one event loop."""
+    """Calls each of `on_tick` every `period` seconds and then lets those go on who waited. Used on one event loop."""
 
-    def __init__(self, on_tick: Callable[[], None], period: float = TICK) -> None:
+    def __init__(self, on_tick: Sequence[Callable[[], None]], period: float = TICK) -> None:
         self._on_tick = on_tick
         self._period = period
         self._loop = asyncio.get_running_loop()
         self._next: asyncio.Future[None] = self._loop.create_future()
 
-    def next(self) -> asyncio.Future[None]:
-        """Return what is done with the next tick."""
-        return self._next
+    async def next(self) -> None:
+        """Return with the next tick."""
+        await asyncio.shield(self._next)  # one who leaves must not take the others along
 
     async def run(self) -> None:
-        """Tick until cancelled. Raises what `on_tick` raises."""
+        """Tick until cancelled. Raises what they raise."""
         while True:
             await asyncio.sleep(self._period)
-            self._on_tick()
+            for act in self._on_tick:
+                act()
             over, self._next = self._next, self._loop.create_future()
             over.set_result(None)

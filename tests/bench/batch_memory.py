@@ -23,6 +23,7 @@ from rich.table import Table
 
 from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog
+from cluster.batch.bounds import whole_room
 from cluster.batch.check import check_input
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
@@ -85,9 +86,9 @@ async def run_rows(folder: Path) -> None:
     )
     with closing(Ledger.open(folder / "ledger", job, resume=False)) as ledger:
         dispatcher = Dispatcher()
-        ticks = Ticks(ledger.flush)
+        backlog = Backlog(whole_room(dispatcher, SEQUENCES, 8192))
+        ticks = Ticks([ledger.flush, backlog.look])
         answers = Answers(model, MockEngine(), ledger, ticks, Metrics().of("demo", ClusterFigures))
-        backlog = Backlog(dispatcher, SEQUENCES, 8192)
         preparer = Preparer(model, "job", 0, 1)
         await BatchRun(source, tasks.task, preparer, answers, ledger, backlog, ticks, RunLimits()).run()
         await dispatcher.close()

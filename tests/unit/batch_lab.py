@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog
+from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job, RowDone
 from cluster.batch.prepare import COMPLETIONS, Preparer
@@ -64,13 +65,20 @@ class BatchLab:
         return Ledger.open(self._folder, self.job, resume=True)
 
     async def run(
-        self, lab: Lab, ledger: Ledger, source: TokenSource | None = None, tick: float = 0.002, **limits: Any
+        self,
+        lab: Lab,
+        ledger: Ledger,
+        source: TokenSource | None = None,
+        tick: float = 0.002,
+        share: float | None = None,
+        **limits: Any,
     ) -> None:
-        ticks = Ticks(ledger.flush, tick)
+        room = whole_room(lab.dispatcher, self._max_num_seqs, 64)
+        backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share))
+        ticks = Ticks([ledger.flush, backlog.look], tick)
         metrics = Metrics().of(self._model.model_id, ClusterFigures)
         answers = Answers(self._model, source or lab.dispatcher, ledger, ticks, metrics)
         preparer = Preparer(self._model, "job", 0, CREATED)
-        backlog = Backlog(lab.dispatcher, self._max_num_seqs, 64)
         run = BatchRun(self.source, task_of, preparer, answers, ledger, backlog, ticks, RunLimits(**limits))
         await run.run()
 

@@ -9,13 +9,14 @@ import pytest
 
 from cluster.batch.errors import BatchError, FencedError
 from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model
 from tests.unit.batch_lab import CREATED, BatchLab, cut_off
 from tests.unit.cluster_lab import Lab, until
-from tests.unit.engine_driver import VOCAB
+from tests.unit.engine_driver import VOCAB, request
 
 PATIENT = DispatcherConfig(admission_wait=60.0, no_replica_timeout=60.0)
 
@@ -88,6 +89,11 @@ async def test_a_bad_row_is_one_error_and_harms_no_other(model, tmp_path):
     assert [one.code for one in results[2:5]] == [error["code"] for error in told]
 
 
+async def drawn_by(lab, work, tokens):
+    """Wait until so many tokens were drawn, or the work is done."""
+    await until(lambda: lab.dispatcher.counters.tokens >= tokens or work.done())
+
+
 @pytest.mark.parametrize("seed", range(4))
 async def test_killed_drivers_and_replicas_change_no_byte(model, tmp_path, seed):
     """Drivers die between any two ticks, replicas at any time; of what a driver wrote down nothing runs twice."""
@@ -104,11 +110,11 @@ async def test_killed_drivers_and_replicas_change_no_byte(model, tmp_path, seed)
             replicas = [await lab.start(f"{lives}-{i}", pace=0.002) for i in range(2)]
             ledger = batch.open()
             work = asyncio.create_task(batch.run(lab, ledger))
-            await asyncio.wait([work], timeout=rng.uniform(0.02, 0.15))
+            await drawn_by(lab, work, rng.randrange(50, 400))
             if lives % 2 and not work.done():
                 lab.kill(replicas[0].name)
                 await lab.start(f"{lives}-again")
-                await asyncio.wait([work], timeout=0.05)
+                await drawn_by(lab, work, lab.dispatcher.counters.tokens + 50)
             drawn += lab.dispatcher.counters.tokens
             if work.done():
                 work.result()
@@ -294,6 +300,35 @@ async def test_the_cost_stays_below_its_limit(model, tmp_path):
         spent = ledger.totals.prompt_tokens + ledger.totals.output_tokens
         assert spent == 300 == 20 * ledger.done.count
         ledger.close()
+
+
+async def test_a_batch_makes_room_for_clients_and_loses_no_token_by_it(model, tmp_path):
+    bodies = [
+        {"model": "tiny", "prompt": [i % 50 + 3], "max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
+        for i in range(48)
+    ]
+    async with Lab() as lab:
+        await lab.start("a")
+        undisturbed = await BatchLab(tmp_path / "quiet", model, bodies).results(lab)
+    batch = BatchLab(tmp_path / "l", model, bodies)
+    async with Lab() as lab:
+        replica = await lab.start("a", pace=0.002)
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger, share=0.25))
+        await until(lambda: lab.dispatcher.num_live > 16)
+        clients = Dispatcher(rng=random.Random(1))
+        clients.add_link(await replica.link("clients"))
+        for number in range(3):
+            seen = []
+            async for _ in clients.generate(request(f"client-{number}", 3, max_tokens=40, ignore_eos=True)):
+                seen.append(lab.dispatcher.num_live)
+            assert seen[-1] <= 5  # a quarter of 16, and what is ahead
+        await until(lambda: lab.dispatcher.num_live > 16 or work.done())
+        await work
+        assert list(ledger.results()) == undisturbed
+        assert lab.dispatcher.counters.tokens < 1.02 * 48 * 60  # what came since the last tick of those recalled
+        ledger.close()
+        await clients.close()
 
 
 async def test_a_driver_that_was_fenced_stops_at_once(model, tmp_path):
