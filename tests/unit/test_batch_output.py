@@ -444,6 +444,10 @@ t.tabled(folder / f"out.{suffix}", t.Rows({"q": 1}, {"q": 2}, {"q": 3}), [t.wron
 while killed_at(step, folder, suffix):
     step += 1
     found = t.files(folder)
+    manifest = t.read_manifest(str(folder / f"out.{suffix}"))
+    if manifest is not None:  # whatever it is of, it is of the files that are there
+        for file in filter(None, (manifest.output, manifest.error_file)):
+            assert t.hashlib.sha256(found[file.name]).hexdigest() == file.sha256, step
     whole = {name: data for name, data in found.items() if not name.endswith(".draft")}
     if t.finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
         assert whole == expected, step

@@ -10,11 +10,12 @@ from typing import BinaryIO
 
 from cluster.batch.errors import InputError
 from cluster.batch.rows import SourceRow
+from cluster.batch.sources.column_rows import read_avro_rows, read_parquet_rows, read_ray_rows
 from cluster.batch.sources.csv_rows import read_csv_rows
 from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, named_file
 from cluster.batch.sources.json_rows import read_json_rows
 from cluster.batch.sources.lines import MAX_LINE_BYTES
-from cluster.batch.sources.ray_rows import READ_BY, read_ray_rows
+from cluster.batch.sources.ray_records import RAY_READERS
 from cluster.batch.sources.standard_input import spooled
 from cluster.batch.sources.text_rows import read_text_rows
 
@@ -26,9 +27,14 @@ LINE_READERS: Mapping[str, Reader] = {
     ".csv": read_csv_rows,
     ".txt": read_text_rows,
 }
-READERS: Mapping[str, Reader] = {**LINE_READERS, **dict.fromkeys(READ_BY, read_ray_rows)}
+COLUMN_READERS: Mapping[str, Reader] = {
+    ".parquet": read_parquet_rows,
+    ".avro": read_avro_rows,
+    **dict.fromkeys(RAY_READERS, read_ray_rows),
+}
+READERS: Mapping[str, Reader] = {**LINE_READERS, **COLUMN_READERS}
 # What names may end in.
-ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), *READ_BY)
+ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), *COLUMN_READERS)
 STANDARD_INPUT = "-"
 
 
@@ -45,8 +51,8 @@ class FileSource:
 
     @property
     def needs_ray(self) -> bool:
-        """Whether Ray Data reads some of the files: Ray is to be started before, or it starts one of its own."""
-        return any(file.suffix in READ_BY for file in self.files)
+        """Whether Ray Data reads some of the files, so that Ray is to be connected before."""
+        return any(file.suffix in RAY_READERS for file in self.files)
 
     def rows(self) -> Iterator[SourceRow]:
         """Yield all rows, numbered through all files."""
