@@ -122,6 +122,8 @@ class PlainRows:
         if looks_openai(columns):
             return "it is a request of the OpenAI batch format among rows of columns; give these a batch of their own"
         options = self._options
+        if options.prompt_column in columns:
+            return f"the column {options.prompt_column!r} is empty"
         has = ", ".join(repr(name) for name in list(columns)[:20]) or "none"
         return f"there is nothing in a column {options.prompt_column!r} or {options.messages_column!r}; it has {has}"
 

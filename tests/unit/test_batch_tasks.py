@@ -170,7 +170,7 @@ def test_a_template_that_fails_on_a_row_is_the_rows_problem(fields, template, sa
     [
         ({"text": "x"}, "prompt", "nothing in a column 'prompt' or 'messages'; it has 'text'"),
         ({}, "prompt", "it has none"),
-        ({"prompt": None}, "prompt", "nothing in a column"),
+        ({"prompt": None}, "prompt", "the column 'prompt' is empty"),
         ({"prompt": 5}, "prompt", "must hold text"),
         ({"prompt": "x", "messages": []}, "messages", "both filled"),
         ({"messages": "hi"}, "messages", "no JSON"),
