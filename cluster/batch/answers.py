@@ -10,8 +10,9 @@ from msgspec import json
 
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
-from cluster.batch.prepare import CHAT, COMPLETIONS, Prepared
+from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowTokens
+from cluster.batch.rows import CHAT, COMPLETIONS
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, from_invalid_request
 from cluster.generation import TokenSource

@@ -9,12 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.batch.rows import SourceRow, Task
+from cluster.batch.rows import URLS, SourceRow, Task
 
-CHAT_URL = "/v1/chat/completions"
-COMPLETIONS_URL = "/v1/completions"
-EMBEDDINGS_URL = "/v1/embeddings"
-URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
 FIELDS = ("custom_id", "method", "url", "body")
 
 

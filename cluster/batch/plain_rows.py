@@ -10,8 +10,8 @@ import jinja2
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cluster.batch.openai_rows import CHAT_URL, COMPLETIONS_URL, default_id, looks_openai
-from cluster.batch.rows import SourceRow, Task
+from cluster.batch.openai_rows import default_id, looks_openai
+from cluster.batch.rows import CHAT, COMPLETIONS, SourceRow, Task
 from engine.errors import ConfigError
 
 # Fields of a body that the row or the batch itself decides.
@@ -99,7 +99,7 @@ class PlainRows:
             both = f"{options.prompt_column!r} and {options.messages_column!r}"
             raise _RowError(f"the columns {both} are both filled; leave one of them empty", options.messages_column)
         if _is_filled(messages):
-            return CHAT_URL, {"messages": self._with_system(_messages(messages, options.messages_column))}
+            return CHAT, {"messages": self._with_system(_messages(messages, options.messages_column))}
         if prompt is None:
             raise _RowError(self._nothing(columns), options.prompt_column)
         if not isinstance(prompt, str):
@@ -108,8 +108,8 @@ class PlainRows:
 
     def _of_prompt(self, prompt: str) -> tuple[str, dict[str, Any]]:
         if self._options.chat or self._options.system is not None:
-            return CHAT_URL, {"messages": self._with_system([{"role": "user", "content": prompt}])}
-        return COMPLETIONS_URL, {"prompt": prompt}
+            return CHAT, {"messages": self._with_system([{"role": "user", "content": prompt}])}
+        return COMPLETIONS, {"prompt": prompt}
 
     def _with_system(self, messages: list[Any]) -> list[Any]:
         system = self._options.system

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
-from cluster.batch.rows import Task
+from cluster.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Task
 from cluster.errors import ApiError
 from cluster.openai.call import Call
 from cluster.openai.embeddings import EmbeddingCall, embedding_call
@@ -16,8 +16,6 @@ from cluster.openai.validation import parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
-URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
 _PARSE: Mapping[str, tuple[Parse, str]] = {CHAT: (parse_chat, "chatcmpl-"), COMPLETIONS: (parse_completion, "cmpl-")}
 
 

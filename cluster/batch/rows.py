@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:

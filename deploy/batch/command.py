@@ -6,7 +6,6 @@ import tempfile
 import time
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 
@@ -85,11 +84,14 @@ class Batch:
 
     def run(self) -> None:
         """Do all that is left to do. Raises `SquadronError`."""
+        source = self._open()
+        if source.needs_ray:
+            self._place.connect()
         with self._phases.phase("Input") as notes:
-            asked = self._read()
+            asked = self._read(source)
             notes.append(f"{asked.checked.rows:,} rows")
         job = self._job(asked)
-        preparer = Preparer(served_model(self._config), _digest(job), self._config.seed, job.created)
+        preparer = Preparer(served_model(self._config), job.digest, self._config.seed, job.created)
         if self._options.dry_run:
             self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
         elif finished(asked.spec, job):
@@ -98,11 +100,14 @@ class Batch:
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
                 self._go_on(asked, ledger, replace(preparer, created=ledger.job.created))
 
-    def _read(self) -> Asked:
+    def _open(self) -> FileSource:
         options = self._options
         refuse_output(options.inputs, options.output)
         begun = (self._ledger_folder / JOB_FILE).exists()
-        source = open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix, begun=begun)
+        return open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix, begun=begun)
+
+    def _read(self, source: FileSource) -> Asked:
+        options = self._options
         kind = kind_of(source) if options.kind is None else options.kind
         tasks = task_maker(kind, self._config.model_id, options.columns)
         spec = OutputSpec(options.output, options.style or default_style(kind, options.output), options.answer_column)
@@ -166,9 +171,3 @@ class Batch:
 def ledger_folder(output: str) -> Path:
     """Return where the ledger of an output lies: beside it, or here for one behind a URL."""
     return Path((PurePosixPath(output).name if is_url(output) else local_path(output)) + ".ledger")
-
-
-def _digest(job: Job) -> str:
-    """A few characters for all that decides the answers; equal for equal jobs."""
-    same = msgspec.structs.replace(job, created=0, version="")
-    return blake2b(msgspec.msgpack.encode(same), digest_size=16).hexdigest()

@@ -32,6 +32,10 @@ class Place(ABC):
     config: ClusterConfig
 
     @abstractmethod
+    def connect(self) -> None:
+        """Connect to Ray, if that is not done yet."""
+
+    @abstractmethod
     def replicas(self) -> AbstractContextManager[Replicas]:
         """Return what links a dispatcher to the replicas, for as long as it is entered."""
 
@@ -54,13 +58,19 @@ class OwnReplicas(Place):
         self._phases = phases
         self._cluster: RayCluster | None = None
 
+    def connect(self) -> None:
+        """Start Ray here, or join the cluster."""
+        if self._cluster is not None:
+            return
+        with self._phases.phase("Ray") as notes:
+            self._cluster = self._connected()
+            notes.append(self._cluster.about)
+        self._interrupts.listen()
+
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:
         """See `Place.replicas`."""
-        with self._phases.phase("Ray") as notes:
-            self._cluster = self._connect()
-            notes.append(self._cluster.about)
-        self._interrupts.listen()
+        self.connect()
         placement = plan_placement(self.config, uses_gpu(self.config))
         check_capacity(AppPlacement((placement,), 0), ray.available_resources(), ray.cluster_resources())
 
@@ -75,7 +85,7 @@ class OwnReplicas(Place):
             with bounded(EXIT_SECONDS):
                 self._cluster.stop()
 
-    def _connect(self) -> RayCluster:
+    def _connected(self) -> RayCluster:
         if self._address is not None:
             return JoinedRay(self._address, self._verbose)
         return LocalRay(self._cpus, self._verbose)
@@ -95,6 +105,9 @@ class AppReplicas(Place):
             self.close()
             raise
         self.config = self._model.config
+
+    def connect(self) -> None:
+        """It is done: the app told its settings."""
 
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:

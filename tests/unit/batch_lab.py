@@ -14,8 +14,8 @@ from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job, RowDone
-from cluster.batch.prepare import COMPLETIONS, Preparer
-from cluster.batch.rows import SourceRow, Task
+from cluster.batch.prepare import Preparer
+from cluster.batch.rows import COMPLETIONS, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import Ticks
 from cluster.generation import TokenSource

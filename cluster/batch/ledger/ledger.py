@@ -17,8 +17,6 @@ from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
 
 JOB_FILE = "job.json"
-# What may differ between two runs of one job, since the first run's is kept.
-OF_THE_FIRST_RUN = ("created", "version")
 
 
 class Ledger:
@@ -172,12 +170,11 @@ def _agreed(folder: Path, job: Job, resume: bool) -> Job:
         raise LedgerError(
             f"{folder} holds a run of this output that did not end; go on with --resume, or delete it to begin anew"
         )
-    for name in job.__struct_fields__:
-        if name not in OF_THE_FIRST_RUN and getattr(job, name) != getattr(first, name):
-            raise LedgerError(
-                f"{folder} is of another job: {name} was {getattr(first, name)!r} and is {getattr(job, name)!r}; "
-                "use what the first run used, or delete it to begin anew"
-            )
+    if (name := job.difference(first)) is not None:
+        raise LedgerError(
+            f"{folder} is of another job: {name} was {getattr(first, name)!r} and is {getattr(job, name)!r}; "
+            "use what the first run used, or delete it to begin anew"
+        )
     return first
 
 

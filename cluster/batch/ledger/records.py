@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import msgspec
+
+_OF_A_RUN = ("created", "version")  # what may differ between two runs of one job: the first run's is kept
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +24,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     settings: str
     created: int
     version: str
+
+    def difference(self, other: Job) -> str | None:
+        """Return the name of the first field that makes another job of `other`, None where they are the same."""
+        names = (name for name in self.__struct_fields__ if name not in _OF_A_RUN)
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits, equal for equal jobs, whenever and by which version they are run."""
+        decisive = {name: value for name, value in msgspec.to_builtins(self).items() if name not in _OF_A_RUN}
+        return blake2b(msgspec.json.encode(decisive, order="sorted"), digest_size=16).hexdigest()
 
 
 class RowDone(msgspec.Struct, frozen=True, array_like=True):

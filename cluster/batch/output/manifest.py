@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from cluster.batch.errors import BatchError
-from cluster.batch.ledger.ledger import OF_THE_FIRST_RUN
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.drafts import OutputFile
 from cluster.batch.output.places import ERRORS, MANIFEST, Place
@@ -50,14 +49,9 @@ def manifest_at(place: Place) -> Manifest | None:
 def is_finished(place: Place, spec: OutputSpec, job: Job) -> bool:
     """Whether the output is there, of this job and style, and as long as its manifest says."""
     manifest = manifest_at(place)
-    if manifest is None or not _is_same(manifest.job, job):
+    if manifest is None or manifest.job.difference(job) is not None:
         return False
     if (manifest.style, manifest.answer_column) != (spec.style, spec.answer_column):
         return False
     errors = manifest.error_file
     return place.size("") == manifest.output.size and place.size(ERRORS) == (None if errors is None else errors.size)
-
-
-def _is_same(one: Job, other: Job) -> bool:
-    names = (name for name in Job.__struct_fields__ if name not in OF_THE_FIRST_RUN)
-    return all(getattr(one, name) == getattr(other, name) for name in names)

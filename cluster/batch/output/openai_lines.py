@@ -9,7 +9,6 @@ from hashlib import blake2b
 
 import msgspec
 
-from cluster.batch.ledger.ledger import OF_THE_FIRST_RUN
 from cluster.batch.ledger.records import Job, RowDone
 
 ID_BYTES = 12
@@ -38,17 +37,11 @@ class _ErrorBody(msgspec.Struct, frozen=True):
     error: dict[str, object] = msgspec.field(default_factory=dict)
 
 
-def job_digest(job: Job) -> str:
-    """Return 32 hex digits that are equal for equal jobs, whenever and by which version they are run."""
-    decisive = {name: value for name, value in msgspec.to_builtins(job).items() if name not in OF_THE_FIRST_RUN}
-    return blake2b(msgspec.json.encode(decisive, order="sorted"), digest_size=16).hexdigest()
-
-
 class OpenAILines:
     """Makes the lines of a job's rows; the same job, the same lines."""
 
     def __init__(self, job: Job) -> None:
-        self._digest = job_digest(job)
+        self._digest = job.digest
 
     def answer(self, done: RowDone, custom_id: str) -> bytes:
         """Return the line of a row that has an answer."""
