@@ -117,9 +117,10 @@ class Batch:
     def _go_on(self, asked: Asked, ledger: Ledger, preparer: Preparer) -> None:
         """Answer the rows that have no result yet, and put the output in place."""
         began = time.monotonic()
-        limits, tasks = self._options.limits, asked.tasks
+        options, tasks = self._options, asked.tasks
         if ledger.done.count < ledger.job.rows:
-            self._answer(Work(self._config, preparer.model, asked.source, tasks.task, preparer, ledger, limits))
+            model, limits = preparer.model, options.limits
+            self._answer(Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share))
         seconds = time.monotonic() - began
         batch = Finished(ledger.job, asked.source, tasks, ledger.results())
         manifest = write_output(asked.spec, batch, self._ledger_folder, ledger.check)

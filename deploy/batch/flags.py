@@ -35,6 +35,15 @@ def batch(
     app: Annotated[
         str | None, typer.Option("--app", help="Use the replicas of this Serve app, in the cluster of RAY_ADDRESS.")
     ] = None,
+    share: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            help="With --app: of its sequences, taken while clients' requests run.",
+            rich_help_panel=RUN,
+        ),
+    ] = 0.25,
     max_errors: Annotated[
         int | None, typer.Option(min=0, help="Stop when more rows than this have failed.", rich_help_panel=RUN)
     ] = None,
@@ -143,6 +152,7 @@ def batch(
         columns=columns,
         answer_column=answer_column,
         stdin_suffix=stdin_suffix,
+        share=None if app is None else share,
         limits=RunLimits(max_errors, max_cost_tokens, lookahead),
         resume=resume,
         dry_run=dry_run,

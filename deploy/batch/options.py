@@ -33,7 +33,7 @@ class BatchOptions:
     """inputs, output: paths, patterns or URLs; "-" = standard input. kind, style: of rows and of the output; None =
     as the first row looks. ledger: folder of what is done so far; None = beside the output.
 
-    ray_address: cluster to join; None = start one. log_interval: seconds between two lines of progress where there is
+    share: see `Work`. ray_address: cluster to join; None = start one. log_interval: seconds between two lines of progress where there is
     no terminal. created: seconds since 1970 that answers carry; None = when the batch began.
     """
 
@@ -46,6 +46,7 @@ class BatchOptions:
     stdin_suffix: str = ".jsonl"
     ledger: Path | None = None
     limits: RunLimits = field(default_factory=RunLimits)
+    share: float | None = None
     resume: bool = False
     dry_run: bool = False
     ray_address: str | None = None
