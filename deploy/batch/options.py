@@ -30,10 +30,11 @@ class ServedApp:
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """inputs, output: paths, patterns or URLs; "-" = standard input. kind, style: of rows and of the output; None =
-    as the first row looks. ledger: folder of what is done so far; None = beside the output.
+    """What to run, and how.
 
-    share: see `Work`. ray_address: cluster to join; None = start one. log_interval: seconds between two lines of progress where there is
+    inputs, output: paths, patterns or URLs; "-" = standard input. kind, style: of rows and of the output; None = as
+    the first row looks. ledger: folder of what is done so far; None = beside the output. share: of `Work`.
+    ray_address: cluster to join; None = start one. log_interval: seconds between two lines of progress where there is
     no terminal. created: seconds since 1970 that answers carry; None = when the batch began.
     """
 
