@@ -133,6 +133,21 @@ class Setting:
     help: str
 
 
+# Flags of `squadron batch` that are no settings.
+OF_A_BATCH = (
+    "params",
+    "template",
+    "chat",
+    "system",
+    "prompt_column",
+    "messages_column",
+    "id_column",
+    "answer_column",
+    "stdin_suffix",
+    "format",
+    "output_format",
+    "app",
+)
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (
     *HELP["HTTP"],
@@ -238,12 +253,12 @@ def in_flags(message: str) -> str:
     """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
 
     A setting of one plain word, such as port, is taken for one only before `=`, or at the head of the message before
-    `:` or "must be".
+    `:`, "must be" or "is for".
     """
-    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL]
+    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + list(OF_A_BATCH)
     compound = "|".join(name for name in words if "_" in name)
     plain = "|".join(name for name in words if "_" not in name)
-    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be )"
+    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
     return re.sub(found, lambda match: flag(match[0]), message)
 
 

@@ -71,7 +71,7 @@ def test_what_is_wrong_is_told_before_anything_starts(tmp_path):
         ((str(twice), "out.jsonl", *MODEL), "custom_id 'id-0'"),
         ((str(good), "out.xyz", *MODEL), ".parquet"),
         ((str(good), "out.jsonl"), "model"),
-        ((str(good), "out.jsonl", *MODEL, "--max-tokens", "5"), "--params"),
+        ((str(good), "out.jsonl", *MODEL, "--max-tokens", "5"), "--params is for rows of columns"),
         ((str(good), "out.jsonl", "--model", "demo", "--prots", "1"), "--prots"),
     ]:
         process = BatchProcess(*arguments, home=tmp_path)
