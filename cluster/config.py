@@ -23,6 +23,7 @@ Seconds = Annotated[float, Field(gt=0)]
 DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
 POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
 INGRESSES = ("serve", "haproxy")
+MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 
 
@@ -141,6 +142,10 @@ class ClusterConfig(ModelConfig):
         rounds up; 0 = stop first. None = one, where the cluster has room for it when the app is deployed, else 0.
     update_failure_action: what follows an update that fails, in Docker's words: `rollback` deploys the version
         before it again; `pause` leaves the app as Serve does, with the copies that are left, until it is deployed.
+    batch_dir: where the files and batches of `/v1/files` and `/v1/batches` are kept: a directory that all routers
+        share, or a URL that fsspec opens. None = nowhere, and these routes say so.
+    max_file_bytes: largest file that may be uploaded; as with OpenAI 200 MiB unless given.
+    batch_share: of the sequences that the replicas run, what batches may take while clients' requests run.
     """
 
     routers: Count = 1
@@ -158,6 +163,9 @@ class ClusterConfig(ModelConfig):
     drain_timeout: Seconds = 600.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     update_failure_action: Annotated[str, _one_of(FAILURE_ACTIONS)] = "rollback"
+    batch_dir: str | None = None
+    max_file_bytes: Annotated[int, Field(ge=1024)] = MAX_FILE_BYTES
+    batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -11,6 +11,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from cluster.batch.server.root import open_root
+from cluster.batch.server.store import Store
 from cluster.config import ClusterConfig, resolve_config
 from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.figures import GrpcFigures
@@ -58,6 +60,7 @@ class Router:
         try:
             check_ingress(self._config.ingress)
             self._keys = keys_for(self._config.api_key, self._config.api_key_file)
+            self._store = _store(self._config)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
@@ -82,6 +85,7 @@ class Router:
             tenancy=tenancy,
             max_body_bytes=config.max_body_bytes,
             names_answers=False,
+            store=self._store,
         )
         self._ingress = IngressCheck(app)
         gate = StartGate(self._ingress, self._serving, self._others.count)
@@ -113,6 +117,11 @@ def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfi
     except SquadronError as error:
         title = (settings["served_model_name"] or ("",))[0] if one_of_many else ""
         raise ReplicaStartError.of(error, title) from error
+
+
+def _store(config: ClusterConfig) -> Store | None:
+    """Return where files and batches are kept; raises `ConfigError`."""
+    return None if config.batch_dir is None else Store(open_root(config.batch_dir), config.max_file_bytes)
 
 
 def _grpc_server(host: str, port: int, services: GrpcServices) -> GrpcServer:

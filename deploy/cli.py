@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.batch.flags import batch
+from deploy.batch_dir import with_batch_dir
 from deploy.environment import Environment, prepare_local_ray
 from deploy.flags import OF_A_SERVICE, ServeCommand, in_flags, merge_settings, with_settings
 from deploy.haproxy import prepare_haproxy
@@ -69,7 +70,7 @@ def serve(
     if environment.api_key is not None:
         chosen.setdefault("api_key", environment.api_key)
     settings = merge_settings(config, chosen)
-    with_keys = with_key_file(settings, local=environment.ray_address is None)
+    with_keys = with_key_file(with_batch_dir(settings), local=environment.ray_address is None)
     if dry_run:
         from deploy.plan import describe_plans, make_plans
 

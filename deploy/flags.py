@@ -57,6 +57,7 @@ OPEN_DEFAULTS = {
     "tool_call_parser": "none",
     "reasoning_parser": "none",
     "max_surge_percent": "one copy, where there is room",
+    "batch_dir": "none are kept",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -119,6 +120,11 @@ HELP = {
         "max_queue_wait": "Seconds that a request may wait in a router; who would wait longer gets a 429 at once.",
         "target_ttft": "Seconds to the first token that are aimed at; bounds the wait in a router.",
     },
+    "Batches": {
+        "batch_dir": "Directory that all routers share, or URL, for the files and batches of /v1/files, /v1/batches.",
+        "max_file_bytes": "Largest file that may be uploaded.",
+        "batch_share": "Share of the replicas' sequences that batches may take while clients' requests run.",
+    },
 }
 
 
@@ -151,6 +157,7 @@ OF_A_BATCH = (
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (
     *HELP["HTTP"],
+    *HELP["Batches"],
     "routers",
     "min_replicas",
     "max_replicas",

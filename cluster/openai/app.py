@@ -17,18 +17,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from cluster.batch.server.store import Store
 from cluster.errors import ApiError
 from cluster.metrics import CONTENT_TYPE, Metrics
 from cluster.models.front import ModelFront
 from cluster.models.registry import Models
 from cluster.openai.base_endpoint import Services
+from cluster.openai.batches import BatchRoutes
 from cluster.openai.embeddings import EmbeddingsEndpoint
 from cluster.openai.endpoint import GenerationEndpoint
+from cluster.openai.files import FileRoutes
 from cluster.openai.gate import Gate
-from cluster.openai.off_loop import OffLoop
+from cluster.openai.off_loop import FileThreads, OffLoop
 from cluster.openai.openapi import openapi
 from cluster.openai.responses.endpoint import ResponsesEndpoint
 from cluster.openai.served_model import ServedModel
+from cluster.openai.storage import Stored
 from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
 from cluster.tenants.tenancy import Tenancy
@@ -46,6 +50,7 @@ def build_app(
     tenancy: Tenancy | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     names_answers: bool = True,
+    store: Store | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -53,9 +58,9 @@ def build_app(
     whether requests can be served (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys and
     quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held. names_answers: False
     where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value
-    to clients).
+    to clients). store: of files and batches; None = none are kept, and their routes say so.
     """
-    off_loop = OffLoop()
+    off_loop, file_threads = OffLoop(), FileThreads()
     door = tenancy or Tenancy()
     metrics.register(TenantCollector(door, models, metrics))
     services = Services(models, off_loop, max_body_bytes)
@@ -68,7 +73,9 @@ def build_app(
         with suppress(asyncio.CancelledError):
             await watcher
         off_loop.close()
+        file_threads.close()
 
+    stored = Stored(store, file_threads)
     routes = [
         Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
         Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
@@ -76,6 +83,8 @@ def build_app(
         Route("/v1/responses", ResponsesEndpoint(services), methods=["POST"]),
         Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
         Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
+        *FileRoutes(stored).routes(),
+        *BatchRoutes(stored, off_loop, max_body_bytes).routes(),
         *_model_routes(models),
         *_document_routes(),
         *_status_routes(metrics, models, ready),

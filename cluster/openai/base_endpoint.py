@@ -44,20 +44,15 @@ class Incoming:
     visit: Visit
 
 
-class Endpoint(ABC):
-    """An ASGI application for one route. Every call ends in one whole answer or one typed error."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
+class Responder(ABC):
+    """An ASGI application. Every call ends in one whole answer or one typed error."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
         answer = Answer(send)
         exchange = scope["state"]["exchange"]
         try:
-            visit: Visit = scope["state"]["visit"]
-            body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
-            await until_disconnect(receive, self._take(body, answer, exchange, visit), answer)
+            await self._respond(scope, receive, answer)
         except ClientGone as gone:
             log.info("request %s (client id %r): %s", exchange["id"], exchange["client_id"], gone)
         except InvalidRequestError as error:
@@ -73,6 +68,22 @@ class Endpoint(ABC):
         error.request_id = exchange["id"]
         log.info("request %s (client id %r): %s %s", exchange["id"], exchange["client_id"], error.status, error.code)
         await answer.error(error)
+
+    @abstractmethod
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        """Answer a request; raises `ApiError`, `InvalidRequestError` or `ClientGone`."""
+
+
+class Endpoint(Responder):
+    """A route whose requests are JSON and name a model."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
+        exchange, visit = scope["state"]["exchange"], scope["state"]["visit"]
+        body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
+        await until_disconnect(receive, self._take(body, answer, exchange, visit), answer)
 
     async def _take(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
         """Find out which model is asked, and answer."""

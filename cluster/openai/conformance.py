@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 
 from msgspec import json
 
+from cluster.openai.batch_fields import (
+    REFUSED_BATCH,
+    REFUSED_FILE,
+    BatchFields,
+    BatchListFields,
+    FileFields,
+    FileListFields,
+)
 from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
@@ -32,6 +40,10 @@ _CHAT = {
 OPENAI_COMPLETION = frozenset(_SHARED | {"prompt", "best_of", "echo", "suffix"})
 OPENAI_CHAT = frozenset(_SHARED | _CHAT)
 OPENAI_EMBEDDING = frozenset({"dimensions", "encoding_format", "input", "model", "user"})
+OPENAI_FILE = frozenset({"expires_after", "file", "purpose"})
+OPENAI_FILE_LIST = frozenset({"after", "limit", "order", "purpose"})
+OPENAI_BATCH = frozenset({"completion_window", "endpoint", "input_file_id", "metadata", "output_expires_after"})
+OPENAI_BATCH_LIST = frozenset({"after", "limit"})
 OPENAI_RESPONSE = frozenset(
     {
         "access_programs", "background", "context_management", "conversation", "image", "include", "input",
@@ -61,6 +73,8 @@ at `/openapi.json`.
 - `x-session-id`, 1 to 256 printable ASCII characters without spaces, names the conversation that a request is of, for
   `--routing-policy session` ([cluster.md](cluster.md#routing)).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
+- `/v1/files` and `/v1/batches` need `--batch-dir` ([batch.md](batch.md#on-a-server)); without fields are
+  `GET` and `DELETE /v1/files/ID`, `GET /v1/files/ID/content`, `GET /v1/batches/ID`, `POST /v1/batches/ID/cancel`.
 """
 
 
@@ -79,6 +93,10 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
     Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
+    Table("POST /v1/files", FileFields, REFUSED_FILE, OPENAI_FILE),
+    Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),
+    Table("POST /v1/batches", BatchFields, REFUSED_BATCH, OPENAI_BATCH),
+    Table("GET /v1/batches", BatchListFields, openai=OPENAI_BATCH_LIST),
     Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
     Table("POST /detokenize", DetokenizeFields),
 )
@@ -96,6 +114,8 @@ def _section(table: Table) -> str:
     parts = [("", ours)] if not theirs else [("OpenAI's fields", theirs), ("Beyond OpenAI", ours)]
     text = f"\n## {table.title}\n"
     for title, group in parts:
+        if not group:
+            continue
         text += f"\n| {title or 'Field'} | | Note |\n|---|---|---|\n"
         text += "".join([_row(name, table) for name in group])
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
 from msgspec import json
@@ -39,8 +39,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, deadline: float 
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError("unsupported_media_type", f"Content-Type must be application/json, not {kind[:100]}")
-    if headers.get("content-encoding", "identity") != "identity":
-        raise ApiError("unsupported_media_type", "send the body without Content-Encoding")
+    refuse_encoded(headers)
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
@@ -49,24 +48,61 @@ async def read_body(scope: Scope, receive: Receive, limit: int, deadline: float 
         async with asyncio.timeout_at(latest if deadline is None else min(latest, deadline)):
             return await _read(receive, limit)
     except TimeoutError:
-        if deadline is not None and deadline < latest:
-            raise deadline_exceeded("the request's deadline passed before its body was there") from None
-        raise ApiError("request_timeout", f"the body did not arrive in {BODY_TIMEOUT:g} s", status=408) from None
+        raise _too_late(deadline, latest, f"the body did not arrive in {BODY_TIMEOUT:g} s") from None
+
+
+async def body_blocks(
+    receive: Receive, block_bytes: int, timeout: float, deadline: float | None = None
+) -> AsyncIterator[bytes]:
+    """Yield a body in blocks of about `block_bytes`; no more than one is held.
+
+    timeout: seconds for all of it; and none of its parts may take longer than `BODY_TIMEOUT`. deadline: as in
+    `read_body`.
+    """
+    clock = asyncio.get_running_loop().time
+    last, held, more = clock() + timeout, bytearray(), True
+    while more:
+        latest = min(last, clock() + BODY_TIMEOUT)
+        try:
+            async with asyncio.timeout_at(latest if deadline is None else min(latest, deadline)):
+                part, more = await _part(receive)
+        except TimeoutError:
+            raise _too_late(deadline, latest, "the body arrives too slowly") from None
+        held += part
+        if held and (len(held) >= block_bytes or not more):
+            yield bytes(held)
+            held.clear()
+
+
+def refuse_encoded(headers: Headers) -> None:
+    """Raise `ApiError` (415) for a compressed body."""
+    if headers.get("content-encoding", "identity") != "identity":
+        raise ApiError("unsupported_media_type", "send the body without Content-Encoding")
+
+
+def _too_late(deadline: float | None, latest: float, otherwise: str) -> ApiError:
+    if deadline is not None and deadline < latest:
+        return deadline_exceeded("the request's deadline passed before its body was there")
+    return ApiError("request_timeout", otherwise, status=408)
 
 
 async def _read(receive: Receive, limit: int) -> bytes:
     parts, size, more = [], 0, True
     while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone("the client hung up before its request was complete")
-        part = message.get("body", b"")
+        part, more = await _part(receive)
         size += len(part)
         if size > limit:
             raise _too_large(limit)
         parts.append(part)
-        more = message.get("more_body", False)
     return b"".join(parts)
+
+
+async def _part(receive: Receive) -> tuple[bytes, bool]:
+    """Return the next part of a body, and whether there is more."""
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise ClientGone("the client hung up before its request was complete")
+    return message.get("body", b""), message.get("more_body", False)
 
 
 def _too_large(limit: int) -> ApiError:
@@ -106,12 +142,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Answer:
-    """The response of one exchange: a JSON body or a stream of events, and after either nothing more."""
+    """The response of one exchange: a JSON body, a stream of events or a file, and after either nothing more."""
 
     def __init__(self, send: Send) -> None:
         self._to_client = send
         self.status = 0  # 0 until it is decided
         self._streaming = False
+        self._sending_file = False
         self._sends = 0
         self._sending = False
 
@@ -126,6 +163,14 @@ class Answer:
         await self._start(status, [_JSON, length, *headers])
         await self._send({"type": "http.response.body", "body": body})
 
+    async def file(self, headers: Iterable[tuple[bytes, bytes]], blocks: AsyncIterator[bytes]) -> None:
+        """Send a file. headers: its length among them, by which a client knows whether it got all of it."""
+        self._sending_file = True
+        await self._start(200, headers)
+        async for block in blocks:
+            await self._send({"type": "http.response.body", "body": block, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
     async def events(self, data: bytes) -> None:
         """Send frames of a stream, which starts with the first call; waits while the client reads slowly."""
         if not self._streaming:
@@ -139,7 +184,12 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data})
 
     async def error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        """Send the one terminal error: as the answer, or as the last event of a stream that already runs."""
+        """Send the one terminal error: as the answer, or as the last event of a stream that already runs.
+
+        In the middle of a file there is no place for it: the server closes the connection short of the length.
+        """
+        if self._sending_file:
+            return
         error.message = error.message[:_MAX_MESSAGE]
         try:
             async with asyncio.timeout(READ_PATIENCE):

@@ -5,13 +5,16 @@ Source: OpenAPI Specification 3.1.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.json_schema import models_json_schema
 
+from cluster.batch.server.objects import Status
+from cluster.openai.batch_fields import BatchFields, BatchListFields, FileFields, FileListFields
 from cluster.openai.embedding_fields import EmbeddingFields
 from cluster.openai.field_types import Fields
 from cluster.openai.responses.fields import ResponseRequest
@@ -19,14 +22,17 @@ from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields
 
 _REFS = "#/components/schemas/{model}"
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_NO_WORD = re.compile(r"\W+")
+RAW: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One route.
 
-    request: the model of its body, None = it has none. answer: JSON schema of the 200 answer. open: no key is needed.
-    not_yet: its 503 has the body of its 200.
+    request: the model of its body, None = it has none. answer: JSON schema of the 200 answer, RAW = any bytes. open:
+    no key is needed. not_yet: its 503 has the body of its 200. verb: in lower case; "" = post with a body, else get.
+    query: the model of its query. form: the body is multipart/form-data.
     """
 
     path: str
@@ -36,11 +42,19 @@ class Operation:
     streams: bool = False
     open: bool = False
     not_yet: bool = False
+    verb: str = ""
+    query: type[Fields] | None = None
+    form: bool = False
 
     @property
     def method(self) -> str:
-        """Routes with a body are POST, all others GET."""
-        return "get" if self.request is None else "post"
+        """In lower case."""
+        return self.verb or ("get" if self.request is None else "post")
+
+    @property
+    def name(self) -> str:
+        """That no other operation has."""
+        return f"{self.method}_{_NO_WORD.sub('_', self.path).strip('_')}"
 
 
 def _object(**properties: Any) -> dict[str, Any]:
@@ -72,6 +86,51 @@ def _answer(name: str, choice: dict[str, Any]) -> dict[str, Any]:
     return _object(**head, choices=_list(choice), usage=_USAGE)
 
 
+_FILE = _object(
+    id=_STRING,
+    object={"const": "file"},
+    bytes=_INTEGER,
+    created_at=_INTEGER,
+    filename=_STRING,
+    purpose={"enum": ["batch", "batch_output"]},
+    status=_STRING,
+)
+_BATCH = _object(
+    id=_STRING,
+    object={"const": "batch"},
+    endpoint=_STRING,
+    input_file_id=_STRING,
+    completion_window=_STRING,
+    status={"enum": [*get_args(Status)]},
+    created_at=_INTEGER,
+    expires_at=_INTEGER,
+    request_counts=_object(total=_INTEGER, completed=_INTEGER, failed=_INTEGER),
+)
+
+
+def _page(items: dict[str, Any]) -> dict[str, Any]:
+    ends = {"type": ["string", "null"]}
+    return _object(
+        object={"const": "list"}, data=_list(items), first_id=ends, last_id=ends, has_more={"type": "boolean"}
+    )
+
+
+STORAGE_OPERATIONS: Sequence[Operation] = (
+    Operation("/v1/files", "Upload the input of batches.", _FILE, FileFields, form=True),
+    Operation("/v1/files", "List files.", _page(_FILE), query=FileListFields),
+    Operation("/v1/files/{id}", "Describe a file.", _FILE),
+    Operation(
+        "/v1/files/{id}",
+        "Delete a file.",
+        _object(id=_STRING, object={"const": "file"}, deleted={"const": True}),
+        verb="delete",
+    ),
+    Operation("/v1/files/{id}/content", "Fetch a file.", RAW),
+    Operation("/v1/batches", "Have the requests of a file answered within a day.", _BATCH, BatchFields),
+    Operation("/v1/batches", "List batches.", _page(_BATCH), query=BatchListFields),
+    Operation("/v1/batches/{id}", "Tell how far a batch is.", _BATCH),
+    Operation("/v1/batches/{id}/cancel", "Have a batch ended.", _BATCH, verb="post"),
+)
 OPERATIONS: Sequence[Operation] = (
     Operation(
         "/v1/chat/completions",
@@ -120,6 +179,7 @@ OPERATIONS: Sequence[Operation] = (
         TokenizeFields,
     ),
     Operation("/detokenize", "Turn tokens into text.", _object(prompt=_STRING), DetokenizeFields),
+    *STORAGE_OPERATIONS,
     Operation("/v1/models", "List the one model.", _object(object={"const": "list"}, data=_list(_CARD))),
     Operation("/version", "Tell the version.", _object(version=_STRING)),
     Operation("/health", "Tell that the process lives.", _object(status=_STRING), open=True),
@@ -139,7 +199,7 @@ def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
             "description": "OpenAI's API for one model, with the extensions of vLLM's server. Unknown fields, and "
             "fields that are not supported, are refused with 400 and their name.",
         },
-        "paths": {one.path: {one.method: _operation(one)} for one in operations},
+        "paths": _paths(operations),
         "components": {
             "schemas": {**schemas["$defs"], "Error": _ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -148,13 +208,38 @@ def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
     }
 
 
+def _paths(operations: Sequence[Operation]) -> dict[str, Any]:
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.path, {})[one.method] = _operation(one)
+    return paths
+
+
+def _parameters(one: Operation) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", one.path)
+    found: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": _STRING} for name in names
+    ]
+    fields = {} if one.query is None else one.query.model_json_schema()["properties"]
+    return found + [{"name": name, "in": "query", "schema": _given(schema)} for name, schema in fields.items()]
+
+
+def _given(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a query parameter that is there: it cannot be null."""
+    kept = {name: value for name, value in schema.items() if name not in ("anyOf", "default", "title")}
+    either = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    return kept | (either[0] if either else {})
+
+
 def _operation(one: Operation) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": one.answer}}
+    if one.answer is RAW:
+        content = {"application/octet-stream": {}}
     if one.streams:
         content["text/event-stream"] = {"schema": {"type": ["string", "object"]}}
     error = {"application/json": {"schema": {"$ref": _REFS.format(model="Error")}}}
     told: dict[str, Any] = {
-        "operationId": one.path.strip("/").replace("/", "_"),
+        "operationId": one.name,
         "summary": one.summary,
         "responses": {
             "200": {"description": "The answer.", "content": content},
@@ -166,8 +251,11 @@ def _operation(one: Operation) -> dict[str, Any]:
         },
     }
     if one.request is not None:
-        body = {"application/json": {"schema": {"$ref": _REFS.format(model=one.request.__name__)}}}
+        kind = "multipart/form-data" if one.form else "application/json"
+        body = {kind: {"schema": {"$ref": _REFS.format(model=one.request.__name__)}}}
         told["requestBody"] = {"required": True, "content": body}
+    if parameters := _parameters(one):
+        told["parameters"] = parameters
     if one.not_yet:
         told["responses"]["503"] = {"description": "Not yet, or not any more.", "content": content}
     if one.open:

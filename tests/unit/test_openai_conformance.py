@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
-from openai.types import completion_create_params, embedding_create_params
+from openai.types import (
+    batch_create_params,
+    batch_list_params,
+    completion_create_params,
+    embedding_create_params,
+    file_create_params,
+    file_list_params,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -25,6 +32,13 @@ def test_every_field_of_openais_api_is_in_the_table():
     assert fields_of(completion_create_params) == conformance.OPENAI_COMPLETION
     assert set(embedding_create_params.EmbeddingCreateParams.__annotations__) == conformance.OPENAI_EMBEDDING
     assert {*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"} == conformance.OPENAI_RESPONSE
+
+
+def test_every_field_of_openais_files_and_batches_is_in_the_table():
+    assert set(file_create_params.FileCreateParams.__annotations__) == conformance.OPENAI_FILE
+    assert set(file_list_params.FileListParams.__annotations__) == conformance.OPENAI_FILE_LIST
+    assert set(batch_create_params.BatchCreateParams.__annotations__) == conformance.OPENAI_BATCH
+    assert set(batch_list_params.BatchListParams.__annotations__) == conformance.OPENAI_BATCH_LIST
 
 
 def test_every_field_is_honoured_or_refused_and_never_both():

@@ -1,0 +1,109 @@
+"""How the status of a batch changes. Each function returns the record after one change, with its time in it.
+
+    validating -> in_progress -> finalizing -> completed
+    validating -> failed
+    validating, in_progress, finalizing -> cancelling -> cancelled
+    validating, in_progress, finalizing -> expired
+
+Any other change raises `IllegalChangeError`. `now`: seconds since 1970. Source: OpenAI API reference, "Batch".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from cluster.batch.server.errors import IllegalChangeError
+from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, RequestCounts, Status
+
+AFTER: Mapping[Status, frozenset[Status]] = {
+    "validating": frozenset({"in_progress", "failed", "cancelling", "expired"}),
+    "in_progress": frozenset({"finalizing", "cancelling", "expired"}),
+    "finalizing": frozenset({"completed", "cancelling", "expired"}),
+    "cancelling": frozenset({"cancelled"}),
+    "failed": frozenset(),
+    "completed": frozenset(),
+    "expired": frozenset(),
+    "cancelled": frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a batch leaves. output_file_id: of its answers, error_file_id: of rows that failed; None without such."""
+
+    counts: RequestCounts
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    usage: BatchUsage | None = None
+
+
+def begun(record: BatchRecord, now: int, rows: int, model: str | None = None) -> BatchRecord:
+    """Its input is valid, and its rows run. model: that answers, where it is one for all rows."""
+    return _changed(record, "in_progress", now, request_counts=RequestCounts(rows), model=model)
+
+
+def counted(record: BatchRecord, counts: RequestCounts) -> BatchRecord:
+    """Tell how far it is, while rows run: its status stays."""
+    if record.status not in ("in_progress", "finalizing", "cancelling"):
+        raise IllegalChangeError(f"batch {record.id} is {record.status}: no rows of it run")
+    return replace(record, request_counts=counts)
+
+
+def finalizing(record: BatchRecord, now: int, counts: RequestCounts) -> BatchRecord:
+    """All rows have ended; its files are written."""
+    return _changed(record, "finalizing", now, request_counts=counts)
+
+
+def completed(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
+    """Its files are there."""
+    return _changed(record, "completed", now, **_left(outcome))
+
+
+def failed(record: BatchRecord, now: int, errors: Sequence[LineError]) -> BatchRecord:
+    """Its input cannot be run, for these reasons; there is one at least."""
+    if not errors:
+        raise IllegalChangeError(f"batch {record.id} cannot have failed without an error that says why")
+    return _changed(record, "failed", now, errors=tuple(errors))
+
+
+def cancelling(record: BatchRecord, now: int) -> BatchRecord:
+    """Its client wants it no more. now: when that was asked."""
+    return _changed(record, "cancelling", now)
+
+
+def cancelled(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
+    """Nothing of it runs any more; what was done by then is there."""
+    return _changed(record, "cancelled", now, **_left(outcome))
+
+
+def expired(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
+    """Its time is over (not before `expires_at`); what was done by then is there."""
+    if now < record.expires_at:
+        raise IllegalChangeError(f"batch {record.id} cannot expire at {now}: it has time until {record.expires_at}")
+    return _changed(record, "expired", now, **_left(outcome))
+
+
+def as_asked(record: BatchRecord, cancel_asked_at: int | None) -> BatchRecord:
+    """Return what clients see of a record whose runner may not yet have found that it is to be cancelled."""
+    if cancel_asked_at is None or "cancelling" not in AFTER[record.status]:
+        return record
+    return cancelling(record, cancel_asked_at)
+
+
+def _changed(record: BatchRecord, status: Status, now: int, **more: Any) -> BatchRecord:
+    if status not in AFTER[record.status]:
+        raise IllegalChangeError(f"batch {record.id} is {record.status} and cannot become {status}")
+    return replace(record, status=status, **{f"{status}_at": now}, **more)
+
+
+def _left(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "request_counts": outcome.counts,
+        "output_file_id": outcome.output_file_id,
+        "error_file_id": outcome.error_file_id,
+        "usage": outcome.usage,
+    }

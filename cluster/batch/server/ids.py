@@ -1,0 +1,53 @@
+"""Ids of files and batches: made here alone, and in the order of their making.
+
+The 32 hex digits are 14 of the time in microseconds, 8 of the tenant, and 10 at random. So a list is in order without
+a look into anything, and takes no look at what is not the tenant's. Whose something is, is kept beside it: the digits
+are a way to find it, and no proof.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+_TIME_DIGITS, _TENANT_DIGITS, _RANDOM_DIGITS = 14, 8, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """All ids with one prefix."""
+
+    prefix: str
+    _pattern: re.Pattern[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", re.compile(re.escape(self.prefix) + "[0-9a-f]{32}"))
+
+    def new(self, tenant: str) -> str:
+        """Make one that there never was."""
+        micros = time.time_ns() // 1000
+        return f"{self.prefix}{micros:0{_TIME_DIGITS}x}{_tag(tenant)}{secrets.token_hex(_RANDOM_DIGITS // 2)}"
+
+    def fits(self, text: str) -> bool:
+        """Whether `text` is spelt like one: fit for a path, whoever sent it."""
+        return self._pattern.fullmatch(text) is not None
+
+    def may_be_of(self, text: str, tenant: str) -> bool:
+        """Whether `text` is spelt like one of a tenant's. Few of others' are, too."""
+        start = len(self.prefix) + _TIME_DIGITS
+        return self.fits(text) and text[start : start + _TENANT_DIGITS] == _tag(tenant)
+
+    def made_at(self, one: str) -> int:
+        """Return when an id was made, in seconds since 1970."""
+        return int(one[len(self.prefix) :][:_TIME_DIGITS], 16) // 10**6
+
+
+FILE_IDS = Ids("file-")
+BATCH_IDS = Ids("batch_")
+
+
+def _tag(tenant: str) -> str:
+    return blake2b(tenant.encode(), digest_size=_TENANT_DIGITS // 2, person=b"sqd-owner").hexdigest()

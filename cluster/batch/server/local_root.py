@@ -1,0 +1,122 @@
+"""A directory of this machine, or one that several share. What is in place is on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import BinaryIO
+
+DRAFTS = "drafts"
+# Seconds after its last byte from which on a draft is what a killed process left.
+STALE = 2 * 3600
+WRITE_BYTES = 1 << 18
+
+
+class LocalRoot:
+    """See `cluster.batch.server.root.Root`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        (folder / DRAFTS).mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        self.draft().discard()  # it can be written to
+
+    def read(self, path: str) -> bytes | None:
+        """Return what a small file holds, None where there is none."""
+        try:
+            return (self._folder / path).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def read_all(self, paths: Sequence[str]) -> list[bytes | None]:
+        """Return what small files hold, in their order."""
+        return [self.read(path) for path in paths]
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a small file in place."""
+        draft = self.draft()
+        try:
+            draft.write(data)
+            draft.put(path)
+        finally:
+            draft.discard()
+
+    def draft(self) -> LocalDraft:
+        """Begin a large file."""
+        return LocalDraft(self._folder, self._folder / DRAFTS / token_hex(16))
+
+    def open(self, path: str) -> BinaryIO:
+        """Open a file for reading."""
+        return (self._folder / path).open("rb")
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of what is in a folder."""
+        try:
+            return os.listdir(self._folder / folder)
+        except FileNotFoundError:
+            return []
+
+    def remove(self, path: str) -> None:
+        """Remove a file or a folder, if it is there."""
+        target = self._folder / path
+        with suppress(FileNotFoundError):  # another router may be removing it as well
+            if target.is_dir():
+                shutil.rmtree(target)
+            else:
+                target.unlink()
+
+    def _sweep(self) -> None:
+        for path in (self._folder / DRAFTS).iterdir():
+            with suppress(FileNotFoundError):  # it was put in place, or another router removed it
+                if path.stat().st_mtime < time.time() - STALE:
+                    path.unlink()
+
+
+class LocalDraft:
+    """See `cluster.batch.server.root.Draft`."""
+
+    def __init__(self, root: Path, path: Path) -> None:
+        self.size = 0
+        self._root = root
+        self._path = path
+        self._file = path.open("xb", WRITE_BYTES)
+        self._there = True
+
+    def write(self, data: bytes, /) -> int:
+        """Take bytes; return how many."""
+        self.size += len(data)
+        return self._file.write(data)
+
+    def put(self, path: str) -> None:
+        """Put it in place."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._path.replace(target)
+        self._there = False
+        for folder in (target.parent, target.parent.parent):  # which may be new, too
+            _sync(folder)
+
+    def discard(self) -> None:
+        """Remove it, unless it is in place."""
+        if not self._there:
+            return
+        with suppress(OSError):  # what a full disk did not take is not wanted any more
+            self._file.close()
+        self._path.unlink(missing_ok=True)
+        self._there = False
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
