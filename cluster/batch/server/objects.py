@@ -119,6 +119,6 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Return OpenAI's batch object."""
         told: dict[str, Any] = msgspec.to_builtins(self)
         del told["tenant"]
-        errors = {"object": "list", "data": told["errors"]} if self.errors else None
+        errors = {"object": "list", "data": list(told["errors"])} if self.errors else None
         usage = None if self.usage is None else self.usage.shown()
         return {**told, "object": "batch", "errors": errors, "usage": usage}
