@@ -82,18 +82,13 @@ def test_ids_are_in_the_order_of_their_making_and_tell_when_that_was():
     assert all(FILE_IDS.fits(one) and not BATCH_IDS.fits(one) for one in ids)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    ["", "file-", "../etc/passwd", "file-" + "0" * 31, "file-" + "0" * 33, "file-" + "G" * 32, "file-" + "A" * 32]
-    + [
-        "file-" + "0" * 32 + "\n",
-        "\nfile-" + "0" * 32,
-        "file-/../" + "0" * 27,
-        "FILE-" + "0" * 32,
-        "file-" + "٣" * 32,
-    ]
-    + ["file-" + "0" * 31 + "\0", "batch_" + "0" * 32],
-)
+ZEROS = "0" * 32
+NO_IDS = ["", "file-", "../etc/passwd", f"file-{ZEROS[1:]}", f"file-{ZEROS}0", "file-" + "G" * 32, "file-" + "A" * 32]
+NO_IDS += [f"file-{ZEROS}\n", f"\nfile-{ZEROS}", f"file-/../{ZEROS[5:]}", f"FILE-{ZEROS}", "file-" + "٣" * 32]
+NO_IDS += [f"file-{ZEROS[1:]}\0", f"batch_{ZEROS}"]
+
+
+@pytest.mark.parametrize("wrong", NO_IDS)
 def test_what_is_not_spelt_like_an_id_comes_near_no_path(store, wrong, monkeypatch):
     monkeypatch.setattr(type(store.files._root), "read", lambda *_: pytest.fail("a path was made of it"))
     assert not FILE_IDS.fits(wrong)
@@ -117,6 +112,8 @@ def test_a_file_comes_back_as_it_was_and_goes_when_it_is_deleted(store, place):
     again = Store(open_root(place), 1)  # another process
     assert again.file(stored.id, "a") == stored
     assert content_of(again, stored) == b"x" * 300_000
+    with fsspec.open(again.files.place(stored), "rb") as file:
+        assert file.read() == b"x" * 300_000
     again.delete_file(stored.id, "a")
     for call in (store.file, store.open_file, store.delete_file):
         with refused("not_found", 404):
@@ -293,7 +290,6 @@ def test_a_file_is_not_deleted_while_a_batch_needs_it(store):
 
 def test_a_batch_and_a_deletion_that_meet_never_both_win(tmp_path):
     store = Store(open_root(str(tmp_path)), 1)
-    wins = []
     for _ in range(40):
         stored, ends = keep(store), {}
         gate = threading.Barrier(3)
@@ -319,10 +315,9 @@ def test_a_batch_and_a_deletion_that_meet_never_both_win(tmp_path):
         assert not (ends["batch"] and (ends["delete"] or ends["again"]))
         there = store.files.get(stored.id, "a") is not None
         assert there or not ends["batch"]
-        wins.append(ends["batch"])
         for one in list(store.batches.unended()):
             store.batches.write(changes.failed(one, NOW, [LineError(code="x", message="y")]))
-    assert len(wins) == 40
+    assert store.files._root.names("deleting") == []
 
 
 def test_a_mark_on_the_file_keeps_new_batches_away_and_leaves_none_behind(store):
@@ -439,7 +434,7 @@ def test_a_batch_does_not_expire_before_its_time_and_counts_only_while_it_runs()
     ("given", "said"),
     [
         ("kept/here", "must be an absolute path or a URL"),
-        ("nonsense://x", "cannot be opened"),
+        ("no-such://x", "cannot be opened"),
         ("{}", "cannot be used"),
     ],
 )

@@ -111,6 +111,26 @@ def test_a_cluster_to_join_comes_from_the_environment(run, served, monkeypatch):
     assert served[0][1].ray_address == "10.0.0.1:6379"
 
 
+def test_a_place_for_batches_is_meant_from_here(run, served, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("kept", "file://kept", "/kept", "s3://bucket/kept"):
+        assert run("serve", "demo", "--batch-dir", given)[0] == 0
+    assert run("serve", "demo")[0] == 0
+    here = str(tmp_path / "kept")
+    assert [config.batch_dir for config, _ in served] == [here, here, "/kept", "s3://bucket/kept", None]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("batch_share", 0), ("batch_share", 1.01), ("batch_share", "nan"), ("max_file_bytes", 1023)],
+)
+def test_bounds_of_batches_are_checked(setting, value):
+    with pytest.raises(ConfigError, match=f"^{setting}: must be") as caught:
+        parse_config({"model": "demo", setting: value})
+    assert caught.value.flag == setting
+    assert parse_config({"model": "demo", "batch_share": 1, "max_file_bytes": 1024}).batch_share == 1
+
+
 @pytest.mark.parametrize(("typo", "meant"), [("--repicas", "--replicas"), ("--max_model_len", "--max-model-len")])
 def test_an_unknown_flag_asks_did_you_mean(run, typo, meant):
     code, output = run("serve", "demo", typo, "2")

@@ -96,13 +96,13 @@ async def test_refusals_name_what_works(app):
         with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'") as caught:
             await client.files.create(file=LINES, purpose="fine-tune")
         assert caught.value.param == "purpose"
-        with pytest.raises(openai.BadRequestError, match="expires_after is not supported.* kept until") as caught:
+        with pytest.raises(openai.BadRequestError, match=r"expires_after is not supported.* kept until") as caught:
             after = {"anchor": "created_at", "seconds": 3600}
             await client.files.create(file=LINES, purpose="batch", expires_after=after)
         assert caught.value.param == "expires_after"
         with pytest.raises(openai.BadRequestError, match="file is empty"):
             await client.files.create(file=("empty", b""), purpose="batch")
-        with pytest.raises(openai.APIStatusError, match=f"larger than {MIB} bytes.*--max-file-bytes") as caught:
+        with pytest.raises(openai.APIStatusError, match=rf"larger than {MIB} bytes.*--max-file-bytes") as caught:
             await client.files.create(file=b"x" * (MIB + 1), purpose="batch")
         assert caught.value.status_code == 413
         for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"purpose": "vision"}, {"after": "../x"}):
@@ -112,7 +112,7 @@ async def test_refusals_name_what_works(app):
         file = await client.files.create(file=b"x" * MIB, purpose="batch")
         assert file.bytes == MIB, "the limit itself is allowed"
         await client.batches.create(input_file_id=file.id, **BATCH)
-        with pytest.raises(openai.ConflictError, match="used by batch batch_.*cancel it"):
+        with pytest.raises(openai.ConflictError, match=r"used by batch batch_.*cancel it"):
             await client.files.delete(file.id)
         assert [one.id async for one in client.files.list()] == [file.id]
 

@@ -1,4 +1,7 @@
-"""Files by id: `files/ID/content`, and once that is whole `files/ID/meta.json`. Neither ever changes."""
+"""Files by id: `files/ID/content`, and once that is whole `files/ID/meta.json`. Neither ever changes.
+
+`deleting/ID.*` are marks of those who are about to delete a file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from cluster.batch.server.root import Draft, Root
 
 FOLDER = "files"
 META = "meta.json"
-_DELETING = "deleting-"
+DELETING = "deleting"
 
 
 class FileStore:
@@ -55,6 +58,10 @@ class FileStore:
         """Open the content; raises `FileNotFoundError` when it was deleted."""
         return self._root.open(_path(stored.id, "content"))
 
+    def place(self, stored: StoredFile) -> str:
+        """Return where the content lies: an absolute path, or a URL. For the runner of a batch."""
+        return self._root.place(_path(stored.id, "content"))
+
     def page(self, tenant: str, asked: Asked, purpose: str | None = None) -> Page[StoredFile]:
         """Return a page of a tenant's files. purpose: None = any."""
 
@@ -73,7 +80,7 @@ class FileStore:
 
         A mark that is left by a process that was killed stays until the file is deleted in another attempt.
         """
-        mark = _path(file_id, _DELETING + token_hex(8))
+        mark = f"{DELETING}/{file_id}.{token_hex(8)}"
         self._root.write(mark, b"")
         return mark
 
@@ -83,12 +90,17 @@ class FileStore:
 
     def is_deleting(self, file_id: str) -> bool:
         """Whether a file has such a mark."""
-        return any(name.startswith(_DELETING) for name in self._root.names(f"{FOLDER}/{file_id}"))
+        return bool(self._marks(file_id))
 
     def remove(self, file_id: str) -> None:
-        """Delete a file. Whoever reads it on a disk of this machine reads on."""
+        """Delete a file, and all its marks. Whoever reads it on a disk of this machine reads on."""
         self._root.remove(_path(file_id, META))
         self._root.remove(f"{FOLDER}/{file_id}")
+        for mark in self._marks(file_id):
+            self._root.remove(mark)
+
+    def _marks(self, file_id: str) -> list[str]:
+        return [f"{DELETING}/{name}" for name in self._root.names(DELETING) if name.startswith(f"{file_id}.")]
 
 
 def _path(file_id: str, name: str) -> str:

@@ -54,6 +54,10 @@ class LocalRoot:
         """Open a file for reading."""
         return (self._folder / path).open("rb")
 
+    def place(self, path: str) -> str:
+        """Return the absolute path of a file."""
+        return str(self._folder / path)
+
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder."""
         try:

@@ -59,6 +59,10 @@ class Root(Protocol):
         """Open a file for reading; raises `FileNotFoundError`."""
         ...
 
+    def place(self, path: str) -> str:
+        """Return where a file lies, for those who open it themselves: an absolute path, or a URL."""
+        ...
+
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder, in any order; none where there is no such folder."""
         ...

@@ -51,6 +51,11 @@ class UrlRoot:
         file: BinaryIO = self._files.open(self._at(path), "rb")
         return file
 
+    def place(self, path: str) -> str:
+        """Return the URL of a file."""
+        url: str = self._files.unstrip_protocol(self._at(path))
+        return url
+
     def names(self, folder: str) -> list[str]:
         """Return the names of what is in a folder."""
         self._files.invalidate_cache()  # others write there, too
