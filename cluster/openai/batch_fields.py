@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from cluster.batch.openai_rows import URLS
+from cluster.batch.rows import URLS
 from cluster.openai.field_types import Fields, Labels, note
 from cluster.openai.refusals import Refusal
 

@@ -25,7 +25,7 @@ from tests.chaos.batch import FULL, KINDS, RANK, REPLICA, TORN, BatchProcess, ro
 
 MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
 NAMES = {REPLICA: "BatchReplica", RANK: "WorkerActor"}
-START_SECONDS = 120.0
+WORK_SECONDS = 300.0
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Besieger:
         manifest = json.loads((self._home / "quiet.jsonl.manifest.json").read_text())
         self.report.tokens = manifest["output_tokens"]
         began = time.monotonic()
-        killed = self._under_siege()
+        killed = self._under_siege(quiet.stat().st_size)
         self.report.disturbed_s = time.monotonic() - began
         for name in ("", ".errors.jsonl"):
             if Path(f"{quiet}{name}").read_bytes() != Path(f"{killed}{name}").read_bytes():
@@ -94,44 +94,51 @@ class Besieger:
             raise RuntimeError(f"the undisturbed run failed:\n{process.text}")
         return output
 
-    def _under_siege(self) -> Path:
+    def _under_siege(self, size: int) -> Path:
+        """Kill evenly over the work, which is `size` bytes of answers."""
         output = self._home / "killed.jsonl"
         ledger = Path(f"{output}.ledger")
         while not output.exists():
-            kind = self._kinds[0] if self._kinds else None
-            room = self._rng.randrange(20_000, 100_000) if kind == FULL else None
+            room = self._rng.randrange(10_000, 60_000) if self._next == FULL else None
             process = BatchProcess(str(self._input), str(output), *MODEL, "--resume", home=self._home, room=room)
             try:
-                self._strike_while(process, ledger)
+                if room is None:
+                    self._strike_while(process, ledger, size)
+                else:
+                    self._until_full(process)
             finally:
                 process.kill()
         return output
 
-    def _strike_while(self, process: BatchProcess, ledger: Path) -> None:
+    @property
+    def _next(self) -> str | None:
+        return self._kinds[0] if self._kinds else None
+
+    def _until_full(self, process: BatchProcess) -> None:
+        process.wait()
+        if "No space left on device" not in process.text:
+            self.report.problems.append(f"a full disk was not told: {process.text[-300:]}")
+        self._struck(FULL)
+
+    def _strike_while(self, process: BatchProcess, ledger: Path, size: int) -> None:
         """Kill what the seed says until the driver has ended, by our hand or at the end of its work."""
-        while process.running and self._kinds:
-            kind = self._kinds[0]
-            before = _written(ledger)
-            if kind == FULL:
-                process.wait()
-                if "No space left on device" not in process.text:
-                    self.report.problems.append(f"a full disk was not told: {process.text[-300:]}")
-                self._struck(kind)
-                return
-            if not until(lambda: _written(ledger) > before or not process.running, START_SECONDS):  # noqa: B023
+        while self._next is not None:
+            due = size * (len(self.report.kills) + self._rng.random()) / (self._kills + 1)
+            if not until(lambda due=due: _written(ledger) >= due or not process.running, WORK_SECONDS):
                 raise RuntimeError(f"nothing is written:\n{process.text}")
-            time.sleep(self._rng.uniform(0.1, 2.0))
             if not process.running:
                 break
+            kind = self._next
             if kind in NAMES:
-                victims = process.named(NAMES[kind])
-                if victims:
-                    self._rng.choice(victims).kill()
-                    self._struck(kind)
+                self._rng.choice(process.named(NAMES[kind]) or process.named("")).kill()
+                self._struck(kind)
                 continue
-            last = max((path.stat().st_mtime for path in ledger.glob("*.log")), default=time.time())
-            process.kill()
+            last = max(path.stat().st_mtime for path in ledger.glob("*.log"))
+            process.process.kill()
+            if kind == FULL:
+                return  # the next driver finds its disk full
             self.report.windows.append(max(0.0, time.time() - last))
+            process.kill()
             if kind == TORN:
                 self.report.torn.append(tear(ledger, self._rng))
             self._struck(kind)
@@ -145,7 +152,8 @@ class Besieger:
 
 
 def _written(ledger: Path) -> int:
-    return sum(path.stat().st_size for path in ledger.glob("*.log")) if ledger.exists() else 0
+    """Bytes of results so far."""
+    return sum(path.stat().st_size for path in ledger.glob("rows-*.log"))
 
 
 def main() -> None:

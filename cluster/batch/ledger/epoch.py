@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -38,7 +39,7 @@ class Epoch:
     """
 
     def __init__(self, folder: Path, lease: float = LEASE) -> None:
-        self._folder = folder
+        self.folder = folder
         before = latest(folder)
         if before:
             _refuse_if_held(_path(folder, before), lease)
@@ -53,10 +54,15 @@ class Epoch:
 
     def check(self) -> None:
         """Raise `FencedError` when a later epoch began."""
-        if _path(self._folder, self.number + 1).exists() or not self._path.exists():
+        if _path(self.folder, self.number + 1).exists() or not self._path.exists():
             raise FencedError(
-                f"another driver has taken over {self._folder}: this one stops, and what it did so far is kept"
+                f"another driver has taken over {self.folder}: this one stops, and what it did so far is kept"
             )
+
+    def remove_folder(self) -> None:
+        """Let go, and delete the folder: nobody needs it any more."""
+        self.close()
+        shutil.rmtree(self.folder)
 
     def close(self) -> None:
         """Let go. Can be called twice."""
@@ -67,7 +73,7 @@ class Epoch:
     def _claim(self) -> int:
         holder = Holder(socket.gethostname(), _boot(), os.getpid())
         # Locked under another name first: there is no moment at which the epoch is there and not locked.
-        draft = self._folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
+        draft = self.folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,10 +81,10 @@ class Epoch:
             os.link(draft, self._path)
         except FileExistsError:
             os.close(fd)
-            raise BusyError(f"another driver began to work on {self._folder} at the same time") from None
+            raise BusyError(f"another driver began to work on {self.folder} at the same time") from None
         except OSError as error:
             os.close(fd)
-            raise LedgerError(f"{self._folder} cannot be locked: {error.strerror}") from error
+            raise LedgerError(f"{self.folder} cannot be locked: {error.strerror}") from error
         finally:
             draft.unlink()
         return fd

@@ -46,12 +46,21 @@ class Ledger:
         `resume` is not set, and `BusyError` when another driver is at work on it.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        epoch = Epoch(folder, lease)
+        return cls.within(Epoch(folder, lease), job, resume)
+
+    @classmethod
+    def within(cls, epoch: Epoch, job: Job, resume: bool = True) -> Ledger:
+        """Like `open`, in an epoch that was begun already; the ledger lets go of it when it is closed."""
         try:
-            return cls(folder, _agreed(folder, job, resume), epoch)
+            return cls(epoch.folder, _agreed(epoch.folder, job, resume), epoch)
         except BaseException:
             epoch.close()
             raise
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def partial(self) -> Mapping[int, Partial]:
