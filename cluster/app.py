@@ -16,18 +16,20 @@ from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
 from cluster.autoscaling.serve_policy import autoscaling_config
+from cluster.batch.server.worker import Batches
 from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
 from cluster.life.deployed_app import BuiltOf
 from cluster.life.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
-from cluster.placement import ROUTER_CPUS, AppPlacement, plan_app
+from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
 from cluster.replica import Replica
 from cluster.router import Router
 from engine.fingerprint import model_fingerprint
 
 ROUTER = "Router"
+BATCHES = "Batches"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
 # Seconds without an answer that count as one failed check; Serve replaces a replica after three in a row. What takes
@@ -60,7 +62,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     settings = [asdict(replace(config, served_model_name=config.names)) for config in app.models]
     for config in app.models:
         _refuse_damaged(resolve_model(config.model))
-    versions = {name: uuid4().hex[:8] for name in (*names, ROUTER)} | dict(versions)
+    versions = {name: uuid4().hex[:8] for name in (*names, ROUTER, BATCHES)} | dict(versions)
     placement = plan_app(app, uses_gpu)
     surge = _surge(app.shared, placement)
     replicas = []
@@ -69,7 +71,10 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
         deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
         replicas.append(deployment.bind(own | {"api_key": None}, title))
     router = _versioned(_router(app.shared, surge(app.shared.routers)), versions)
-    return router.bind(settings, replicas, BuiltOf(app.settings(), versions))
+    batches = None
+    if app.shared.batch_dir is not None:
+        batches = _versioned(_batches(app.shared), versions).bind(settings, replicas)
+    return router.bind(settings, replicas, BuiltOf(app.settings(), versions), batches)
 
 
 def uses_gpu(config: ClusterConfig) -> bool:
@@ -141,5 +146,21 @@ def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
         health_check_timeout_s=ROUTER_ANSWER,
         graceful_shutdown_timeout_s=config.drain_timeout,
         max_surge_percent=surge,
+        logging_config=LoggingConfig(enable_access_log=False),
+    )
+
+
+def _batches(config: ClusterConfig) -> serve.Deployment:
+    return serve.deployment(
+        Batches,
+        name=BATCHES,
+        num_replicas=1,
+        ray_actor_options={"num_cpus": BATCHES_CPUS},
+        max_constructor_retry_count=3,
+        health_check_period_s=1,
+        health_check_timeout_s=REPLICA_ANSWER,
+        # What it has done is kept, and another goes on with it: there is nothing to wait for.
+        graceful_shutdown_timeout_s=1,
+        graceful_shutdown_wait_loop_s=0.1,
         logging_config=LoggingConfig(enable_access_log=False),
     )

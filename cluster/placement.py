@@ -9,6 +9,7 @@ from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 
 ROUTER_CPUS = 0.25
+BATCHES_CPUS = 0.25
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,17 @@ class Placement:
 
 @dataclass(frozen=True)
 class AppPlacement:
-    """Resources of one app."""
+    """Resources of one app. batches: whether it runs batches."""
 
     models: tuple[Placement, ...]
     routers: int
+    batches: bool = False
 
     @property
     def cpus(self) -> float:
         """CPUs of the whole app."""
-        return sum(model.total("CPU") for model in self.models) + self.routers * ROUTER_CPUS
+        beside = self.routers * ROUTER_CPUS + self.batches * BATCHES_CPUS
+        return sum(model.total("CPU") for model in self.models) + beside
 
     @property
     def one_more(self) -> dict[str, float]:
@@ -62,4 +65,8 @@ def plan_placement(config: ClusterConfig, use_gpu: bool) -> Placement:
 
 def plan_app(app: AppConfig, use_gpu: Callable[[ClusterConfig], bool]) -> AppPlacement:
     """Return what all models need together. use_gpu: whether a model runs on GPUs."""
-    return AppPlacement(tuple([plan_placement(one, use_gpu(one)) for one in app.models]), app.shared.routers)
+    return AppPlacement(
+        tuple([plan_placement(one, use_gpu(one)) for one in app.models]),
+        app.shared.routers,
+        app.shared.batch_dir is not None,
+    )

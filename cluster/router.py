@@ -47,11 +47,15 @@ class Router:
     """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
 
     settings / replicas: of each model, alike in all settings that concern the app. built_of: what `cluster.app` made
-    the app of.
+    the app of. batches: runs what clients leave at `/v1/batches`; it finds it by itself.
     """
 
     def __init__(
-        self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]], built_of: BuiltOf
+        self,
+        settings: list[dict[str, Any]],
+        replicas: list[DeploymentHandle[Any]],
+        built_of: BuiltOf,
+        batches: DeploymentHandle[Any] | None = None,
     ) -> None:
         log_to_serve()
         watch_parent()

@@ -110,17 +110,20 @@ def figures_of(ledger: Ledger, dispatcher: Dispatcher) -> BatchFigures:
     )
 
 
+def patient(config: ClusterConfig) -> DispatcherConfig:
+    """Return a dispatcher's times for rows, which wait for replicas as long as it takes."""
+    return DispatcherConfig(
+        stall_timeout=config.stall_timeout,
+        progress_timeout=2 * config.step_timeout,
+        admission_wait=FOREVER,
+        no_replica_timeout=FOREVER,
+        routing_policy=config.routing_policy,
+    )
+
+
 @asynccontextmanager
 async def _dispatcher(config: ClusterConfig) -> AsyncGenerator[Dispatcher, None]:
-    dispatcher = Dispatcher(
-        DispatcherConfig(
-            stall_timeout=config.stall_timeout,
-            progress_timeout=2 * config.step_timeout,
-            admission_wait=FOREVER,
-            no_replica_timeout=FOREVER,
-            routing_policy=config.routing_policy,
-        )
-    )
+    dispatcher = Dispatcher(patient(config))
     try:
         yield dispatcher
     finally:

@@ -17,6 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from tests.bench.kills import figures_table
@@ -130,8 +131,8 @@ class Besieger:
                 break
             kind = self._next
             if kind in NAMES:
-                self._rng.choice(process.named(NAMES[kind]) or process.named("")).kill()
-                self._struck(kind)
+                if until(lambda kind=kind: process.named(NAMES[kind]) or not process.running, WORK_SECONDS):
+                    self._kill_one(process.named(NAMES[kind]))
                 continue
             last = max(path.stat().st_mtime for path in ledger.glob("*.log"))
             process.process.kill()
@@ -144,6 +145,11 @@ class Besieger:
             self._struck(kind)
             return
         process.wait()
+
+    def _kill_one(self, victims: list[psutil.Process]) -> None:
+        if victims:
+            self._rng.choice(victims).kill()
+            self._struck(self._kinds[0])
 
     def _struck(self, kind: str) -> None:
         self._kinds.pop(0)

@@ -1,0 +1,96 @@
+"""The deployment that runs the server's batches: beside the routers, so that none of their work waits for a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.batch.bounds import Filler, whole_room
+from cluster.batch.driver import patient
+from cluster.batch.server.one_batch import BatchModel, OneBatch
+from cluster.batch.server.root import open_root
+from cluster.batch.server.runner import Runner
+from cluster.batch.server.store import Store
+from cluster.batch.sources.found import is_url, local_path
+from cluster.config import ClusterConfig, resolve_config
+from cluster.directory import ReplicaDirectory
+from cluster.dispatcher import Dispatcher
+from cluster.logs import log_to_serve
+from cluster.metrics import ClusterFigures, Metrics
+from cluster.models.served import served_model
+from cluster.openai.checking import unknown_model
+from cluster.orphans import watch_parent
+from cluster.start_error import ReplicaStartError
+from engine.errors import SquadronError
+from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
+
+logger = logging.getLogger(__name__)
+
+LEDGERS = "ledgers"
+
+
+class Batches:
+    """Serve builds one. settings / replicas: of each model, as the routers have them."""
+
+    def __init__(self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]]) -> None:
+        log_to_serve()
+        watch_parent()
+        try:
+            configs = [resolve_config(one) for one in settings]
+            store = _store(configs[0])
+            self._models = [_model(one, handle) for one, handle in zip(configs, replicas, strict=True)]
+        except SquadronError as error:
+            raise ReplicaStartError.of(error) from error
+        one_batch = OneBatch(store, ledger_folder(str(configs[0].batch_dir)), self._model_of)
+        self._runner = asyncio.get_running_loop().create_task(Runner(store, one_batch.run).run())
+
+    def check_health(self) -> None:
+        """Raise when batches are run no more (called by Serve)."""
+        if self._runner.done():
+            raise RuntimeError("the runner of batches has ended")
+
+    def _model_of(self, name: str | None) -> BatchModel:
+        for one in self._models:
+            if name in one.model.names or (name is None and len(self._models) == 1):
+                return one
+        raise unknown_model(name or "", [known for one in self._models for known in one.model.names])
+
+
+def ledger_folder(batch_dir: str) -> Path:
+    """Return where the ledgers of a server's batches lie.
+
+    In its directory, where any runner finds them; for a URL on this machine, so that a batch whose machine is lost
+    begins anew.
+    """
+    if not is_url(batch_dir):
+        return Path(local_path(batch_dir)) / LEDGERS
+    own = blake2b(batch_dir.encode(), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"squadron-{LEDGERS}-{own}"
+
+
+def _store(config: ClusterConfig) -> Store:
+    return Store(open_root(str(config.batch_dir)), config.max_file_bytes)
+
+
+def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel:
+    dispatcher = Dispatcher(patient(config))
+    vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
+    scaled = config.max_replicas is not None
+    ReplicaDirectory(f"batches-{uuid4().hex}", replicas, dispatcher, vocabulary, on_demand=scaled)
+    room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    return BatchModel(
+        model=served_model(config),
+        source=dispatcher,
+        bounds=Filler(room, dispatcher, config.batch_share),
+        metrics=Metrics().of(config.model_id, ClusterFigures),
+        turn=asyncio.Lock(),
+        fingerprint=model_fingerprint(config.model, config.dtype),
+        seed=config.seed,
+    )
