@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class BatchFigures:
     """How far a batch is.
 
     done, errors: rows, of `rows`. prompt_tokens, output_tokens: of the rows that are done. drawn, prefilled, cached:
-    tokens of this driver: of output; of prompts, and those that were found in a prefix cache. running: sequences.
+    tokens of this driver: of output; of prompts, and those that were found in a prefix cache. running: sequences. seconds:
+    since this driver had its first replica.
     """
 
     rows: int
@@ -44,6 +46,7 @@ class BatchFigures:
     cached: int
     running: int
     replicas: int
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +83,23 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
         answers = Answers(work.model, dispatcher, work.ledger, ticks, metrics)
         run = BatchRun(work.source, work.task_of, work.preparer, answers, work.ledger, backlog, ticks, work.limits)
 
+        stopwatch = _Stopwatch(dispatcher)
+
         async def watch() -> None:
             while True:
-                on_figures(figures_of(work.ledger, dispatcher))
+                on_figures(figures_of(work.ledger, dispatcher, stopwatch.seconds))
                 await asyncio.sleep(LOOK_SECONDS)
 
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(replicas(dispatcher)), group.create_task(watch())]
+            beside = [group.create_task(one) for one in (replicas(dispatcher), watch(), stopwatch.start(ticks))]
             await run.run()
             for task in beside:
                 task.cancel()
-        on_figures(figures_of(work.ledger, dispatcher))
+        on_figures(figures_of(work.ledger, dispatcher, stopwatch.seconds))
 
 
-def figures_of(ledger: Ledger, dispatcher: Dispatcher) -> BatchFigures:
-    """Return how far the batch is."""
+def figures_of(ledger: Ledger, dispatcher: Dispatcher, seconds: float) -> BatchFigures:
+    """Return how far the batch is. seconds: as in `BatchFigures`."""
     totals, counters, views = ledger.totals, dispatcher.counters, dispatcher.replicas()
     return BatchFigures(
         rows=ledger.job.rows,
@@ -107,7 +112,27 @@ def figures_of(ledger: Ledger, dispatcher: Dispatcher) -> BatchFigures:
         cached=counters.cached_tokens,
         running=sum([view.load.num_running for view in views]),
         replicas=sum([view.ready for view in views]),
+        seconds=seconds,
     )
+
+
+class _Stopwatch:
+    """Counts from the first replica on."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._began: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return 0.0 if self._began is None else time.monotonic() - self._began
+
+    async def start(self, ticks: Ticks) -> None:
+        """Begin to count as soon as there is a replica."""
+        while not self._dispatcher.ready:
+            await ticks.next()
+        self._began = time.monotonic()
 
 
 def patient(config: ClusterConfig) -> DispatcherConfig:

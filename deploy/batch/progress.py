@@ -81,12 +81,13 @@ class Progress:
 
 def summary(figures: BatchFigures, errors: Mapping[str, int], seconds: float, replicas: int) -> list[str]:
     """Return the lines that end a batch. errors: rows by code. seconds: of this driver. replicas: that ran it."""
-    speed = figures.drawn / seconds if seconds else 0.0
+    speed = figures.drawn / figures.seconds if figures.seconds else 0.0
     by_code = ", ".join(f"{count:,} {code}" for code, count in sorted(errors.items()))
     return [
         f"rows      {figures.rows:,}" + (f", of which {figures.errors:,} failed: {by_code}" if errors else ""),
         f"tokens    {figures.prompt_tokens:,} of prompts, {figures.output_tokens:,} of output",
-        f"time      {timedelta(seconds=round(seconds))}, {speed:,.0f} tokens/s, {speed / replicas:,.0f} a replica",
+        f"time      {seconds:,.1f} s, of rows {figures.seconds:,.1f} s: {speed:,.0f} tokens/s, "
+        f"{speed / replicas:,.0f} a replica",
     ]
 
 

@@ -1,0 +1,137 @@
+"""Batch tokens/s against the same engine offline, and against rows one by one: `python -m tests.bench.batch_speed`.
+
+One replica of one rank each time, the demo model, the same rows; the machine's cores are shared by all that runs. A
+run counts from its first row to its last: starts are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from tests.bench.machine import provenance
+from tests.chaos.batch import BatchProcess, write_rows
+from tests.cluster.harness import deploy, start_ray, start_serve
+
+SHARED = "from collections import OrderedDict, defaultdict, deque\nimport itertools\n\n\nclass Cache{number}:\n" * 8
+
+
+def plain_rows(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Short prompts of all lengths, each answered with `tokens` tokens."""
+    rng = Random(0)
+    words = ["def", "class", "import", "return", "for", "while", "with", "try:", "self", "None"]
+    prompts = [" ".join(rng.choices(words, k=rng.randrange(3, 20))) + f" {i}" for i in range(count)]
+    return [_row(i, prompt, tokens) for i, prompt in enumerate(prompts)]
+
+
+def shared_rows(count: int, tokens: int, groups: int = 24) -> list[dict[str, Any]]:
+    """Prompts of `groups` long beginnings, in an order that brings each round again."""
+    return [_row(i, SHARED.format(number=i % groups) + f"x = {i}\n", tokens) for i in range(count)]
+
+
+def _row(number: int, prompt: str, tokens: int) -> dict[str, Any]:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def offline(rows: list[dict[str, Any]]) -> float:
+    """Seconds of `LLM.generate`."""
+    params = [
+        SamplingParams(max_tokens=one["body"]["max_tokens"], temperature=0, ignore_eos=True, seed=0) for one in rows
+    ]
+    with LLM("deploy/demo_model") as llm:
+        llm.generate("warm", SamplingParams(max_tokens=2), use_tqdm=False)
+        began = time.perf_counter()
+        llm.generate([one["body"]["prompt"] for one in rows], params, use_tqdm=False)
+        return time.perf_counter() - began
+
+
+def batch(rows: list[dict[str, Any]], *flags: str) -> float:
+    """Seconds of `squadron batch`, from its first row to its last."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        path = write_rows(home / "rows.jsonl", rows)
+        arguments = (str(path), str(home / "out.jsonl"), "--model", "demo", "--log-interval", "0.5", *flags)
+        process = BatchProcess(*arguments, home=home)
+        if process.wait() != 0:
+            raise RuntimeError(process.text)
+        found = re.search(r"of rows ([\d.]+) s", process.text)
+        if found is None:
+            raise RuntimeError(process.text)
+        return float(found[1])
+
+
+def one_by_one(rows: list[dict[str, Any]]) -> float:
+    """Seconds of rows sent through HTTP, each after the answer to the one before."""
+    start_ray()
+    try:
+        app = deploy(start_serve(), model="demo", cpus_per_worker=1)
+        with httpx.Client(base_url=app.url, timeout=60) as client:
+            client.post("/v1/completions", json={**rows[0]["body"], "max_tokens": 2}).raise_for_status()
+            began = time.perf_counter()
+            for one in rows:
+                client.post(one["url"], json=one["body"]).raise_for_status()
+            return time.perf_counter() - began
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def apart(kind: str, rows: int, tokens: int) -> float:
+    """Run one measurement in a process of its own; return its seconds."""
+    command = [sys.executable, "-m", "tests.bench.batch_speed", "--one", kind, "--rows", str(rows)]
+    done = subprocess.run([*command, "--tokens", str(tokens)], check=True, capture_output=True, text=True)
+    return float(done.stdout.splitlines()[-1])
+
+
+KINDS: dict[str, Callable[[int, int], float]] = {
+    "offline": lambda rows, tokens: offline(plain_rows(rows, tokens)),
+    "batch": lambda rows, tokens: batch(plain_rows(rows, tokens)),
+    "one by one": lambda rows, tokens: one_by_one(plain_rows(rows, tokens)[: rows // 16]),
+    "grouped": lambda rows, tokens: batch(shared_rows(rows, 16), "--num-kv-blocks", "256"),
+    "ungrouped": lambda rows, tokens: batch(shared_rows(rows, 16), "--num-kv-blocks", "256", "--lookahead", "1"),
+}
+COUNTED = {"one by one": lambda rows: rows // 16}
+
+
+def main() -> None:
+    """Run all, one after the other, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--one", choices=list(KINDS), help="run one measurement, and print its seconds")
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(KINDS[options.one](options.rows, options.tokens))
+        return
+    seconds = {kind: apart(kind, options.rows, options.tokens) for kind in KINDS}
+    table = Table("run", "rows/s", "output tokens/s", title=f"{options.rows} rows")
+    for kind, took in seconds.items():
+        rows = COUNTED.get(kind, lambda count: count)(options.rows)
+        tokens = 16 if "grouped" in kind else options.tokens
+        table.add_row(kind, f"{rows / took:.1f}", f"{rows * tokens / took:,.0f}")
+    Console().print(table)
+    if options.output:
+        options.output.write_text(json.dumps({"seconds": seconds, **provenance()}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
