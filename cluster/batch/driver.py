@@ -32,8 +32,8 @@ class BatchFigures:
     """How far a batch is.
 
     done, errors: rows, of `rows`. prompt_tokens, output_tokens: of the rows that are done. drawn, prefilled, cached:
-    tokens of this driver: of output; of prompts, and those that were found in a prefix cache. running: sequences. seconds:
-    since this driver had its first replica.
+    tokens of this driver: of output; of prompts, and those that were found in a prefix cache. running: sequences.
+    seconds: since this driver had its first replica.
     """
 
     rows: int
