@@ -124,7 +124,7 @@ class Besieger:
     def _strike_while(self, process: BatchProcess, ledger: Path, size: int) -> None:
         """Kill what the seed says until the driver has ended, by our hand or at the end of its work."""
         while self._next is not None:
-            due = size * (len(self.report.kills) + self._rng.random()) / (self._kills + 1)
+            due = size * (len(self.report.kills) + self._rng.random()) / (self._kills + 4)
             if not until(lambda due=due: _written(ledger) >= due or not process.running, WORK_SECONDS):
                 raise RuntimeError(f"nothing is written:\n{process.text}")
             if not process.running:

@@ -16,14 +16,11 @@ from tests.cluster.harness import (
     eventually,
     kill,
     processes,
-    replica_processes,
-    router_processes,
     start_ray,
     start_serve,
 )
 
 END_SECONDS = 120.0
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +68,16 @@ def ended(client, batch):
     return client.batches.retrieve(batch.id)
 
 
+def until_done(client, batch, rows):
+    """Wait until so many rows are done, and return the batch as it was then."""
+
+    def seen():
+        found = client.batches.retrieve(batch.id)
+        return found if found.request_counts.completed >= rows else None
+
+    return eventually(seen, f"{rows} rows are done", END_SECONDS)
+
+
 def answers(client, file_id):
     lines = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
     return {line["custom_id"]: line["response"]["body"]["choices"] for line in lines}
@@ -78,27 +85,16 @@ def answers(client, file_id):
 
 @pytest.mark.timeout(300)
 def test_a_batch_outlives_its_runner_a_router_and_a_replica(app, client, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", requests(150))
+    path = write_rows(tmp_path / "rows.jsonl", requests(300, 120))
     quiet = ended(client, started(client, path))
     assert quiet.status == "completed"
     undisturbed = answers(client, quiet.output_file_id)
-    assert len(undisturbed) == quiet.request_counts.completed == 150 - quiet.request_counts.failed
+    assert len(undisturbed) == quiet.request_counts.completed == 300 - quiet.request_counts.failed
 
     batch = started(client, path)
-    for victims, done in [
-        (lambda: processes("ray::ServeReplica:squadron:Batches"), 10),
-        (replica_processes, 50),
-        (router_processes, 80),
-    ]:
-        eventually(
-            lambda done=done: (
-                client.batches.retrieve(batch.id).request_counts.completed >= done
-                or client.batches.retrieve(batch.id).status == "completed"
-            ),
-            f"{done} rows are done",
-            END_SECONDS,
-        )
-        kill(victims()[0])
+    for title, done in [("Batches", 10), ("Replica", 60), ("Router", 120)]:
+        assert until_done(client, batch, done).status == "in_progress"
+        kill(processes(f"ray::ServeReplica:squadron:{title}")[0])
     batch = ended(client, batch)
     assert batch.status == "completed"
     assert answers(client, batch.output_file_id) == undisturbed
