@@ -14,10 +14,11 @@ from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import StoredFile
 from cluster.openai.batch_fields import MOST_FILES, REFUSED_FILE, FileFields, FileListFields
 from cluster.openai.checking import checked_fields
-from cluster.openai.http import body_blocks, refuse_encoded, until_disconnect
+from cluster.openai.http import body_blocks, disconnected, refuse_encoded, until_disconnect
 from cluster.openai.multipart import UploadForm, boundary_of, too_large
 from cluster.openai.off_loop import FileThreads
 from cluster.openai.storage import ByMethod, Call, Stored, listed, page_asked, query_of
+from cluster.openai.under_way import UnderWay
 
 BLOCK_BYTES = 1 << 18  # that an upload or a download holds at a time, and a thread handles at once
 FORM_BYTES = 1 << 16  # of an upload beside the content of its file
@@ -29,6 +30,7 @@ class FileRoutes:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
+        self._under_way = UnderWay()
 
     def routes(self) -> list[Route]:
         """Return them."""
@@ -76,8 +78,13 @@ class FileRoutes:
         threads = self._stored.threads
         stored, content = await self._stored.run(lambda store: store.open_file(call.id, call.tenant))
         try:
-            blocks = _blocks(content, threads) if call.scope["method"] == "GET" else _nothing()
-            await until_disconnect(call.receive, call.answer.file(_headers(stored), blocks), call.answer)
+            if call.scope["method"] == "HEAD":
+                await call.answer.file(_headers(stored), _nothing())
+                return
+            with self._under_way.sending(stored.size):
+                sending = call.answer.file(_headers(stored), _blocks(content, threads))
+                await until_disconnect(call.receive, sending, call.answer)
+                await disconnected(call.receive)
         finally:
             await threads.run(content.close)
 

@@ -120,7 +120,7 @@ async def until_disconnect(
     as gone when one and the same send was under way at two looks, `patience` seconds apart.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_disconnected(receive))
+    left = asyncio.ensure_future(disconnected(receive))
     try:
         stuck = None
         while not (await asyncio.wait((task, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -136,7 +136,8 @@ async def until_disconnect(
         await asyncio.gather(task, left, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has hung up, or has its answer to the last byte."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -11,7 +11,9 @@ import httpx
 import openai
 import pytest
 
+from cluster.errors import ApiError
 from cluster.openai import http as openai_http
+from cluster.openai.under_way import UnderWay
 from tests.openai_app import app_for, client_for, saying, served_model, serving
 from tests.storage_app import (
     BATCH,
@@ -271,13 +273,16 @@ async def test_a_download_takes_little_memory(model, tmp_path):
     async with client_for(app) as client:
         made = await client.post("/v1/files", content=upload_form(b"x" * (30 * MIB)), headers=FORM)
     tracemalloc.start()
-    received = []
+    received, whole = [], asyncio.Event()
 
     async def receive():
-        await asyncio.Event().wait()
+        await whole.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message):
         received.append(len(message.get("body", b"")))
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            whole.set()
 
     try:
         path = f"/v1/files/{made.json()['id']}/content"
@@ -423,3 +428,36 @@ async def test_a_content_that_breaks_off_is_never_taken_for_whole(app, monkeypat
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get(f"/v1/files/{made['id']}/content")
         assert (await client.get("/v1/files")).status_code == 200
+
+
+async def test_what_goes_out_to_slow_clients_is_bounded(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.openai.files.UnderWay", lambda: UnderWay(40 * MIB))
+    app = storing_app(model, tmp_path, max_file_bytes=64 * MIB)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+        large = await client.post("/v1/files", content=upload_form(b"x" * (30 * MIB)), headers=FORM)
+        small = await client.post("/v1/files", content=upload_form(), headers=FORM)
+        path, other = (f"/v1/files/{one.json()['id']}/content" for one in (large, small))
+        async with client.stream("GET", path) as slow:
+            assert slow.status_code == 200
+            refused = await client.get(path)
+            assert await error_of(refused) == (429, "overloaded", None)
+            assert int(refused.headers["retry-after"]) >= 1
+            assert (await client.get(other)).content == LINES, "there is room for it"
+            assert len(await slow.aread()) == 30 * MIB
+        assert len((await client.get(path)).content) == 30 * MIB
+        async with client.stream("GET", path) as gone:
+            assert gone.status_code == 200
+        while (answer := await client.get(path)).status_code == 429:  # until the server has noticed
+            await asyncio.sleep(0.01)
+        assert len(answer.content) == 30 * MIB
+
+
+async def test_what_is_larger_than_the_bound_goes_alone():
+    under_way = UnderWay(10)
+    with under_way.sending(50):
+        with pytest.raises(ApiError), under_way.sending(1):
+            pass
+        assert under_way._bytes == 50
+    with under_way.sending(4), under_way.sending(6), pytest.raises(ApiError), under_way.sending(1):
+        pass
+    assert under_way._bytes == 0
