@@ -38,8 +38,10 @@ def serve_port() -> Iterator[int]:
 
 
 @pytest.fixture(scope="session")
-def demo_app(serve_port: int) -> App:
+def demo_app(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> App:
     """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
     from tests.cluster.harness import deploy
 
-    return deploy(serve_port, model="demo", replicas=2, tensor_parallel_size=2, cpus_per_worker=0.5, drain_timeout=5)
+    kept = str(tmp_path_factory.mktemp("kept"))
+    sizes = {"replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
+    return deploy(serve_port, model="demo", drain_timeout=5, batch_dir=kept, **sizes)

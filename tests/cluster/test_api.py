@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.cluster.harness import App
+from tests.cluster.harness import App, eventually, gone, kill, router_processes
 
 PROMPT = "def main():\n"
 MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
@@ -109,6 +109,23 @@ def test_a_bias_decides_and_a_bad_word_never_comes(client: openai.OpenAI) -> Non
     ruled = client.completions.create(model="demo", prompt=PROMPT, max_tokens=16, temperature=0, extra_body=extra)
     assert word in free
     assert word not in ruled.choices[0].text
+
+
+def test_files_and_batches_outlive_their_router(client: openai.OpenAI, demo_app: App) -> None:
+    content = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n' * 40_000
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert client.files.content(file.id).content == content
+    made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    (router,) = router_processes()
+    kill(router)
+    eventually(lambda: gone(router.pid), "the router is dead")
+    demo_app.wait_whole()
+    assert client.batches.retrieve(made.id).created_at == made.created_at
+    assert [one.id for one in client.files.list()] == [file.id]
+    with pytest.raises(openai.ConflictError, match="has not ended"):
+        client.files.delete(file.id)
+    assert client.batches.cancel(made.id).status == "cancelling"
+    assert [one.status for one in client.batches.list(limit=1)] == ["cancelling"]
 
 
 def test_the_page_the_version_and_the_document_are_there(demo_app: App) -> None:

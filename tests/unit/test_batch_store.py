@@ -155,6 +155,16 @@ def test_a_content_without_its_description_is_no_file(store, tmp_path):
     assert store.files.page("a", Asked(10)).items == []
 
 
+def test_a_file_that_cannot_be_described_takes_no_room(store, monkeypatch):
+    def full(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(store.files._root, "write", full)
+    with pytest.raises(OSError, match="no room"):
+        keep(store, b"x" * 1000)
+    assert store.files._root.names("files") == []
+
+
 def test_what_is_damaged_is_told_by_its_name(store):
     stored = keep(store)
     store.files._root.write(f"files/{stored.id}/meta.json", b"{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import tracemalloc
 from itertools import repeat
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.batch.server.local_root import LocalDraft
 from cluster.errors import ApiError
 from cluster.openai import http as openai_http
 from cluster.openai.under_way import UnderWay
@@ -315,6 +317,27 @@ async def test_an_upload_that_breaks_off_leaves_nothing(app, tmp_path):
     while not contents(tmp_path):
         await asyncio.sleep(0.005)
     task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert contents(tmp_path) == []
+
+
+async def test_a_client_that_leaves_while_the_disk_writes_leaves_nothing(app, tmp_path, monkeypatch):
+    writing, go = asyncio.Event(), threading.Event()
+    loop, write = asyncio.get_running_loop(), LocalDraft.write
+
+    def slow(draft, data):
+        loop.call_soon_threadsafe(writing.set)
+        assert go.wait(30)
+        return write(draft, data)
+
+    monkeypatch.setattr(LocalDraft, "write", slow)
+    task = asyncio.create_task(raw(app, [HEAD, *repeat(b"x" * 65_536, 9)], RAW_FORM))
+    await writing.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done(), "the file is still being written to"
+    go.set()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert contents(tmp_path) == []

@@ -44,7 +44,11 @@ class FileStore:
             created_at=FILE_IDS.made_at(file_id),
         )
         draft.put(_path(file_id, "content"))
-        self._root.write(_path(file_id, META), msgspec.json.encode(stored))
+        try:
+            self._root.write(_path(file_id, META), msgspec.json.encode(stored))
+        except BaseException:
+            self._root.remove(f"{FOLDER}/{file_id}")
+            raise
         return stored
 
     def get(self, file_id: str, tenant: str) -> StoredFile | None:

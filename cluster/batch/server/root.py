@@ -16,7 +16,10 @@ FLAG = "batch_dir"
 
 
 class Draft(Protocol):
-    """A file that is being written, which nobody sees. Of one thread at a time; ends with `put` or `discard`."""
+    """A file that is being written, which nobody sees. Of one thread at a time; ends with `put` or `discard`.
+
+    One that got no byte for two hours is taken for what a killed process left, and may be removed.
+    """
 
     @property
     def size(self) -> int:
