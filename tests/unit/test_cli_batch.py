@@ -1,0 +1,120 @@
+"""`squadron batch`: what is said before anything is started, and what it makes of its flags."""
+
+import sys
+
+import pytest
+
+from cluster.batch.driver import BatchFigures
+from deploy import cli
+from deploy.batch.options import body_fields
+from deploy.batch.progress import Progress, summary
+from engine.errors import ConfigError
+from tests.chaos.batch import rows, write_rows
+
+DEMO = ("--model", "demo")
+
+
+@pytest.fixture
+def squadron(monkeypatch, capsys, tmp_path):
+    """Runs `squadron batch` in this process; returns its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["squadron", "batch", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        printed = capsys.readouterr()
+        return code, " ".join((printed.out + printed.err).split())
+
+    return run
+
+
+@pytest.fixture
+def good(tmp_path):
+    return write_rows(tmp_path / "good.jsonl", rows(60, 10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("none.jsonl", "out.jsonl", *DEMO), "none.jsonl is not there"),
+        (("twice.jsonl", "out.jsonl", *DEMO), "custom_id 'id-0' at twice.jsonl:4 is used at twice.jsonl:1 already"),
+        (("good.jsonl", "out.xyz", *DEMO), "must end in one of .jsonl"),
+        (("good.jsonl", "good.jsonl", *DEMO), "put the output somewhere else"),
+        (("good.jsonl", "out.jsonl"), "model"),
+        (("good.jsonl", "out.jsonl", "--model", "no-such-model"), "no-such-model"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--max-tokens", 5), "--params is for rows of columns"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--params", "[1]"), "--params must be a JSON object such as"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--format", "xml"), "--format must be openai or plain, not 'xml'"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--promt-column", "x"), "Did you mean --prompt-column?"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--port", 1), "No such option"),
+        (("good.jsonl", "out.jsonl", "--app", "squadron"), "set RAY_ADDRESS to the cluster that the app runs in"),
+        (("good.jsonl", "out.jsonl", "--app", "squadron", "-tp", 2), "leave out --tensor-parallel-size"),
+    ],
+)
+def test_what_is_wrong_is_told_before_anything_is_started(squadron, good, tmp_path, monkeypatch, arguments, told):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    write_rows(tmp_path / "twice.jsonl", [*rows(3, 10), *rows(1, 10)])
+    code, text = squadron(*arguments)
+    assert code in (1, 2), text
+    assert told in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_dry_run_checks_every_row_and_counts(squadron, good):
+    code, text = squadron(good, "out.jsonl", *DEMO, "--dry-run")
+    assert code == 1
+    assert "rows 60, of which 1 would fail" in text
+    assert "good.jsonl:18: max_tokens must be between 1 and" in text
+
+
+def test_a_dry_run_of_columns(squadron, tmp_path):
+    (tmp_path / "table.csv").write_text("name,n\ndouble,1\nhalf,2\n")
+    flags = ("--template", "def {{ name }}(x, n={{ n }}):", "--max-tokens", 7)
+    code, text = squadron("table.csv", "out.csv", *DEMO, *flags, "--dry-run")
+    assert code == 0, text
+    assert "rows 2, of which 0 would fail" in text
+    assert "at most 14 of output" in text
+
+
+def test_fields_of_every_request_come_as_json_or_one_by_one():
+    assert body_fields('{"top_p": 0.9, "max_tokens": 3}', max_tokens=5, temperature=None) == {
+        "top_p": 0.9,
+        "max_tokens": 5,
+    }
+    with pytest.raises(ConfigError, match="params must be a JSON object"):
+        body_fields("{top_p: 1}")
+
+
+def figures(done, drawn, **more):
+    given = {"rows": 1000, "errors": 2, "prompt_tokens": 10, "output_tokens": 20, "prefilled": 100, "cached": 25}
+    return BatchFigures(**given | {"done": done, "drawn": drawn, "running": 3, "replicas": 2, "seconds": 10.0} | more)
+
+
+def test_progress_tells_speed_and_time_left_a_line_an_interval():
+    from rich.console import Console
+
+    now = [0.0]
+    console = Console(record=True, width=200)
+    progress = Progress(console, 10.0, clock=lambda: now[0])
+    for second in range(0, 21, 5):
+        now[0] = float(second)
+        progress.take(figures(done=second * 10, drawn=second * 100))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 3
+    assert lines[-1] == (
+        "rows 200/1,000 (20.0 %) | errors 2 | tokens/s 100 | cached 25% | running 3 on 2 | ETA 0:01:20"
+    )
+
+
+def test_a_summary_tells_rows_errors_tokens_and_speed():
+    lines = summary(figures(1000, 5000), {"invalid_value": 2}, 14.0, 2)
+    assert lines == [
+        "rows      1,000, of which 2 failed: 2 invalid_value",
+        "tokens    10 of prompts, 20 of output",
+        "time      14.0 s, of rows 10.0 s: 500 tokens/s, 250 a replica",
+    ]
