@@ -105,6 +105,11 @@ class Dispatcher:
         """Requests that were accepted and have not ended."""
         return len(self._live)
 
+    def log_of(self, request_id: str) -> TokenLog | None:
+        """Return the token log of a live request, to be looked at, not changed."""
+        live = self._live.get(request_id)
+        return None if live is None else live.log
+
     @property
     def num_of_others(self) -> int:
         """Sequences that the replicas have of others, as they last said."""

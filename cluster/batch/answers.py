@@ -8,12 +8,10 @@ from contextlib import aclosing
 
 from msgspec import json
 
-from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.prepare import Prepared
-from cluster.batch.row_tokens import RowTokens
+from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
-from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, from_invalid_request
 from cluster.generation import TokenSource
 from cluster.metrics import ModelMetrics, RequestTrack
@@ -35,13 +33,9 @@ _FRAMES = {CHAT: ChatFrames, COMPLETIONS: CompletionFrames}
 class Answers:
     """Answers rows of one model from `source`. Errors become results, too; only a broken ledger is raised."""
 
-    def __init__(
-        self, model: ServedModel, source: TokenSource, ledger: Ledger, ticks: Ticks, metrics: ModelMetrics
-    ) -> None:
+    def __init__(self, model: ServedModel, source: RowSource, metrics: ModelMetrics) -> None:
         self._model = model
         self._source = source
-        self._ledger = ledger
-        self._ticks = ticks
         self._metrics = metrics
 
     async def answer(self, prepared: Prepared) -> RowDone:
@@ -60,9 +54,7 @@ class Answers:
 
     async def _answer(self, prepared: Prepared) -> RowDone:
         row, call = prepared.task.row, prepared.call
-        tokens = RowTokens(
-            row, prepared.requests, self._source, self._ledger, self._ticks, not prepared.tells_its_prompt
-        )
+        tokens = RowTokens(row, prepared.requests, self._source, not prepared.tells_its_prompt)
         track = self._metrics.track(prepared.num_prompt_tokens, prepared.num_sequences)
         if isinstance(call, EmbeddingCall):
             vectors = await embedded(call, tokens, track)

@@ -29,6 +29,7 @@ class _Entry:
     sequences: int
     tokens: int
     recall: Callable[[], object] | None = None
+    inside: bool = True
 
 
 class Backlog:
@@ -63,14 +64,21 @@ class Backlog:
         """Have `recall` called when the row, which is inside, should make room; it then leaves and enters again."""
         self._inside[row].recall = recall
 
+    def make_room(self, row: int) -> None:
+        """The row, which is inside, takes nothing of the replicas any more."""
+        entry = self._inside.get(row)
+        if entry is not None and entry.inside:
+            entry.inside, entry.recall = False, None
+            self._sequences -= entry.sequences
+            self._tokens -= entry.tokens
+            self._admit()
+
     def leave(self, row: int, output_tokens: int) -> None:
-        """The row has ended with so many tokens of output, or makes room."""
+        """The row has ended with so many tokens of output, or was recalled."""
+        self.make_room(row)
         entry = self._inside.pop(row)
-        self._sequences -= entry.sequences
-        self._tokens -= entry.tokens
         if output_tokens:
             self._lengths.seen(output_tokens // entry.sequences)
-        self._admit()
 
     def look(self) -> None:
         """Act on bounds that have changed: recall those that entered last, or let those try again who wait."""
@@ -97,6 +105,6 @@ class Backlog:
 
     def _fits(self, sequences: int, tokens: int) -> bool:
         bounds = self._bounds
-        if not self._inside:
+        if not self._sequences:
             return bounds.sequences() > 0  # one row may be larger than all replicas
         return self._sequences + sequences <= bounds.sequences() and self._tokens + tokens <= bounds.tokens()

@@ -14,6 +14,7 @@ from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.prepare import Preparer
+from cluster.batch.row_tokens import RowSource
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import Ticks
@@ -80,7 +81,7 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
         backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
         ticks = Ticks([work.ledger.flush, backlog.look])
         metrics = Metrics().of(work.model.model_id, ClusterFigures)
-        answers = Answers(work.model, dispatcher, work.ledger, ticks, metrics)
+        answers = Answers(work.model, RowSource(dispatcher, work.ledger, ticks, backlog.make_room), metrics)
         run = BatchRun(work.source, work.task_of, work.preparer, answers, work.ledger, backlog, ticks, work.limits)
 
         stopwatch = _Stopwatch(dispatcher)
@@ -130,8 +131,7 @@ class _Stopwatch:
 
     async def start(self, ticks: Ticks) -> None:
         """Begin to count as soon as there is a replica."""
-        while not self._dispatcher.ready:
-            await ticks.next()
+        await ticks.until(lambda: self._dispatcher.ready)
         self._began = time.monotonic()
 
 

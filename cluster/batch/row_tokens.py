@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Progress
 from cluster.batch.ledger.token_file import ChoiceTokens
 from cluster.batch.ticks import Ticks
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
+from cluster.token_log import TokenLog
 from engine.request import Request
 
+READ_TICKS = 20  # between two readings of a row whose end is told by its tokens alone
+WATCH_TICKS = 4  # of one whose text may end it: what is drawn after that is drawn in vain
 _NOTHING = ChoiceTokens()
 
 
-class RowTokens:
-    """A `TokenSource` for the requests of one row. What runs is read once a tick, however many tokens came.
+class LoggedSource(TokenSource, Protocol):
+    """A `TokenSource` whose token logs can be looked at while requests run: the dispatcher."""
 
-    Choice `c` of request `r` is choice `r x n + c` of the row in the ledger. kept: whether tokens are written down;
-    where not, a row that is broken off begins anew.
+    def log_of(self, request_id: str) -> TokenLog | None:
+        """Return the log of a live request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowSource:
+    """What rows get their tokens from, and where these are written down.
+
+    on_drawn: told of a row that has all its tokens, before its answer is made of them.
     """
 
-    def __init__(
-        self, row: int, requests: Sequence[Request], source: TokenSource, ledger: Ledger, ticks: Ticks, kept: bool
-    ) -> None:
+    source: LoggedSource
+    ledger: Ledger
+    ticks: Ticks
+    on_drawn: Callable[[int], object] = lambda _: None
+
+
+class RowTokens:
+    """A `TokenSource` for the requests of one row.
+
+    Its tokens are written down every tick, and read, which costs more, now and then and at the end. Choice `c` of
+    request `r` is choice `r x n + c` of the row in the ledger. kept: whether tokens are written down; where not, a
+    row that is broken off begins anew.
+    """
+
+    def __init__(self, row: int, requests: Sequence[Request], of: RowSource, kept: bool) -> None:
         self._row = row
         self._first = {one.request_id: i * one.params.n for i, one in enumerate(requests)}
-        self._source = source
-        self._ledger = ledger
-        self._ticks = ticks
+        self._running = set(self._first)
+        self._of = of
         self._kept = kept
         self._ended: set[tuple[str, int]] = set()
         if not kept:
-            ledger.forget_tokens(row)
+            of.ledger.forget_tokens(row)
 
     async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncGenerator[TokenChunk, None]:
         """See `TokenSource.generate`."""
@@ -46,19 +68,25 @@ class RowTokens:
         resumed = self._resumed(request, known)
         if resumed is None:
             return
-        places = {choice: len(found.tokens) for choice, found in known.items()}
-        async with aclosing(self._paced(resumed, context)) as chunks:
-            async for chunk in chunks:
-                self._note(request.request_id, chunk, places)
-                yield chunk
+        reading = _Reading(resumed, {choice: len(found.tokens) for choice, found in known.items()})
+        source = cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(resumed, context))
+        async with aclosing(source) as chunks:
+            try:
+                async for chunk in chunks:
+                    self._note(reading)
+                    yield chunk
+                    if reading.took(chunk):
+                        await self._of.ticks.until(lambda: self._due(reading))
+            finally:
+                self._note(reading)  # of one that is recalled or told to stop, nothing is drawn again
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """See `TokenSource.finish_choice`."""
         self._ended.add((request_id, choice))
-        self._source.finish_choice(request_id, choice)
+        self._of.source.finish_choice(request_id, choice)
 
     def _known(self, request: Request) -> Mapping[int, ChoiceTokens]:
-        choices = self._ledger.partial.get(self._row, {})
+        choices = self._of.ledger.partial.get(self._row, {})
         first = self._first[request.request_id]
         # Copied, for the ledger goes on with the same lists.
         return {
@@ -75,21 +103,49 @@ class RowTokens:
         still = {c: found for c, found in known.items() if found.finish is None and (name, c) not in self._ended}
         return replace(request, resume={c: tuple(found.tokens) for c, found in still.items()}) if still else None
 
-    async def _paced(self, request: Request, context: CallContext) -> AsyncGenerator[TokenChunk, None]:
-        """Read what has come once a tick: a chunk per choice and tick, not one per token."""
-        running, since = request.params.n if request.resume is None else len(request.resume), 0
-        source = cast("AsyncGenerator[TokenChunk, None]", self._source.generate(request, context))
-        async with aclosing(source) as chunks:
-            async for chunk in chunks:
-                running -= chunk.finish_reason is not None
-                since += 1
-                yield chunk
-                if running and since >= running:
-                    since = 0
-                    await self._ticks.next()
+    def _due(self, reading: _Reading) -> bool:
+        """Write down what came; return whether it is time to read it."""
+        self._note(reading)
+        log = self._of.source.log_of(reading.request.request_id)
+        reading.ticks += 1
+        if log is not None and log.finished:
+            self._running.discard(reading.request.request_id)
+            if not self._running:
+                self._of.on_drawn(self._row)
+        return log is None or log.finished or log.error is not None or reading.ticks >= reading.patience
 
-    def _note(self, name: str, chunk: TokenChunk, places: dict[int, int]) -> None:
-        if self._kept and (chunk.token_ids or chunk.finish_reason):
-            place, choice = places[chunk.choice], self._first[name] + chunk.choice
-            places[chunk.choice] = place + len(chunk.token_ids)
-            self._ledger.note_tokens(Progress(self._row, choice, place, chunk.token_ids, chunk.finish_reason))
+    def _note(self, reading: _Reading) -> None:
+        name = reading.request.request_id
+        log = self._of.source.log_of(name) if self._kept else None
+        for choice, its in log.choices.items() if log is not None else ():
+            if (name, choice) in self._ended:
+                continue  # its text ended it, not its tokens: read again, they end it again
+            place = reading.places[choice]
+            if len(its.tokens) > place or (its.finish_reason is not None and choice not in reading.told):
+                reading.places[choice] = len(its.tokens)
+                if its.finish_reason is not None:
+                    reading.told.add(choice)
+                number, new = self._first[name] + choice, tuple(its.tokens[place:])
+                self._of.ledger.note_tokens(Progress(self._row, number, place, new, its.finish_reason))
+
+
+class _Reading:
+    """How far a request was read and written down. places: tokens of each choice that are written down."""
+
+    def __init__(self, request: Request, places: dict[int, int]) -> None:
+        self.request = request
+        self.places = places
+        self.told: set[int] = set()  # choices whose end is written down
+        self.ticks = 0  # since the last reading
+        self.patience = WATCH_TICKS if request.params.stop or request.params.structured else READ_TICKS
+        self._running = request.params.n if request.resume is None else len(request.resume)
+        self._chunks = 0
+
+    def took(self, chunk: TokenChunk) -> bool:
+        """Note that a chunk was read; return whether the others of its reading were, and some choice runs on."""
+        self._running -= chunk.finish_reason is not None
+        self._chunks += 1
+        if not self._running or self._chunks < self._running:
+            return False
+        self._chunks = self.ticks = 0
+        return True

@@ -30,6 +30,7 @@ from cluster.batch.ledger.records import Job
 from cluster.batch.output.spec import OutputSpec, Style
 from cluster.batch.output.write import Finished, write_output
 from cluster.batch.prepare import Preparer
+from cluster.batch.row_tokens import RowSource
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.sources.source import open_source
 from cluster.batch.tasks import kind_of, task_maker
@@ -54,6 +55,9 @@ class MockEngine:
         await asyncio.sleep(0)
         first = len(request.prompt_token_ids)
         yield TokenChunk(0, tuple(100 + (first + i) % 100 for i in range(TOKENS)), finish_reason="length")
+
+    def log_of(self, request_id: str) -> None:
+        """All is told at once: there is nothing to look at."""
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """All choices end by themselves."""
@@ -88,7 +92,7 @@ async def run_rows(folder: Path) -> None:
         dispatcher = Dispatcher()
         backlog = Backlog(whole_room(dispatcher, SEQUENCES, 8192))
         ticks = Ticks([ledger.flush, backlog.look])
-        answers = Answers(model, MockEngine(), ledger, ticks, Metrics().of("demo", ClusterFigures))
+        answers = Answers(model, RowSource(MockEngine(), ledger, ticks), Metrics().of("demo", ClusterFigures))
         preparer = Preparer(model, "job", 0, 1)
         await BatchRun(source, tasks.task, preparer, answers, ledger, backlog, ticks, RunLimits()).run()
         await dispatcher.close()

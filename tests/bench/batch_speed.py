@@ -26,7 +26,7 @@ from rich.table import Table
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.bench.machine import provenance
+from tests.bench.machine import cores, provenance
 from tests.chaos.batch import BatchProcess, write_rows
 from tests.cluster.harness import deploy, start_ray, start_serve
 
@@ -68,7 +68,9 @@ def batch(rows: list[dict[str, Any]], *flags: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         path = write_rows(home / "rows.jsonl", rows)
-        arguments = (str(path), str(home / "out.jsonl"), "--model", "demo", "--log-interval", "0.5", *flags)
+        # Ray gives an actor as many threads as it has CPUs; offline the engine has all of the machine's.
+        own = ("--model", "demo", "--cpus-per-worker", str(cores()), "--log-interval", "0.5")
+        arguments = (str(path), str(home / "out.jsonl"), *own, *flags)
         process = BatchProcess(*arguments, home=home)
         if process.wait() != 0:
             raise RuntimeError(process.text)

@@ -15,6 +15,7 @@ from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job, RowDone
 from cluster.batch.prepare import Preparer
+from cluster.batch.row_tokens import RowSource
 from cluster.batch.rows import COMPLETIONS, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import Ticks
@@ -77,7 +78,7 @@ class BatchLab:
         backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share))
         ticks = Ticks([ledger.flush, backlog.look], tick)
         metrics = Metrics().of(self._model.model_id, ClusterFigures)
-        answers = Answers(self._model, source or lab.dispatcher, ledger, ticks, metrics)
+        answers = Answers(self._model, RowSource(source or lab.dispatcher, ledger, ticks, backlog.make_room), metrics)
         preparer = Preparer(self._model, "job", 0, CREATED)
         run = BatchRun(self.source, task_of, preparer, answers, ledger, backlog, ticks, RunLimits(**limits))
         await run.run()

@@ -97,8 +97,7 @@ async def test_a_batch_is_run_to_its_output_and_its_errors(model, store, tmp_pat
 
 
 async def test_the_next_runner_goes_on_where_one_died(model, store, tmp_path):
-    requests = rows(20, max_tokens=60)
-    batch_id = created(store, requests)
+    batch_id = created(store, rows(30, max_tokens=60))
     ledgers = tmp_path / "ledgers"
     drawn = 0
     for life in range(3):
@@ -115,9 +114,8 @@ async def test_the_next_runner_goes_on_where_one_died(model, store, tmp_path):
             drawn += lab.dispatcher.counters.tokens
     batch = store.batch(batch_id, TENANT)
     assert batch.status == "completed"
-    assert [line["custom_id"] for line in lines(store, batch.output_file_id)] == [f"r{i}" for i in range(20)]
-    # A tick is long here: 16 sequences draw some 25 tokens in it.
-    assert drawn < 20 * 60 + 2 * 16 * 30
+    assert [line["custom_id"] for line in lines(store, batch.output_file_id)] == [f"r{i}" for i in range(30)]
+    assert drawn == 30 * 60  # told to stop, a runner writes down what came
 
 
 async def test_a_cancelled_batch_keeps_what_was_done(model, store, tmp_path, monkeypatch):

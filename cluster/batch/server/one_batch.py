@@ -21,6 +21,7 @@ from cluster.batch.openai_rows import OpenAIRows
 from cluster.batch.output.spec import OutputSpec, Style
 from cluster.batch.output.write import Finished, write_output
 from cluster.batch.prepare import Preparer
+from cluster.batch.row_tokens import LoggedSource, RowSource
 from cluster.batch.rows import SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.server import changes
@@ -30,7 +31,6 @@ from cluster.batch.sources.found import InputFile
 from cluster.batch.sources.source import FileSource
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError
-from cluster.generation import TokenSource
 from cluster.metrics import ModelMetrics
 from cluster.openai.served_model import ServedModel
 
@@ -46,7 +46,7 @@ class BatchModel:
     """
 
     model: ServedModel
-    source: TokenSource
+    source: LoggedSource
     bounds: Bounds
     metrics: ModelMetrics
     turn: AbstractAsyncContextManager[None]
@@ -163,7 +163,7 @@ class OneBatch:
         async with model.turn:
             backlog = Backlog(model.bounds)
             ticks = Ticks([ledger.flush, backlog.look])
-            answers = Answers(model.model, model.source, ledger, ticks, model.metrics)
+            answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
             preparer = Preparer(model.model, ledger.job.digest, model.seed, ledger.job.created)
             await BatchRun(
                 opened.source, opened.tasks.task, preparer, answers, ledger, backlog, ticks, RunLimits()
