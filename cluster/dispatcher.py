@@ -105,6 +105,12 @@ class Dispatcher:
         """Requests that were accepted and have not ended."""
         return len(self._live)
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model that the replicas run, where there is a replica and all run the same."""
+        found = {member.fingerprint for member in self._fleet.members}
+        return found.pop() if len(found) == 1 else None
+
     def log_of(self, request_id: str) -> TokenLog | None:
         """Return the token log of a live request, to be looked at, not changed."""
         live = self._live.get(request_id)
@@ -113,8 +119,7 @@ class Dispatcher:
     @property
     def num_of_others(self) -> int:
         """Sequences that the replicas have of others, as they last said."""
-        views = self._fleet.members
-        return sum([max(0, one.load.num_running + one.load.num_waiting - len(one.streams)) for one in views])
+        return sum([member.num_of_others for member in self._fleet.members])
 
     def replicas(self) -> list[ReplicaView]:
         """Return a snapshot of the replicas and their load."""
@@ -179,6 +184,7 @@ class Dispatcher:
             live.log.wake()
         elif still_runs and attempt is not None:
             attempt.member.streams.pop(attempt.stream + choice, None)
+            attempt.member.note_end()
             self._attempts.send(attempt.member, FinishChoice(attempt.stream, choice))
 
     def on_message(self, member: Member, message: Down) -> None:

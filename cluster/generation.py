@@ -36,11 +36,13 @@ class CallContext:
     """What an ingress knows of a call that decides none of its tokens.
 
     session_id: what requests of one conversation share (`x-session-id`), "" without.
-    waited: seconds that it has stood in line before it was handed on.
+    waited: seconds that it has stood in line before it was handed on. fingerprint: of the model that alone may run
+    it, as replicas tell theirs; None = any that is there.
     """
 
     session_id: str = ""
     waited: float = 0.0
+    fingerprint: str | None = None
 
 
 NO_CONTEXT = CallContext()

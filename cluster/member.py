@@ -35,7 +35,7 @@ class LiveRequest:
     """A request on its way: its token log, where it runs now, and what befell it.
 
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
-    fingerprint: of the model whose tokens it has; None before the first one.
+    fingerprint: of the model whose tokens it has, or that it is for; None before the first token of any.
     predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
     """
 
@@ -62,7 +62,7 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.keys: PromptKeys | None = None
         self.predicted: int | None = None
-        self.fingerprint: str | None = None
+        self.fingerprint: str | None = context.fingerprint
 
     @property
     def request_id(self) -> str:
@@ -91,6 +91,7 @@ class Member:
         self.gone = False
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}
+        self._let_go = [0, 0]  # choices that were ended from here, since the last report and before it
         self.probe: LiveRequest | None = None
         self.submitted = 0
         self.uncomputed = 0
@@ -130,8 +131,19 @@ class Member:
         said = load.num_running + load.num_waiting
         return said if said > ours else ours
 
+    @property
+    def num_of_others(self) -> int:
+        """Sequences here of other routers, as the replica last said; it may not know yet what was ended from here."""
+        said = self.load.num_running + self.load.num_waiting
+        return max(0, said - len(self.streams) - sum(self._let_go))
+
+    def note_end(self, choices: int = 1) -> None:
+        """Note that choices were ended from here, of which the replica's figures do not know yet."""
+        self._let_go[0] += choices
+
     def note_load(self, load: Load) -> None:
         """Take in the replica's figures."""
+        self._let_go = [0, self._let_go[0]]
         self.load = load
         self.kv_usage = load.kv_usage
 

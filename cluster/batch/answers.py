@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from msgspec import json
 
+from cluster.batch.errors import BatchError
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowSource, RowTokens
@@ -25,13 +26,14 @@ from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 
+MODEL_CHANGED = "model_changed"
 RETRIES = 3  # of errors that say that they may be over by then
 RETRY_PAUSE = 0.5  # seconds before the first; twice as long before each later one
 _FRAMES = {CHAT: ChatFrames, COMPLETIONS: CompletionFrames}
 
 
 class Answers:
-    """Answers rows of one model from `source`. Errors become results, too; only a broken ledger is raised."""
+    """Answers rows of one model. Errors become results, too; raised are a broken ledger and the end of the model."""
 
     def __init__(self, model: ServedModel, source: RowSource, metrics: ModelMetrics) -> None:
         self._model = model
@@ -46,6 +48,8 @@ class Answers:
                 return await self._answer(prepared)
             except (ApiError, InvalidRequestError) as error:
                 typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+            if typed.code == MODEL_CHANGED:
+                raise BatchError("the model was replaced by another one while the batch ran; begin it anew")
             if not typed.retryable or attempt == RETRIES:
                 return failed(row, typed)
             logger.info("row %d is tried again: %s", row, typed.message)

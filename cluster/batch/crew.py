@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
@@ -68,7 +67,8 @@ class Crew:
                 reason = await self._live(f"{DRIVER}-{number}-{lives}", place)
                 failures = 0 if self._loop.time() - began > SHORT_LIFE and not reason else failures + 1
                 if failures >= MAX_FAILED_STARTS:
-                    raise BatchError(f"replica {number} could not be started {failures} times in a row: {reason}")
+                    why = reason or f"each ended within {SHORT_LIFE:g} s; --verbose shows its log"
+                    raise BatchError(f"replica {number} could not be started {failures} times in a row: {why}")
                 await asyncio.sleep(pause(failures))
         finally:
             remove_placement_group(place)
@@ -76,10 +76,10 @@ class Crew:
     async def _live(self, name: str, place: PlacementGroup) -> str:
         """Start a replica and return when it has ended: why it did not come up, "" if it did."""
         actor = self._actor(name, place)
-        pids: tuple[int, ...] = ()
+        process: psutil.Process | None = None
         try:
-            announcement = await actor.announce.remote(self._node)
-            pids = announcement.pids
+            announcement, node = await actor.announce.remote(self._node)
+            process = _process(announcement.pids[0]) if node == self._node else None
             link = await connect(announcement.address, DRIVER)
         except (RayError, LinkError) as error:
             _raise_if_hopeless(error)
@@ -91,7 +91,7 @@ class Crew:
             logger.warning("replica %s has ended", name)
             return ""
         finally:
-            self._end(actor, pids)
+            _end(actor, process)
 
     def _actor(self, name: str, place: PlacementGroup) -> ActorHandle[Any]:
         bundle = self._bundles[0]
@@ -103,25 +103,28 @@ class Crew:
         )
         return options.remote(name, asdict(self._config))
 
-    def _end(self, actor: ActorHandle[Any], pids: tuple[int, ...]) -> None:
-        """End a replica and its ranks, also one that is stopped and hears nothing."""
-        ray.kill(actor, no_restart=True)
-        for pid in pids if self._config.link_host is None else ():
-            _kill_ray_worker(pid)
+
+def _end(actor: ActorHandle[Any], process: psutil.Process | None) -> None:
+    """End a replica, also one that is stopped and hears nothing; its ranks, which it owns, end with it.
+
+    process: its own, where it runs on this machine.
+    """
+    ray.kill(actor, no_restart=True)
+    try:
+        if process is not None:
+            process.kill()  # psutil does not take another process that has its number by now for it
+    except psutil.Error:
+        return  # it is gone
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
 
 
 def _raise_if_hopeless(error: Exception) -> None:
     failure = find_start_failure(str(error))
     if failure is not None:
         raise BatchError(failure.message) from error
-
-
-def _kill_ray_worker(pid: int) -> None:
-    """Kill a process if it is one of Ray's on this machine: pids of other nodes mean something else here."""
-    try:
-        with open(f"/proc/{pid}/comm", encoding="ascii") as name:
-            ours = name.read().startswith("ray::")
-        if ours:
-            os.kill(pid, signal.SIGKILL)
-    except OSError:
-        return  # it is gone

@@ -17,7 +17,7 @@ from cluster.batch.prepare import Preparer
 from cluster.batch.row_tokens import RowSource
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
-from cluster.batch.ticks import Ticks
+from cluster.batch.ticks import TICK, Ticks
 from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
@@ -77,26 +77,40 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
     the end. Raises `BatchError`; what was done by then is in the ledger.
     """
     async with _dispatcher(work.config) as dispatcher:
-        room = whole_room(dispatcher, work.config.max_num_seqs, work.config.max_num_batched_tokens)
-        backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
-        ticks = Ticks([work.ledger.flush, backlog.look])
-        metrics = Metrics().of(work.model.model_id, ClusterFigures)
-        answers = Answers(work.model, RowSource(dispatcher, work.ledger, ticks, backlog.make_room), metrics)
-        run = BatchRun(work.source, work.task_of, work.preparer, answers, work.ledger, backlog, ticks, work.limits)
-
-        stopwatch = _Stopwatch(dispatcher)
+        began = _Stopwatch()
 
         async def watch() -> None:
             while True:
-                on_figures(figures_of(work.ledger, dispatcher, stopwatch.seconds))
+                on_figures(figures_of(work.ledger, dispatcher, began.seconds))
                 await asyncio.sleep(LOOK_SECONDS)
 
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(one) for one in (replicas(dispatcher), watch(), stopwatch.start(ticks))]
-            await run.run()
+            beside = [group.create_task(replicas(dispatcher)), group.create_task(watch())]
+            fingerprint = await _first_replica(dispatcher, work.ledger)
+            began.start()
+            await _run(work, dispatcher, fingerprint).run()
             for task in beside:
                 task.cancel()
-        on_figures(figures_of(work.ledger, dispatcher, stopwatch.seconds))
+        on_figures(figures_of(work.ledger, dispatcher, began.seconds))
+
+
+def _run(work: Work, dispatcher: Dispatcher, fingerprint: str) -> BatchRun:
+    ledger, config = work.ledger, work.config
+    room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
+    ticks = Ticks([ledger.flush, backlog.look])
+    tokens = RowSource(dispatcher, ledger, ticks, backlog.make_room, fingerprint)
+    answers = Answers(work.model, tokens, Metrics().of(work.model.model_id, ClusterFigures))
+    return BatchRun(work.source, work.task_of, work.preparer, answers, ledger, backlog, ticks, work.limits)
+
+
+async def _first_replica(dispatcher: Dispatcher, ledger: Ledger) -> str:
+    """Wait for replicas of one model, and return its fingerprint. The ledger stays ours meanwhile."""
+    while (fingerprint := dispatcher.fingerprint if dispatcher.ready else None) is None:
+        await asyncio.to_thread(ledger.sync)
+        await asyncio.sleep(TICK)
+    ledger.agree_on(fingerprint)
+    return fingerprint
 
 
 def figures_of(ledger: Ledger, dispatcher: Dispatcher, seconds: float) -> BatchFigures:
@@ -118,20 +132,18 @@ def figures_of(ledger: Ledger, dispatcher: Dispatcher, seconds: float) -> BatchF
 
 
 class _Stopwatch:
-    """Counts from the first replica on."""
+    """Counts from its start on."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self) -> None:
         self._began: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Seconds so far, 0 before the start."""
         return 0.0 if self._began is None else time.monotonic() - self._began
 
-    async def start(self, ticks: Ticks) -> None:
-        """Begin to count as soon as there is a replica."""
-        await ticks.until(lambda: self._dispatcher.ready)
+    def start(self) -> None:
+        """Begin to count."""
         self._began = time.monotonic()
 
 

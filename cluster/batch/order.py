@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from cluster.batch.prepare import Prepared
 
 FIRST_WINDOW = 32  # rows: the first ones start before many are read
-WINDOW_TOKENS = 4_000_000  # of prompts: bounds the memory of long ones
+WINDOW_TOKENS = 250_000  # of prompts, in a window and read ahead of it: some 10 MB each
 
 
 async def by_prefix(rows: AsyncIterator[Prepared], lookahead: int) -> AsyncIterator[Prepared]:
@@ -38,15 +39,35 @@ def _sorted(window: list[Prepared]) -> list[Prepared]:
 @asynccontextmanager
 async def prefetched(rows: AsyncIterator[Prepared], size: int) -> AsyncIterator[AsyncIterator[Prepared]]:
     """Read up to `size` rows ahead of who walks them, until the end of the block."""
-    queue: asyncio.Queue[Prepared | None] = asyncio.Queue(size)
+    ready: deque[Prepared | None] = deque()
+    changed = asyncio.Condition()
+    tokens = 0
+
+    def has_room() -> bool:
+        return len(ready) < size and tokens < WINDOW_TOKENS
 
     async def fill() -> None:
+        nonlocal tokens
         async for row in rows:
-            await queue.put(row)
-        await queue.put(None)
+            async with changed:
+                await changed.wait_for(has_room)
+                ready.append(row)
+                tokens += row.num_prompt_tokens
+                changed.notify_all()
+        async with changed:
+            ready.append(None)
+            changed.notify_all()
 
     async def drain() -> AsyncIterator[Prepared]:
-        while (row := await queue.get()) is not None:
+        nonlocal tokens
+        while True:
+            async with changed:
+                await changed.wait_for(lambda: ready)
+                row = ready.popleft()
+                tokens -= 0 if row is None else row.num_prompt_tokens
+                changed.notify_all()
+            if row is None:
+                return
             yield row
 
     async with asyncio.TaskGroup() as group:

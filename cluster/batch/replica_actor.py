@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import ray
+
 from cluster.announcement import Announcement
 from cluster.config import resolve_config
 from cluster.group_start import start_group
@@ -28,7 +30,7 @@ class BatchReplica:
         except (SquadronError, ParallelError) as error:
             raise ReplicaStartError.of(error) from error
 
-    async def announce(self, node: str) -> Announcement:
-        """Start to take requests, and tell the driver on `node` how to reach this. Called once."""
+    async def announce(self, node: str) -> tuple[Announcement, str]:
+        """Start to take requests; tell the driver on `node` how to reach this, and its own node. Called once."""
         self._host = ReplicaHost(self._id, self._config, self._group, lambda _: None)
-        return await self._host.announce(node)
+        return await self._host.announce(node), ray.get_runtime_context().get_node_id()

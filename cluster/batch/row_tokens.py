@@ -32,13 +32,15 @@ class LoggedSource(TokenSource, Protocol):
 class RowSource:
     """What rows get their tokens from, and where these are written down.
 
-    on_drawn: told of a row that has all its tokens, before its answer is made of them.
+    on_drawn: told of a row that has all its tokens, before its answer is made of them. fingerprint: of the model that
+    alone may draw them; None = any.
     """
 
     source: LoggedSource
     ledger: Ledger
     ticks: Ticks
     on_drawn: Callable[[int], object] = lambda _: None
+    fingerprint: str | None = None
 
 
 class RowTokens:
@@ -68,8 +70,9 @@ class RowTokens:
         resumed = self._resumed(request, known)
         if resumed is None:
             return
+        pinned = replace(context, fingerprint=self._of.fingerprint)
         reading = _Reading(resumed, {choice: len(found.tokens) for choice, found in known.items()})
-        source = cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(resumed, context))
+        source = cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(resumed, pinned))
         async with aclosing(source) as chunks:
             try:
                 async for chunk in chunks:

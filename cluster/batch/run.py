@@ -6,9 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.batch.answers import Answers, failed
 from cluster.batch.backlog import Backlog
+from cluster.batch.cost import Cost
 from cluster.batch.errors import BatchError
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
@@ -17,6 +19,7 @@ from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, from_invalid_request
+from cluster.openai.off_loop import OffLoop
 from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +63,8 @@ class BatchRun:
         self._backlog = backlog
         self._ticks = ticks
         self._limits = limits
+        self._cost = Cost(limits.max_cost_tokens, ledger.totals, preparer.model.longest_sequence)
+        self._off_loop = OffLoop()
         self._stopped: BatchError | None = None
 
     async def run(self) -> None:
@@ -76,18 +81,20 @@ class BatchRun:
         except asyncio.CancelledError:
             self._ledger.flush()  # who stops a batch goes on with it: nothing that came is to be computed again
             raise
+        finally:
+            self._off_loop.close()
         self._ledger.flush()
         await asyncio.to_thread(self._ledger.sync)
+        self._check_errors()
         if self._stopped is not None:
             raise self._stopped
 
     async def _run_rows(self) -> None:
         async with asyncio.TaskGroup() as rows, prefetched(self._prepared(), self._limits.lookahead) as ready:
             async for prepared in by_prefix(ready, self._limits.lookahead):
-                await self._backlog.enter(prepared)
-                if self._must_stop(prepared):
-                    self._backlog.leave(prepared.task.row, 0)
+                if await self._must_stop(prepared):
                     return
+                await self._backlog.enter(prepared)
                 rows.create_task(self._run_row(prepared))
 
     async def _run_row(self, prepared: Prepared) -> None:
@@ -95,6 +102,7 @@ class BatchRun:
         while (done := await self._attempt(prepared)) is None:
             await self._backlog.enter(prepared, first=True)
         self._ledger.note_done(done)
+        self._cost.ended(prepared)
 
     async def _attempt(self, prepared: Prepared) -> RowDone | None:
         """Return the row's result, None if it was recalled."""
@@ -131,31 +139,36 @@ class BatchRun:
             if row.number in self._ledger.done:
                 continue
             try:
-                yield self._preparer.prepare(self._task_of(row))
+                yield await self._off_loop.run(len(row.raw), partial(self._made_ready, row))
             except (ApiError, InvalidRequestError) as error:
                 typed = error if isinstance(error, ApiError) else from_invalid_request(error)
                 self._ledger.note_done(failed(row.number, typed))
+
+    def _made_ready(self, row: SourceRow) -> Prepared:
+        return self._preparer.prepare(self._task_of(row))
 
     async def _sync(self) -> None:
         while True:
             await asyncio.sleep(SYNC_SECONDS)
             await asyncio.to_thread(self._ledger.sync)
 
-    def _must_stop(self, prepared: Prepared) -> bool:
+    async def _must_stop(self, prepared: Prepared) -> bool:
         """Whether a limit is reached, so that the row must not begin."""
+        self._check_errors()
+        if self._stopped is None and not await self._cost.admits(prepared):
+            self._stopped = BatchError(
+                f"{self._cost.spent} tokens are spent, and the next row may take {self._cost.most(prepared)} more, "
+                f"beyond --max-cost-tokens {self._limits.max_cost_tokens}; raise it and go on with --resume"
+            )
+        return self._stopped is not None
+
+    def _check_errors(self) -> None:
         errors, most = self._ledger.totals.num_errors, self._limits.max_errors
         if most is not None and errors > most:
             self._stopped = BatchError(
-                f"{errors} rows failed, more than --max-errors {most}; mend them or raise it, and go on with --resume"
+                f"{errors} rows failed, more than --max-errors {most}; raise it and go on with --resume, or mend the "
+                "input and begin anew"
             )
-        totals, limit = self._ledger.totals, self._limits.max_cost_tokens
-        spent = totals.prompt_tokens + totals.output_tokens
-        if limit is not None and spent + self._backlog.tokens > limit:
-            self._stopped = BatchError(
-                f"{spent} tokens are spent, and the next row would go beyond --max-cost-tokens {limit}; raise it and "
-                "go on with --resume"
-            )
-        return self._stopped is not None
 
 
 def _is_cancelled() -> bool:

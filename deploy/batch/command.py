@@ -23,7 +23,7 @@ from cluster.batch.output.write import Finished, finished, write_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.sources.found import is_url, local_path, refuse_output
 from cluster.batch.sources.source import FileSource, open_source
-from cluster.batch.tasks import TaskMaker, kind_of, task_maker
+from cluster.batch.tasks import RowKind, TaskMaker, kind_of, task_maker
 from cluster.config import ClusterConfig
 from cluster.models.served import served_model
 from deploy.batch.drive import run_until_told
@@ -56,11 +56,24 @@ def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
             raise SystemExit(128 + stop.number) from None
 
 
+# Settings of the model that decide its answers, beside its weights.
+DECISIVE = (
+    "seed",
+    "tokenizer",
+    "max_model_len",
+    "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
+    "embedding_pooling",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What the command is to do: rows, what they ask for, and what is to come of them."""
 
     source: FileSource
+    kind: RowKind
     tasks: TaskMaker
     checked: Checked
     spec: OutputSpec
@@ -95,6 +108,8 @@ class Batch:
         if self._options.dry_run:
             self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
         elif finished(asked.spec, job):
+            if (self._ledger_folder / JOB_FILE).exists():  # of a run that was killed in its last moment
+                Ledger.open(self._ledger_folder, job, resume=True).remove()
             self.say(f"{self._options.output} is complete already.")
         else:
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
@@ -112,7 +127,7 @@ class Batch:
         tasks = task_maker(kind, self._config.model_id, options.columns)
         spec = OutputSpec(options.output, options.style or default_style(kind, options.output), options.answer_column)
         with tempfile.TemporaryDirectory() as folder:
-            return Asked(source, tasks, check_input(source, tasks, Path(folder), spec.added_columns), spec)
+            return Asked(source, kind, tasks, check_input(source, tasks, Path(folder), spec.added_columns), spec)
 
     def _go_on(self, asked: Asked, ledger: Ledger, preparer: Preparer) -> None:
         """Answer the rows that have no result yet, and put the output in place."""
@@ -129,7 +144,8 @@ class Batch:
 
     def _job(self, asked: Asked) -> Job:
         options, config = self._options, self._config
-        settings = {"seed": config.seed, "columns": asdict(options.columns)}
+        decisive = {name: getattr(config, name) for name in DECISIVE}
+        settings = {"kind": asked.kind, "columns": asdict(options.columns), **decisive}
         return Job(
             rows=asked.checked.rows,
             input_digest=asked.checked.digest,

@@ -28,6 +28,7 @@ def run_until_told(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
             told.append(number)
             task.cancel()
 
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
             loop.add_signal_handler(number, stop, number)
         try:
@@ -35,7 +36,7 @@ def run_until_told(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
-                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+                signal.signal(number, before[number])
 
     try:
         asyncio.run(main())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -247,6 +248,36 @@ def test_tokens_of_live_rows_are_found_by_the_next_driver(folder):
             row: {n: (c.tokens, c.finish) for n, c in found.items()} for row, found in ledger.partial.items()
         } == {4: {0: ([1, 2, 3], None), 1: ([9], "stop")}}
         ledger.close()
+
+
+def test_a_start_that_fails_on_a_full_disk_loses_no_tokens(folder, monkeypatch):
+    ledger = written(folder, 1)
+    ledger.note_tokens(Progress(4, 0, 0, (1, 2, 3)))
+    ledger.flush()
+    ledger.close()
+    real = os.write
+    for failing in range(3):
+        left = [failing]
+
+        def write(fd, data, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(fd, data)
+
+        monkeypatch.setattr(os, "write", write)
+        with suppress(LedgerError):
+            Ledger.open(folder, JOB, resume=True).close()
+        monkeypatch.setattr(os, "write", real)
+    ledger = Ledger.open(folder, JOB, resume=True)
+    assert ledger.partial[4][0].tokens == [1, 2, 3]
+    assert rows_of(ledger) == [1]
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="--ledger"):
+        Ledger.open(tmp_path / "file" / "ledger", JOB, resume=True)
 
 
 def test_a_row_that_begins_anew_has_no_old_tokens(folder):

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from cluster.batch.errors import BatchError, FencedError
+from cluster.batch.errors import BatchError, FencedError, LedgerError
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
@@ -316,6 +316,61 @@ async def test_too_many_errors_stop_the_batch_and_resume_goes_on(model, tmp_path
         ledger.close()
 
 
+async def test_errors_of_the_last_rows_count_too(model, tmp_path):
+    bodies = [{"model": "tiny", "prompt": [3], "max_tokens": 0}] * 10
+    async with Lab() as lab:
+        await lab.start("a")
+        ledger = BatchLab(tmp_path / "l", model, bodies).open()
+        with pytest.raises(BatchError, match="10 rows failed, more than --max-errors 0"):
+            await BatchLab(tmp_path / "l", model, bodies).run(lab, ledger, max_errors=0)
+        ledger.close()
+
+
+@pytest.mark.parametrize("max_tokens", [10, None])
+async def test_a_bound_of_cost_lets_rows_run_that_may_fit(model, tmp_path, max_tokens):
+    """What rows are likely to take stops nobody: they wait for what others really took."""
+    more = {} if max_tokens is None else {"max_tokens": max_tokens}
+    bodies = [
+        {"model": "tiny", "prompt": [i % 50 + 3], "stop_token_ids": [*range(VOCAB)], **more} for i in range(150)
+    ]
+    async with Lab() as lab:
+        await lab.start("a")
+        ledger = BatchLab(tmp_path / "l", model, bodies).open()
+        with pytest.raises(BatchError, match="--max-cost-tokens 200"):
+            await BatchLab(tmp_path / "l", model, bodies).run(lab, ledger, max_cost_tokens=200)
+        most = 1 + (max_tokens or 127)
+        spent = ledger.totals.prompt_tokens + ledger.totals.output_tokens
+        assert 200 - most < spent + 2 and spent <= 200
+        assert spent == 2 * ledger.done.count
+        ledger.close()
+
+
+async def test_tokens_of_one_model_are_never_continued_by_another(model, tmp_path):
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}
+    batch = BatchLab(tmp_path / "l", model, [body] * 4)
+    async with Lab(PATIENT) as lab:
+        await lab.start("old", steps=10, fingerprint="old")
+        ledger = batch.open()
+        work = asyncio.create_task(batch.run(lab, ledger, fingerprint="old"))
+        await until(lambda: lab.dispatcher.counters.tokens >= 16)
+        await lab.start("new", fingerprint="new")
+        lab.kill("old")
+        with pytest.raises(ExceptionGroup) as caught:
+            await work
+        assert caught.group_contains(BatchError, match="the model was replaced")
+        assert ledger.done.count == 0
+        ledger.close()
+
+
+def test_a_ledger_keeps_to_the_model_of_its_first_replicas(model, tmp_path):
+    ledger = BatchLab(tmp_path / "l", model, [{}]).open()
+    ledger.agree_on("one")
+    ledger.agree_on("one")
+    with pytest.raises(LedgerError, match="of another model than the replicas run now"):
+        ledger.agree_on("other")
+    ledger.close()
+
+
 async def test_the_cost_stays_below_its_limit(model, tmp_path):
     bodies = [{"model": "tiny", "prompt": [3] * 10, "max_tokens": 10, "ignore_eos": True} for _ in range(50)]
     batch = BatchLab(tmp_path / "l", model, bodies)
@@ -356,6 +411,23 @@ async def test_a_batch_makes_room_for_clients_and_loses_no_token_by_it(model, tm
         assert lab.dispatcher.counters.tokens == 48 * 60
         ledger.close()
         await clients.close()
+
+
+async def test_rows_that_end_by_their_text_do_not_look_like_clients(model, tmp_path):
+    """What was ended from here is in the replica's figures for a step or two more."""
+    body = {"model": "tiny", "max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
+    async with Lab() as lab:
+        await lab.start("a")
+        plain = BatchLab(tmp_path / "plain", model, [{**body, "prompt": [i + 3]} for i in range(40)])
+        texts = [json.loads(one.body)["choices"][0]["text"] for one in await plain.results(lab)]
+    bodies = [{**body, "prompt": [i + 3], "stop": [text[i % 20 + 2 : i % 20 + 5]]} for i, text in enumerate(texts)]
+    async with Lab() as lab:
+        await lab.start("a", pace=0.01)
+        batch = BatchLab(tmp_path / "l", model, bodies)
+        ledger = batch.open()
+        await batch.run(lab, ledger, share=0.25)
+        assert lab.dispatcher.counters.outcomes["completed"] + lab.dispatcher.counters.outcomes["aborted"] == 40
+        ledger.close()
 
 
 async def test_a_driver_that_was_fenced_stops_at_once(model, tmp_path):

@@ -17,6 +17,7 @@ from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
 
 JOB_FILE = "job.json"
+REPLICAS_FILE = "replicas"  # the fingerprint that they tell
 
 
 class Ledger:
@@ -32,11 +33,11 @@ class Ledger:
         self._folder = folder
         self._epoch = epoch
         self._parts, partial = self._recovered()
-        rows = f"rows-{epoch.number:08}.log"
-        _write_whole(_parts_path(folder, epoch.number), msgspec.json.encode(Parts(self._parts)))
-        self._rows = FrameWriter(folder / rows)
         self._pending: list[RowDone] = []
         self._tokens = TokenFile(folder, epoch.number, partial)
+        self._rows = FrameWriter(folder / f"rows-{epoch.number:08}.log")
+        # Last: until this is there, those who come later go by the epoch before.
+        _write_whole(_parts_path(folder, epoch.number), msgspec.json.encode(Parts(self._parts)))
 
     @classmethod
     def open(cls, folder: Path, job: Job, resume: bool, lease: float = LEASE) -> Ledger:
@@ -45,7 +46,10 @@ class Ledger:
         Raises `LedgerError` naming what differs when the folder belongs to another job, or when it holds a job and
         `resume` is not set, and `BusyError` when another driver is at work on it.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LedgerError(f"{folder} cannot be made: {error.strerror}; name another with --ledger") from error
         return cls.within(Epoch(folder, lease), job, resume)
 
     @classmethod
@@ -56,6 +60,17 @@ class Ledger:
         except BaseException:
             epoch.close()
             raise
+
+    def agree_on(self, fingerprint: str) -> None:
+        """Keep to the model that replicas have; raises `LedgerError` when earlier drivers' replicas had another."""
+        path = self._folder / REPLICAS_FILE
+        if not path.exists():
+            _write_whole(path, fingerprint.encode())
+        elif path.read_text(encoding="ascii") != fingerprint:
+            raise LedgerError(
+                f"{self._folder} is of another model than the replicas run now: weights, dtype or device are not "
+                "what they were; use those of the first run, or delete it to begin anew"
+            )
 
     @property
     def folder(self) -> Path:

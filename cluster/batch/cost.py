@@ -1,0 +1,56 @@
+"""What a batch may cost, in tokens of prompts and output: a bound that holds whatever the rows turn out to take."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cluster.batch.ledger.ledger import Totals
+from cluster.batch.prepare import Prepared
+from cluster.openai.call import Call
+
+
+class Cost:
+    """Admits rows while the most that they and all under way can take is within `limit`. Used on one event loop.
+
+    limit: None = any cost. totals: of the rows that are done. context: most tokens of one sequence.
+    """
+
+    def __init__(self, limit: int | None, totals: Totals, context: int) -> None:
+        self._limit = limit
+        self._totals = totals
+        self._context = context
+        self._under_way: dict[int, int] = {}  # row -> the most that it takes
+        self._change = asyncio.Event()
+
+    @property
+    def spent(self) -> int:
+        """Tokens of the rows that are done."""
+        return self._totals.prompt_tokens + self._totals.output_tokens
+
+    async def admits(self, prepared: Prepared) -> bool:
+        """Return whether the row may begin; where that depends on what others take, once they have ended."""
+        if self._limit is None:
+            return True
+        most = self.most(prepared)
+        while self.spent + sum(self._under_way.values()) + most > self._limit:
+            if not self._under_way:
+                return False
+            self._change.clear()
+            await self._change.wait()
+        self._under_way[prepared.task.row] = most
+        return True
+
+    def ended(self, prepared: Prepared) -> None:
+        """The row is done, and counted among the totals."""
+        self._under_way.pop(prepared.task.row, None)
+        self._change.set()
+
+    def most(self, prepared: Prepared) -> int:
+        """Return the most tokens that a row can take."""
+        call = prepared.call
+        if not isinstance(call, Call):
+            return prepared.num_prompt_tokens
+        wanted = call.params.max_tokens
+        rooms = [self._context - len(request.prompt_token_ids) for request in prepared.requests]
+        output = sum([room if wanted is None else min(room, wanted) for room in rooms])
+        return prepared.num_prompt_tokens + call.params.n * output
