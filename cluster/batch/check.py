@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.batch.errors import InputError
+from cluster.batch.errors import InputError, UnreachableError
 from cluster.batch.rows import Source, SourceRow
 from cluster.batch.tasks import TaskMaker
 
@@ -39,7 +39,8 @@ def check_input(source: Source, tasks: TaskMaker, folder: Path, reserved: Collec
 
     folder: for files of ids while this runs, so that memory stays the same whatever the number of rows. reserved:
     columns that the output will add, which no row may have. Raises `InputError` when there are no rows, and with the
-    places of the first ten rows that have no id, that of another row, or a column that is reserved.
+    places of the first ten rows that have no id, that of another row, or a column that is reserved;
+    `UnreachableError` when the input cannot be read, or `folder` not written.
     """
     checking = _Checking(tasks, folder, frozenset(reserved))
     try:
@@ -217,5 +218,5 @@ def _slices(entries: np.ndarray, bounds: np.ndarray) -> Iterator[tuple[int, np.n
             yield part, entries[start:end]
 
 
-def _not_written(folder: Path, error: OSError) -> InputError:
-    return InputError(f"ids cannot be noted in {folder} ({error.strerror}); make room there")
+def _not_written(folder: Path, error: OSError) -> UnreachableError:
+    return UnreachableError(f"ids cannot be noted in {folder} ({error.strerror}); make room there")

@@ -13,6 +13,10 @@ class InputError(BatchError):
     """The input as a whole cannot be used: not there, unreadable, or its rows cannot be told apart."""
 
 
+class UnreachableError(InputError):
+    """The input, or the disk for its ids, cannot be reached now: nothing is wrong with what the input holds."""
+
+
 class LedgerError(BatchError):
     """The ledger cannot be read or written, or belongs to other work."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from cluster.batch.errors import InputError
+from cluster.batch.errors import InputError, UnreachableError
 from cluster.batch.extra import extra_library
 from cluster.batch.sources.found import InputFile, file_system
 
@@ -20,14 +20,23 @@ ZSTD_BYTES = 1024
 
 @contextmanager
 def open_bytes(file: InputFile) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading, decompressed. Raises `InputError` naming it when it cannot be read, now or later."""
+    """Open a file for reading, decompressed. Raises `InputError` naming it when it cannot be read, now or later.
+
+    That is `UnreachableError` where another attempt may succeed.
+    """
     with ExitStack() as stack:
         try:
             yield _decompressed(stack, stack.enter_context(_opened(file)), file)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InputError(f"{file.name} is damaged or cut short ({error}); make or fetch it again") from error
         except OSError as error:
-            raise InputError(f"{file.name} cannot be read: {error.strerror or error}") from error
+            raise unreadable(file, error) from error
+
+
+def unreadable(file: InputFile, error: OSError) -> InputError:
+    """Return what to raise for a file that cannot be read."""
+    kind = InputError if isinstance(error, FileNotFoundError) else UnreachableError
+    return kind(f"{file.name} cannot be read: {error.strerror or error}")
 
 
 def _opened(file: InputFile) -> io.BufferedIOBase:

@@ -16,6 +16,7 @@ from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, nam
 from cluster.batch.sources.json_rows import read_json_rows
 from cluster.batch.sources.lines import MAX_LINE_BYTES
 from cluster.batch.sources.ray_records import RAY_READERS
+from cluster.batch.sources.reading import unreadable
 from cluster.batch.sources.standard_input import spooled
 from cluster.batch.sources.text_rows import read_text_rows
 
@@ -120,5 +121,5 @@ def _version(file: InputFile) -> tuple[int, int] | None:
     try:
         found = os.stat(file.path)
     except OSError as error:
-        raise InputError(f"{file.name} cannot be read: {error.strerror}") from error
+        raise unreadable(file, error) from error
     return found.st_size, found.st_mtime_ns
