@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -51,12 +51,16 @@ class Preparer:
     """Makes tasks ready: everything that decides an answer follows from the job and the row's number.
 
     job: in few characters; equal for equal jobs. seed: of rows that bring none. created: seconds since 1970.
+    salt_of: makes a row's salt of the prefix cache that of its tenant. priority: in place of the rows' own. None = as
+    the rows say.
     """
 
     model: ServedModel
     job: str
     seed: int
     created: int
+    salt_of: Callable[[bytes], bytes] | None = None
+    priority: int | None = None
 
     def prepare(self, task: Task) -> Prepared:
         """Check and tokenize; raises `ApiError` or `InvalidRequestError` in the words of the row's own fields."""
@@ -64,7 +68,8 @@ class Preparer:
             raise ApiError("invalid_request", task.problem, param=task.param)
         if task.url == EMBEDDINGS:
             embedding = embedding_call(task.body, self.model)
-            return Prepared(task, embedding, embedding.requests)
+            own = self._own(embedding.requests)
+            return Prepared(task, replace(embedding, requests=own), own)
         parse, prefix = _PARSE[task.url]
         parsed = parse(task.body, self.model)
         seed = parsed.seed if parsed.params.seed is not None else self._number(task.row, b"seed") >> 1
@@ -74,7 +79,18 @@ class Preparer:
             requests = build_requests(call, self.model)
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
-        return Prepared(task, call, tuple(requests))
+        return Prepared(task, call, self._own(requests))
+
+    def _own(self, requests: Sequence[Request]) -> tuple[Request, ...]:
+        """Return requests with what the row does not decide."""
+        return tuple(
+            replace(
+                one,
+                cache_salt=one.cache_salt if self.salt_of is None else self.salt_of(one.cache_salt),
+                priority=one.priority if self.priority is None else self.priority,
+            )
+            for one in requests
+        )
 
     def _number(self, row: int, purpose: bytes) -> int:
         """64 bits for a row."""
