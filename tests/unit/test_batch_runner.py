@@ -1,19 +1,35 @@
 """Batches on the server: run to one end each, whoever dies, is asked to stop, or runs out of time."""
 
 import asyncio
+import errno
 import json
+import os
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 
 import pytest
 
 from cluster.batch.bounds import whole_room
-from cluster.batch.errors import BusyError
+from cluster.batch.errors import BusyError, FencedError, UnreachableError
+from cluster.batch.ledger.epoch import Epoch
+from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.records import Job
+from cluster.batch.prepare import Preparer
+from cluster.batch.rows import Task
+from cluster.batch.server import changes
+from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest
+from cluster.batch.server.objects import RequestCounts
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import NewBatch, Store
+from cluster.batch.server.worker import tenants_of
+from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatcher import Dispatcher
 from cluster.metrics import ClusterFigures, Metrics
-from cluster.openai.checking import unknown_model
+from cluster.openai.checking import MAX_PRIORITY, unknown_model
+from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
 from tests.unit.cluster_lab import Lab, until
@@ -49,6 +65,10 @@ def created(store, requests, endpoint=URL):
     return store.create_batch(NewBatch(stored.id, endpoint), TENANT).id
 
 
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def lines(store, file_id):
     with store.files.open(store.file(file_id, TENANT)) as file:
         return [json.loads(line) for line in file]
@@ -57,18 +77,20 @@ def lines(store, file_id):
 class Server:
     """What runs batches, on the replicas of a lab."""
 
-    def __init__(self, lab, store, model, folder, clock=None):
+    def __init__(self, lab, store, model, folder, **more):
         self._lab, self._model = lab, model
-        self._turn = asyncio.Lock()
-        times = {} if clock is None else {"clock": clock}
-        self.one = OneBatch(store, folder, self.model_of, **times)
+        self.turn = asyncio.Lock()
+        self.fingerprint, self.name = "f", "tiny"
+        self.one = OneBatch(store, folder, self.model_of, **more)
 
     def model_of(self, name):
-        if name not in (None, "tiny"):
-            raise unknown_model(name, ["tiny"])
+        if name not in (None, self.name):
+            raise unknown_model(name, [self.name])
         dispatcher = self._lab.dispatcher
         metrics = Metrics().of("tiny", ClusterFigures)
-        return BatchModel(self._model, dispatcher, whole_room(dispatcher, 16, 64), metrics, self._turn, "f", 0)
+        return BatchModel(
+            self._model, dispatcher, whole_room(dispatcher, 16, 64), metrics, self.turn, self.fingerprint, 0
+        )
 
 
 async def test_a_batch_is_run_to_its_output_and_its_errors(model, store, tmp_path):
@@ -170,6 +192,214 @@ async def test_an_input_that_cannot_be_run_fails_with_what_is_wrong(model, store
     assert batch.status == "failed"
     assert batch.errors[0].code == code
     assert told in batch.errors[0].message
+
+
+def told(store, batch_id, change):
+    """Write a change of a batch, as its runner does."""
+    store.batches.write(change(store.batches.read(batch_id)))
+
+
+@asynccontextmanager
+async def at_work(server, batch_id):
+    work = asyncio.create_task(server.one.run(batch_id))
+    try:
+        yield work
+    finally:
+        await cut_off(work)
+
+
+async def left_by_a_runner(model, store, ledgers, batch_id, rows_done=5):
+    """A batch of which some rows are done, and whose runner was killed."""
+    async with Lab(PATIENT) as lab:
+        await lab.start("a", pace=0.002)
+        async with at_work(Server(lab, store, model, ledgers), batch_id):
+            await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > rows_done)
+
+
+async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
+    batch_id = created(store, rows(3))
+    epoch = tmp_path / "ledgers" / batch_id / "epoch-00000001"
+    async with Lab() as lab:
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        async with server.turn, at_work(server, batch_id):
+            await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
+            seen = epoch.stat().st_mtime_ns
+            await until(lambda: epoch.stat().st_mtime_ns > seen)
+
+
+def test_who_let_go_of_an_epoch_touches_nothing_any_more(tmp_path):
+    epoch = Epoch(tmp_path)
+    epoch.close()
+    other = tmp_path / "other"
+    with other.open("w") as file:
+        os.utime(other, (1, 1))
+        epoch.beat()
+        assert os.fstat(file.fileno()).st_mtime == 1
+
+
+async def test_a_runner_that_another_one_follows_writes_no_record_any_more(model, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
+    batch_id = created(store, rows(3))
+    async with Lab() as lab:
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        async with server.turn, at_work(server, batch_id) as work:
+            await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
+            (tmp_path / "ledgers" / batch_id / "epoch-00000002").write_bytes(b"")
+            await asyncio.wait([work])
+            with pytest.raises(FencedError):
+                work.result()
+
+
+async def test_a_batch_that_was_about_to_end_and_lost_its_ledger_runs_again(model, store, tmp_path):
+    batch_id = created(store, rows(5))
+    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
+    told(store, batch_id, lambda one: changes.finalizing(one, one.created_at, RequestCounts(5, 5, 0)))
+    async with Lab() as lab:
+        await lab.start("a")
+        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert (batch.status, batch.request_counts) == ("completed", RequestCounts(5, 5, 0))
+    assert len(lines(store, batch.output_file_id)) == 5
+
+
+@pytest.mark.parametrize("wanted", ["cancelled", "expired", "failed"])
+async def test_a_batch_ends_though_its_model_is_gone(model, store, tmp_path, monkeypatch, wanted):
+    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
+    batch_id, ledgers = created(store, rows(200, max_tokens=40)), tmp_path / "ledgers"
+    await left_by_a_runner(model, store, ledgers, batch_id)
+    if wanted == "cancelled":
+        store.cancel_batch(batch_id, TENANT)
+    late = store.batch(batch_id, TENANT).expires_at
+    async with Lab() as lab:
+        server = Server(lab, store, model, ledgers, **({"clock": lambda: late} if wanted == "expired" else {}))
+        server.name = "another"
+        await server.one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert batch.status == wanted
+    assert not list(ledgers.iterdir())
+    if wanted == "failed":
+        assert batch.errors[0].code == "model_not_found"
+        return
+    assert len(lines(store, batch.output_file_id)) == batch.request_counts.completed > 5
+    assert {line["error"]["code"] for line in lines(store, batch.error_file_id)} == {f"batch_{wanted}"}
+
+
+async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp_path):
+    batch_id = created(store, rows(5))
+    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
+    store.cancel_batch(batch_id, TENANT)
+    store.files.remove(store.batch(batch_id, TENANT).input_file_id)
+    async with Lab() as lab:
+        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert (batch.status, batch.output_file_id, batch.request_counts.total) == ("cancelled", None, 5)
+
+
+async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tmp_path, monkeypatch):
+    batch_id, ledgers = created(store, rows(20)), tmp_path / "ledgers"
+    late = store.batch(batch_id, TENANT).expires_at
+    async with Lab() as lab:
+        server = Server(lab, store, model, ledgers, clock=lambda: late)
+        with monkeypatch.context() as broken:
+            broken.setattr(store.files, "add", full)
+            with pytest.raises(OSError, match="No space"):
+                await server.one.run(batch_id)
+        await server.one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert (batch.status, len(lines(store, batch.error_file_id))) == ("expired", 20)
+
+
+async def test_new_weights_begin_a_batch_anew(model, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
+    batch_id, ledgers = created(store, rows(40)), tmp_path / "ledgers"
+    await left_by_a_runner(model, store, ledgers, batch_id)
+    async with Lab() as lab:
+        await lab.start("b")
+        server = Server(lab, store, model, ledgers)
+        server.fingerprint = "g"
+        await server.one.run(batch_id)
+        assert lab.dispatcher.counters.tokens == 40 * 20
+    assert store.batch(batch_id, TENANT).status == "completed"
+
+
+@pytest.mark.parametrize("by_priority", [True, False])
+async def test_rows_use_their_tenants_cache_and_come_behind_clients(model, store, tmp_path, monkeypatch, by_priority):
+    asked = []
+    generate = Dispatcher.generate
+
+    def seen(dispatcher, request, *more):
+        asked.append((request.cache_salt, request.priority))
+        return generate(dispatcher, request, *more)
+
+    monkeypatch.setattr(Dispatcher, "generate", seen)
+    requests = rows(2, **({"priority": -5} if by_priority else {}))
+    requests[1]["body"]["cache_salt"] = "own"
+    async with Lab() as lab:
+        await lab.start("a")
+        own = replace(model, by_priority=by_priority)
+        await Server(lab, store, own, tmp_path / "a").one.run(created(store, requests))
+        await Server(lab, store, own, tmp_path / "b", tenant_of=lambda _: OPEN).one.run(created(store, requests))
+    priority = MAX_PRIORITY if by_priority else 0
+    salts = [tenant_salt(Tenant(TENANT), b""), tenant_salt(Tenant(TENANT), b"own")]
+    assert sorted(asked[:2]) == sorted((salt, priority) for salt in salts)
+    assert sorted(asked[2:]) == [(b"", priority), (b"own", priority)]
+
+
+def test_embeddings_use_their_tenants_cache_and_come_behind_clients(model):
+    task = Task(0, "r0", "/v1/embeddings", {"model": "tiny", "input": [[3, 5], [4]]})
+    call = Preparer(model, "job", 0, 1, lambda salt: salt + b"-own", 7).prepare(task).call
+    assert [(one.cache_salt, one.priority) for one in call.requests] == [(b"-own", 7)] * 2
+
+
+def test_keys_alone_make_tenants_apart():
+    assert tenants_of(ClusterConfig("demo"))("default") is OPEN
+    assert tenants_of(ClusterConfig("demo", api_key="k"))("default") == Tenant("default")
+    assert tenants_of(ClusterConfig("demo", api_key_file="f"))("a") == Tenant("a")
+
+
+async def test_trouble_with_reading_fails_no_batch(model, store, tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    batch_id = created(store, rows(3))
+    async with Lab() as lab:
+        await lab.start("a")
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        for place in ("cluster.batch.sources.reading._opened", "cluster.batch.check.tempfile.TemporaryDirectory"):
+            with monkeypatch.context() as trouble:
+                trouble.setattr(place, broken if place.endswith("_opened") else full)
+                with pytest.raises(UnreachableError):
+                    await server.one.run(batch_id)
+            assert store.batch(batch_id, TENANT).status == "validating"
+        await server.one.run(batch_id)
+    assert store.batch(batch_id, TENANT).status == "completed"
+
+
+async def test_a_line_may_be_no_longer_than_a_request(model, store, tmp_path):
+    requests = rows(1)
+    requests[0]["body"]["user"] = "x" * 2000
+    batch_id = created(store, requests)
+    async with Lab() as lab:
+        await Server(lab, store, model, tmp_path / "ledgers", max_line_bytes=1024).one.run(batch_id)
+    assert "1024" in store.batch(batch_id, TENANT).errors[0].message
+
+
+def test_rows_that_end_without_an_answer_are_written_in_parts(tmp_path):
+    class Watched(Ledger):
+        """Tells how many rows each write takes."""
+
+        def flush(self):
+            written.append(len(self._pending))
+            super().flush()
+
+    written = []
+    rows = 3 * ROWS_PER_FLUSH
+    job = Job(rows=rows, input_digest="d", model="m", fingerprint="f", settings="", created=1, version="1")
+    with closing(Watched.open(tmp_path, job, resume=True)) as ledger:
+        end_rest(ledger, "batch_expired")
+        assert ledger.totals.errors == {"batch_expired": rows}
+    assert (sum(written), max(written)) == (rows, ROWS_PER_FLUSH)
 
 
 async def test_a_runner_takes_up_all_batches_and_new_ones(model, store, tmp_path):

@@ -8,16 +8,20 @@ when the process ends however it ends, and touches it, for drivers on other host
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
+
+logger = logging.getLogger(__name__)
 
 EPOCH_FILE = re.compile(r"epoch-(\d{8})")
 BEAT = 2.0  # seconds between two signs of life
@@ -46,11 +50,19 @@ class Epoch:
         self.number = before + 1
         self._path = _path(folder, self.number)
         self._fd = self._claim()
+        self._closed = threading.Event()
+        self._closing = threading.Lock()
 
     def beat(self) -> None:
         """Show a sign of life; to be called every `BEAT` seconds. Raises `FencedError`."""
-        self.check()
-        os.utime(self._fd)
+        with self._closing:  # what was let go of may be another file by now
+            if self._fd >= 0:
+                self.check()
+                os.utime(self._fd)
+
+    def keep_beating(self) -> None:
+        """Beat in a thread until it is closed, however long its holder waits or whatever it is at work on."""
+        threading.Thread(target=self._beats, name="epoch", daemon=True).start()
 
     def check(self) -> None:
         """Raise `FencedError` when a later epoch began."""
@@ -66,9 +78,20 @@ class Epoch:
 
     def close(self) -> None:
         """Let go. Can be called twice."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._closed.set()
+        with self._closing:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _beats(self) -> None:
+        while not self._closed.wait(BEAT):
+            try:
+                self.beat()
+            except FencedError:
+                return  # its holder is told so when it next writes
+            except OSError as error:
+                logger.warning("no sign of life in %s, another one follows: %s", self.folder, error)
 
     def _claim(self) -> int:
         holder = Holder(socket.gethostname(), _boot(), os.getpid())

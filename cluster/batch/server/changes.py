@@ -1,7 +1,7 @@
 """How the status of a batch changes. Each function returns the record after one change, with its time in it.
 
     validating -> in_progress -> finalizing -> completed
-    validating -> failed
+    validating, in_progress, finalizing -> failed
     validating, in_progress, finalizing -> cancelling -> cancelled
     validating, in_progress, finalizing -> expired
 
@@ -21,8 +21,8 @@ from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, Req
 
 AFTER: Mapping[Status, frozenset[Status]] = {
     "validating": frozenset({"in_progress", "failed", "cancelling", "expired"}),
-    "in_progress": frozenset({"finalizing", "cancelling", "expired"}),
-    "finalizing": frozenset({"completed", "cancelling", "expired"}),
+    "in_progress": frozenset({"finalizing", "failed", "cancelling", "expired"}),
+    "finalizing": frozenset({"completed", "failed", "cancelling", "expired"}),
     "cancelling": frozenset({"cancelled"}),
     "failed": frozenset(),
     "completed": frozenset(),
@@ -64,7 +64,7 @@ def completed(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
 
 
 def failed(record: BatchRecord, now: int, errors: Sequence[LineError]) -> BatchRecord:
-    """Its input cannot be run, for these reasons; there is one at least."""
+    """Its input cannot be run, or not any more, for these reasons; there is one at least."""
     if not errors:
         raise IllegalChangeError(f"batch {record.id} cannot have failed without an error that says why")
     return _changed(record, "failed", now, errors=tuple(errors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from cluster.models.served import served_model
 from cluster.openai.checking import unknown_model
 from cluster.orphans import watch_parent
 from cluster.start_error import ReplicaStartError
+from cluster.tenants.tenant import OPEN, Tenant
 from engine.errors import SquadronError
 from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
 
@@ -48,7 +50,9 @@ class Batches:
             self._models = [_model(one, handle) for one, handle in zip(configs, replicas, strict=True)]
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
-        one_batch = OneBatch(store, ledger_folder(str(configs[0].batch_dir)), self._model_of)
+        shared = configs[0]
+        folder = ledger_folder(str(shared.batch_dir))
+        one_batch = OneBatch(store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes)
         self._runner = asyncio.get_running_loop().create_task(Runner(store, one_batch.run).run())
 
     def check_health(self) -> None:
@@ -61,6 +65,12 @@ class Batches:
             if name in one.model.names or (name is None and len(self._models) == 1):
                 return one
         raise unknown_model(name or "", [known for one in self._models for known in one.model.names])
+
+
+def tenants_of(config: ClusterConfig) -> Callable[[str], Tenant]:
+    """Return what tells tenants by their names, as the routers do: on a server without keys all are one."""
+    is_open = config.api_key is None and config.api_key_file is None
+    return lambda name: OPEN if is_open else Tenant(name)
 
 
 def ledger_folder(batch_dir: str) -> Path:
