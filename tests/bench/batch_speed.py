@@ -27,6 +27,7 @@ from rich.table import Table
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests.bench.machine import cores, provenance
+from tests.bench.random_model import VOCAB, make_load, save_random_model
 from tests.chaos.batch import BatchProcess, write_rows
 from tests.cluster.harness import deploy, start_ray, start_serve
 
@@ -46,31 +47,45 @@ def shared_rows(count: int, tokens: int, groups: int = 24) -> list[dict[str, Any
     return [_row(i, SHARED.format(number=i % groups) + f"x = {i}\n", tokens) for i in range(count)]
 
 
-def _row(number: int, prompt: str, tokens: int) -> dict[str, Any]:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+def _row(number: int, prompt: str | list[int], tokens: int) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def offline(rows: list[dict[str, Any]]) -> float:
+def drawn_rows(count: int) -> list[dict[str, Any]]:
+    """Random ids of the random model's vocabulary, of all lengths, and outputs of all lengths."""
+    load = make_load(VOCAB, count)
+    pairs = zip(load.prompts, load.outputs, strict=True)
+    return [_row(i, prompt, length) for i, (prompt, length) in enumerate(pairs)]
+
+
+def on_random_model(measure: Callable[[list[dict[str, Any]], str], float], rows: int) -> float:
+    """Measure with a model of 100M parameters: what a batch adds to a step weighs less there."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder))
+        return measure(drawn_rows(rows), folder)
+
+
+def offline(rows: list[dict[str, Any]], model: str = "deploy/demo_model") -> float:
     """Seconds of `LLM.generate`."""
     params = [
         SamplingParams(max_tokens=one["body"]["max_tokens"], temperature=0, ignore_eos=True, seed=0) for one in rows
     ]
-    with LLM("deploy/demo_model") as llm:
-        llm.generate("warm", SamplingParams(max_tokens=2), use_tqdm=False)
+    with LLM(model) as llm:
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
         began = time.perf_counter()
         llm.generate([one["body"]["prompt"] for one in rows], params, use_tqdm=False)
         return time.perf_counter() - began
 
 
-def batch(rows: list[dict[str, Any]], *flags: str) -> float:
+def batch(rows: list[dict[str, Any]], model: str = "demo", *flags: str) -> float:
     """Seconds of `squadron batch`, from its first row to its last."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         path = write_rows(home / "rows.jsonl", rows)
         # Ray gives an actor as many threads as it has CPUs; offline the engine has all of the machine's.
-        own = ("--model", "demo", "--cpus-per-worker", str(cores()), "--log-interval", "0.5")
-        arguments = (str(path), str(home / "out.jsonl"), *own, *flags)
+        threads = ("--cpus-per-worker", str(cores()))
+        arguments = (str(path), str(home / "out.jsonl"), "--model", model, *threads, *flags)
         process = BatchProcess(*arguments, home=home)
         if process.wait() != 0:
             raise RuntimeError(process.text)
@@ -86,10 +101,10 @@ def one_by_one(rows: list[dict[str, Any]]) -> float:
     try:
         app = deploy(start_serve(), model="demo", cpus_per_worker=1)
         with httpx.Client(base_url=app.url, timeout=60) as client:
-            client.post("/v1/completions", json={**rows[0]["body"], "max_tokens": 2}).raise_for_status()
+            client.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": 2}).raise_for_status()
             began = time.perf_counter()
             for one in rows:
-                client.post(one["url"], json=one["body"]).raise_for_status()
+                client.post(one["url"], json={**one["body"], "model": "demo"}).raise_for_status()
             return time.perf_counter() - began
     finally:
         serve.shutdown()
@@ -103,14 +118,25 @@ def apart(kind: str, rows: int, tokens: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
+SMALL_CACHE = ("--num-kv-blocks", "256")
 KINDS: dict[str, Callable[[int, int], float]] = {
     "offline": lambda rows, tokens: offline(plain_rows(rows, tokens)),
     "batch": lambda rows, tokens: batch(plain_rows(rows, tokens)),
+    "offline, 100M": lambda rows, _: on_random_model(offline, rows // 8),
+    "batch, 100M": lambda rows, _: on_random_model(batch, rows // 8),
     "one by one": lambda rows, tokens: one_by_one(plain_rows(rows, tokens)[: rows // 16]),
-    "grouped": lambda rows, tokens: batch(shared_rows(rows, 16), "--num-kv-blocks", "256"),
-    "ungrouped": lambda rows, tokens: batch(shared_rows(rows, 16), "--num-kv-blocks", "256", "--lookahead", "1"),
+    "grouped": lambda rows, _: batch(shared_rows(rows, 16), "demo", *SMALL_CACHE),
+    "ungrouped": lambda rows, _: batch(shared_rows(rows, 16), "demo", *SMALL_CACHE, "--lookahead", "1"),
 }
-COUNTED = {"one by one": lambda rows: rows // 16}
+
+
+# Speed of the second run over that of the first, and how many times as many rows it had.
+RATIOS = {
+    "batch / offline": ("offline", "batch", 1),
+    "batch / offline, 100M": ("offline, 100M", "batch, 100M", 1),
+    "batch / one by one": ("one by one", "batch", 16),
+    "grouped / ungrouped": ("ungrouped", "grouped", 1),
+}
 
 
 def main() -> None:
@@ -125,11 +151,12 @@ def main() -> None:
         print(KINDS[options.one](options.rows, options.tokens))
         return
     seconds = {kind: apart(kind, options.rows, options.tokens) for kind in KINDS}
-    table = Table("run", "rows/s", "output tokens/s", title=f"{options.rows} rows")
+    table = Table("run", "seconds", title=f"{options.rows} rows, {options.tokens} tokens each")
     for kind, took in seconds.items():
-        rows = COUNTED.get(kind, lambda count: count)(options.rows)
-        tokens = 16 if "grouped" in kind else options.tokens
-        table.add_row(kind, f"{rows / took:.1f}", f"{rows * tokens / took:,.0f}")
+        table.add_row(kind, f"{took:.1f}")
+    table.add_section()
+    for name, (one, other, factor) in RATIOS.items():
+        table.add_row(name, f"{factor * seconds[one] / seconds[other]:.2f}")
     Console().print(table)
     if options.output:
         options.output.write_text(json.dumps({"seconds": seconds, **provenance()}, indent=2))
