@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from cluster.generation import TokenChunk, TokenSource
@@ -47,6 +47,17 @@ class Choice:
 
     def take(self, chunk: TokenChunk) -> Delta:
         """Return what `chunk` adds; sets `done` with the last delta."""
+        if self._parser is None or len(chunk.token_ids) < 2:
+            return self._take(chunk)
+        # Token by token: which of them were thinking, and which came after the last call, does not depend on the cut.
+        delta = Delta(self._index, "", ())
+        for one in _cut(chunk):
+            _join(delta, self._take(one))
+            if self.done:
+                break
+        return delta
+
+    def _take(self, chunk: TokenChunk) -> Delta:
         stream, ids = self._stream, chunk.token_ids
         before = stream.num_tokens
         stop_token = chunk.finish_reason == "stop" and bool(ids)
@@ -95,6 +106,24 @@ class Choice:
             if self._stream.stopped:
                 break
         return text, placed
+
+
+def _cut(chunk: TokenChunk) -> Iterator[TokenChunk]:
+    """Yield the chunk token by token."""
+    last = len(chunk.token_ids) - 1
+    for i, token in enumerate(chunk.token_ids):
+        reason = chunk.finish_reason if i == last else None
+        yield replace(chunk, token_ids=(token,), logprobs=chunk.logprobs[i : i + 1], finish_reason=reason)
+
+
+def _join(delta: Delta, more: Delta) -> None:
+    """Put what follows into `delta`."""
+    delta.text += more.text
+    delta.reasoning += more.reasoning
+    delta.token_ids = (*delta.token_ids, *more.token_ids)
+    delta.logprobs = (*delta.logprobs, *more.logprobs)
+    delta.calls = (*delta.calls, *more.calls)
+    delta.finish_reason = more.finish_reason
 
 
 class Generation:

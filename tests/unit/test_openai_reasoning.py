@@ -1,12 +1,18 @@
 """Thinking told from answer, whole and in streams, for models that open it themselves and for those that do not."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from cluster.generation import TokenChunk
+from cluster.openai.generation import Choice
 from cluster.openai.reasoning.parsers import REASONING_PARSERS, DeepSeekR1Parser, Qwen3Parser
+from cluster.openai.tools.answer import AnswerParser
 from engine.errors import ConfigError
+from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
@@ -104,3 +110,27 @@ def test_special_tokens_are_kept_where_the_tags_are_some(tmp_path):
     assert Qwen3Parser.keeps_special_tokens(Tokenizer(str(tiny_tokenizer.save(backend, tmp_path / "a"))))
     plain = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path / "b")
     assert not Qwen3Parser.keeps_special_tokens(Tokenizer(str(plain)))
+
+
+def taken(tokenizer, ids, cuts):
+    """Run a choice over its tokens in pieces; returns what it told, and its tokens of thinking."""
+    parser = AnswerParser(Qwen3Parser())
+    choice = Choice(0, tokenizer.text_streams(SamplingParams())[0], parser=parser)
+    pieces = [ids[a:b] for a, b in pairwise([0, *sorted(cuts), len(ids)]) if a < b]
+    deltas = [
+        choice.take(TokenChunk(0, tuple(piece), finish_reason="length" if piece is pieces[-1] else None))
+        for piece in pieces
+    ]
+    told = ("".join(one.reasoning for one in deltas), "".join(one.text for one in deltas), deltas[-1].finish_reason)
+    return told, choice.reasoning_tokens, choice.num_tokens
+
+
+def test_tokens_of_thinking_are_counted_alike_however_they_come(tmp_path):
+    tokenizer = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path)))
+    ids = tokenizer.encode("<think>one, two</think>And three.")
+    whole = taken(tokenizer, ids, [])
+    assert whole[0] == ("one, two", "And three.", "length")
+    assert 0 < whole[1] < whole[2] == len(ids)
+    for cut in range(1, len(ids)):
+        assert taken(tokenizer, ids, [cut]) == whole
+    assert taken(tokenizer, ids, range(1, len(ids))) == whole
