@@ -100,8 +100,14 @@ async def _take_in(call: Call, form: UploadForm, threads: FileThreads, most: int
 
 def _check_fields(fields: Mapping[str, str]) -> None:
     """Refuse what is wrong before the file comes, which most clients send last."""
-    plain = {name.partition("[")[0]: value for name, value in fields.items()}  # objects come as expires_after[anchor]
+    plain = {_field(name): value for name, value in fields.items()}
     checked_fields(FileFields, {"file": "", "purpose": "batch"} | plain, REFUSED_FILE)
+
+
+def _field(name: str) -> str:
+    """Return the field that a part is of. An object comes in parts, such as expires_after[anchor]."""
+    field = name.partition("[")[0]
+    return field if field in REFUSED_FILE else name
 
 
 async def _blocks(content: BinaryIO, threads: FileThreads) -> AsyncIterator[bytes]:

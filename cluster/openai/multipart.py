@@ -16,6 +16,7 @@ from engine.errors import InvalidRequestError
 
 FILE = "file"
 MAX_FIELD_BYTES = 4096
+MAX_FIELDS = 16  # beside the file; all are checked again with each one more
 MAX_FILENAME = 255  # characters
 MAX_BOUNDARY = 70  # bytes, by RFC 2046
 _ENCODINGS = (b"", b"binary", b"8bit", b"7bit")
@@ -104,6 +105,8 @@ class UploadForm:
         part.begin()
         if part.name in self.fields or (part.name == FILE and self.filename is not None):
             raise InvalidRequestError(f"{part.name} is there twice; send it once", part.name)
+        if len(self.fields) == MAX_FIELDS and part.name != FILE:
+            raise ApiError("invalid_multipart", f"a form may have at most {MAX_FIELDS} parts beside its file")
         if part.name == FILE:
             self.filename = part.file_name()
             self._draft = self._new_draft()

@@ -15,6 +15,7 @@ import pytest
 from cluster.batch.server.local_root import LocalDraft
 from cluster.errors import ApiError
 from cluster.openai import http as openai_http
+from cluster.openai.multipart import UploadForm
 from cluster.openai.under_way import UnderWay
 from tests.openai_app import app_for, client_for, saying, served_model, serving
 from tests.storage_app import (
@@ -162,6 +163,8 @@ WRONG_FORMS = {
     "purpose twice": (form(PURPOSE, PURPOSE, FILE), "invalid_value", "purpose"),
     "other purpose": (form(part("purpose", b"vision"), FILE), "invalid_type", "purpose"),
     "unknown part": (form(PURPOSE, part("porpose", b"batch"), FILE), "unknown_parameter", "porpose"),
+    "purpose as a list": (form(part("purpose[0]", b"batch"), FILE), "unknown_parameter", "purpose[0]"),
+    "file as a list": (form(PURPOSE, part("file[]", b"x"), FILE), "unknown_parameter", "file[]"),
     "long part": (form(part("purpose", b"b" * 5000), FILE), "invalid_value", "purpose"),
     "long name": (form(part("n" * 20_000, b"b"), FILE), "invalid_multipart", None),
     "no name": (form(b"Content-Disposition: form-data\r\n\r\nx"), "invalid_multipart", None),
@@ -189,6 +192,14 @@ async def test_a_wrong_form_gets_a_typed_400_and_leaves_nothing(app, tmp_path, n
         answer = await client.post("/v1/files", content=body, headers=FORM)
     assert await error_of(answer) == (400, code, param), answer.text
     assert contents(tmp_path) == []
+
+
+def test_a_form_has_few_parts():
+    seen = []
+    form_of_many = UploadForm(BOUNDARY.encode(), lambda: None, lambda fields: seen.append(len(fields)), 1)
+    with pytest.raises(ApiError, match="at most 16 parts"):
+        form_of_many.feed(form(*[part(f"f{number}", b"x") for number in range(17)]))
+    assert seen == list(range(1, 17))
 
 
 @pytest.mark.parametrize(
