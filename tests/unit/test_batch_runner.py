@@ -18,7 +18,7 @@ from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Task
 from cluster.batch.server import changes
 from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest
-from cluster.batch.server.objects import RequestCounts
+from cluster.batch.server.objects import LineError, RequestCounts
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
@@ -436,3 +436,76 @@ async def test_a_batch_that_cannot_go_on_harms_no_other(store):
     await until(lambda: len(tried) == 2)
     assert not work.done()
     await cut_off(work)
+
+
+@asynccontextmanager
+async def looking(runner):
+    work = asyncio.create_task(runner.run())
+    try:
+        yield work
+    finally:
+        await cut_off(work)
+
+
+async def test_a_damaged_record_stops_no_other_batch(store, caplog):
+    tried = []
+
+    async def run_one(batch_id):
+        tried.append(batch_id)
+
+    damaged, whole = created(store, rows(1)), created(store, rows(1))
+    store.batches._root.write(f"batches/{damaged}/batch.json", b"{")
+    runner = Runner(store, run_one)
+    async with looking(runner):
+        await until(lambda: tried.count(whole) >= 1)
+        runner.wake()
+        await until(lambda: tried.count(whole) >= 2)
+    assert damaged not in tried
+    assert [damaged in one for one in caplog.messages].count(True) == 1
+
+
+async def test_a_place_that_raises_anything_is_looked_at_again(store, monkeypatch):
+    tried = []
+
+    async def run_one(batch_id):
+        tried.append(batch_id)
+
+    def broken(_):
+        tried.append("broken")
+        raise ValueError("what a library raises")
+
+    batch_id = created(store, rows(1))
+    runner = Runner(store, run_one)
+    with monkeypatch.context() as trouble:
+        trouble.setattr(store.batches._root, "names", broken)
+        work = asyncio.create_task(runner.run())
+        await until(lambda: tried == ["broken"])
+    runner.wake()
+    await until(lambda: tried == ["broken", batch_id])
+    await cut_off(work)
+
+
+async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 3)
+    first = [created(store, rows(1)) for _ in range(5)]
+    last = created(store, rows(1))
+
+    async def run_one(batch_id):
+        model = "other" if batch_id == last else "tiny"
+        if store.batches.read(batch_id).status == "validating":
+            told(store, batch_id, lambda one: changes.begun(one, one.created_at, 1, model))
+        await asyncio.Event().wait()
+
+    runner = Runner(store, run_one)
+
+    def runs(*ids):
+        runner.wake()
+        return set(runner.running) == set(ids)
+
+    async with looking(runner):
+        await until(lambda: runs(*first[:3], last))
+        assert [store.batches.read(one).status for one in first] == ["in_progress"] * 5
+        for one in first[:2]:
+            told(store, one, lambda one: changes.failed(one, one.created_at, [LineError(code="x", message="y")]))
+            runner.running[one].cancel()
+        await until(lambda: runs(*first[2:], last))

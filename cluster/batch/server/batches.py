@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -79,15 +79,26 @@ class BatchStore:
         """Return when the end of a batch was asked for, None where it was not."""
         return _asked_at(self._root.read(_path(batch_id, CANCEL)), batch_id)
 
-    def unended(self, tenant: str | None = None) -> Iterator[BatchRecord]:
+    def unended(
+        self, tenant: str | None = None, on_damaged: Callable[[StoreError], None] | None = None
+    ) -> Iterator[BatchRecord]:
         """Yield the records of batches that have not ended, as they were written, the oldest first.
 
-        tenant: whose, None = all tenants'. Marks that stand for nothing are removed on the way.
+        tenant: whose, None = all tenants'. on_damaged: told of records that cannot be read, which are left out; None
+        = they are raised. Marks that stand for nothing are removed on the way.
         """
         marked = sorted(one for one in self._root.names(OPEN) if _may_be_of(one, tenant))
         for start in range(0, len(marked), READ_AT_ONCE):
             ids = marked[start : start + READ_AT_ONCE]
-            for batch_id, record in zip(ids, self._records(ids), strict=True):
+            found = self._root.read_all([_path(one, RECORD) for one in ids])
+            for batch_id, data in zip(ids, found, strict=True):
+                try:
+                    record = _record(data, batch_id)
+                except StoreError as error:
+                    if on_damaged is None:
+                        raise
+                    on_damaged(error)
+                    continue
                 if record is not None and not record.ended:
                     yield record
                 elif record is not None or BATCH_IDS.made_at(batch_id) < time.time() - STALE:

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 from cluster.batch.errors import BusyError, FencedError
+from cluster.batch.server.errors import StoreError
 from cluster.batch.server.objects import BatchRecord
 from cluster.batch.server.store import Store
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between two looks for new batches
-MAX_AT_ONCE = 64  # batches that are looked after
+MAX_AT_ONCE = 64  # batches of a model that are looked after, and batches of which the model is not known yet
 PAUSE_SECONDS = 10.0  # until a batch is tried again that failed for a reason of ours
 
 RunOne = Callable[[str], Coroutine[Any, Any, None]]
@@ -33,6 +36,7 @@ class Runner:
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}
+        self._told: set[str] = set()  # damages that the log has
         self._wake = asyncio.Event()
 
     def wake(self, _: BatchRecord | None = None) -> None:
@@ -50,10 +54,9 @@ class Runner:
             while True:
                 await self._look()
                 self._wake.clear()
-                try:
-                    await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
-                except TimeoutError:
-                    continue
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):  # wait_for loses a cancellation that meets a wake
+                        await self._wake.wait()
         finally:
             for task in self._tasks.values():
                 task.cancel()
@@ -61,16 +64,34 @@ class Runner:
 
     async def _look(self) -> None:
         try:
-            unended = await asyncio.to_thread(lambda: [one.id for one in self._store.batches.unended()])
-        except OSError as error:
-            logger.warning("batches cannot be listed: %s", error)
+            unended = await asyncio.to_thread(lambda: list(self._store.batches.unended(on_damaged=self._tell)))
+        except Exception:
+            # Whatever a library for URLs raises: batches that run go on, and it is tried again.
+            logger.exception("batches cannot be listed")
             return
+        model_of = {one.id: one.model for one in unended}
+        self._let_go(model_of)
+        running = Counter(model_of.get(one) for one in self._tasks)
         now = self._clock()
-        for batch_id in unended:
-            if len(self._tasks) >= MAX_AT_ONCE:
-                return
-            if batch_id not in self._tasks and self._not_before.get(batch_id, 0.0) <= now:
+        for batch_id, model in model_of.items():
+            waits = batch_id in self._tasks or self._not_before.get(batch_id, 0.0) > now
+            if not waits and running[model] < MAX_AT_ONCE:
+                running[model] += 1
                 self._tasks[batch_id] = asyncio.create_task(self._see_to_its_end(batch_id))
+
+    def _let_go(self, model_of: Mapping[str, str | None]) -> None:
+        """Leave batches for later that turned out to be of a model that has enough of them, the latest first."""
+        kept: Counter[str] = Counter()
+        for batch_id, task in self._tasks.items():
+            if model := model_of.get(batch_id):
+                kept[model] += 1
+                if kept[model] > MAX_AT_ONCE:
+                    task.cancel()
+
+    def _tell(self, damaged: StoreError) -> None:
+        if str(damaged) not in self._told:
+            self._told.add(str(damaged))
+            logger.error("a batch is left out: %s", damaged)
 
     async def _see_to_its_end(self, batch_id: str) -> None:
         try:
