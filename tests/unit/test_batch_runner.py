@@ -18,11 +18,14 @@ from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Task
 from cluster.batch.server import changes
 from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest
+from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.objects import LineError, RequestCounts
 from cluster.batch.server.one_batch import BatchModel, OneBatch
+from cluster.batch.server.pages import Asked
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import NewBatch, Store
+from cluster.batch.server.sweeper import Sweeper
 from cluster.batch.server.worker import tenants_of
 from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
@@ -400,6 +403,81 @@ def test_rows_that_end_without_an_answer_are_written_in_parts(tmp_path):
         end_rest(ledger, "batch_expired")
         assert ledger.totals.errors == {"batch_expired": rows}
     assert (sum(written), max(written)) == (rows, ROWS_PER_FLUSH)
+
+
+async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, monkeypatch):
+    requests = rows(5)
+    requests[0]["body"]["max_tokens"] = -1
+    batch_id = created(store, requests)
+    add = store.files.add
+
+    def no_room_for_errors(draft, tenant, name, *more):
+        return full() if name.endswith("_error.jsonl") else add(draft, tenant, name, *more)
+
+    def killed(_):
+        raise OSError("killed")
+
+    async with Lab() as lab:
+        await lab.start("a")
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        for owner, name, broken in [
+            (store.files, "add", no_room_for_errors),
+            (changes, "completed", lambda *_: full()),
+            (Ledger, "remove", killed),
+        ]:
+            with monkeypatch.context() as trouble:
+                trouble.setattr(owner, name, broken)
+                with pytest.raises(OSError, match=r"No space|killed"):
+                    await server.one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert batch.status == "completed"
+    assert len(lines(store, batch.output_file_id)) == 4
+    kept = {one.id for one in store.files.page(TENANT, Asked(10)).items}
+    assert kept == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+
+
+async def test_a_batch_that_failed_in_the_end_leaves_no_output(model, store, tmp_path, monkeypatch):
+    batch_id = created(store, rows(3))
+    async with Lab() as lab:
+        await lab.start("a")
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        with monkeypatch.context() as trouble:
+            trouble.setattr(changes, "completed", lambda *_: full())
+            with pytest.raises(OSError, match="No space"):
+                await server.one.run(batch_id)
+        server.name = "another"
+        await server.one.run(batch_id)
+    batch = store.batch(batch_id, TENANT)
+    assert batch.status == "failed"
+    assert [one.id for one in store.files.page(TENANT, Asked(10)).items] == [batch.input_file_id]
+
+
+def test_ledgers_of_batches_that_have_ended_are_swept(store, tmp_path):
+    ids = {name: created(store, rows(1)) for name in ("runs", "ended", "is ending")}
+    ids["is gone"] = BATCH_IDS.new(TENANT)
+    for name in ("ended", "is ending"):
+        told(store, ids[name], lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+    for name in (*ids.values(), "else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_bytes(b"{}")
+    with closing(Epoch(tmp_path / ids["is ending"])):
+        Sweeper(store, tmp_path).sweep()
+    assert {one.name for one in tmp_path.iterdir()} - {"store"} == {ids["runs"], ids["is ending"], "else"}
+    Sweeper(store, tmp_path / "none").sweep()
+
+
+async def test_sweeping_goes_on_after_trouble(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.sweeper.SWEEP_SECONDS", 0.001)
+    swept = []
+
+    def sweep():
+        swept.append(1)
+        full()
+
+    monkeypatch.setattr(store, "sweep", sweep)
+    work = asyncio.create_task(Sweeper(store, tmp_path).run())
+    await until(lambda: len(swept) > 2)
+    await cut_off(work)
 
 
 async def test_a_runner_takes_up_all_batches_and_new_ones(model, store, tmp_path):

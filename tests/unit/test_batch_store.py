@@ -82,6 +82,15 @@ def test_ids_are_in_the_order_of_their_making_and_tell_when_that_was():
     assert all(FILE_IDS.fits(one) and not BATCH_IDS.fits(one) for one in ids)
 
 
+def test_what_comes_of_a_batch_has_the_same_id_each_time_and_is_its_tenants():
+    one, other = BATCH_IDS.new("a"), BATCH_IDS.new("a")
+    ids = [FILE_IDS.derived(batch, what) for batch in (one, other) for what in ("output", "error")]
+    assert ids == [FILE_IDS.derived(batch, what) for batch in (one, other) for what in ("output", "error")]
+    assert len(set(ids)) == 4
+    assert all(FILE_IDS.may_be_of(file, "a") and not FILE_IDS.may_be_of(file, "b") for file in ids)
+    assert FILE_IDS.made_at(ids[0]) == BATCH_IDS.made_at(one)
+
+
 ZEROS = "0" * 32
 NO_IDS = ["", "file-", "../etc/passwd", f"file-{ZEROS[1:]}", f"file-{ZEROS}0", "file-" + "G" * 32, "file-" + "A" * 32]
 NO_IDS += [f"file-{ZEROS}\n", f"\nfile-{ZEROS}", f"file-/../{ZEROS[5:]}", f"FILE-{ZEROS}", "file-" + "٣" * 32]
@@ -139,7 +148,7 @@ def test_drafts_of_killed_processes_are_removed_and_those_of_live_ones_are_not(t
     paths = list((tmp_path / "drafts").iterdir())
     long_ago = time.time() - STALE - 10
     os.utime(old._path, (long_ago, long_ago))
-    LocalRoot(tmp_path)
+    Store(root, 1).sweep()
     assert set(paths) - set((tmp_path / "drafts").iterdir()) == {old._path}
     old.discard()
     young.discard()

@@ -13,6 +13,7 @@ from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.output.spec import OutputSpec, Style
 from cluster.batch.output.write import Finished, write_output
 from cluster.batch.server import changes
+from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, RequestCounts
 from cluster.batch.server.store import Store
 from cluster.batch.sources.source import FileSource
@@ -20,6 +21,7 @@ from cluster.batch.tasks import TaskMaker
 from cluster.errors import ApiError
 
 EXPIRED, CANCELLED = "batch_expired", "batch_cancelled"
+FILES = ("output", "error")
 ROWS_PER_FLUSH = 4096
 
 
@@ -70,8 +72,16 @@ class Ending:
         """End a batch that cannot be run."""
         code = error.code if isinstance(error, ApiError) else "invalid_input"
         fault = LineError(code=code, message=str(error))
-        self.write(changes.failed(record, self.now(), [fault]), epoch.check)
+        self._close(changes.failed(record, self.now(), [fault]), epoch.check)
         epoch.remove_folder()
+
+    def _close(self, ended: BatchRecord, check: Callable[[], None]) -> None:
+        """Keep the end of a batch, and no file that an earlier attempt left and that is not of it."""
+        check()
+        for kind in FILES:
+            if (file_id := FILE_IDS.derived(ended.id, kind)) not in ended.file_ids:
+                self._store.files.remove(file_id)
+        self.write(ended, check)
 
     def write(self, record: BatchRecord, check: Callable[[], None]) -> None:
         """Keep a change of a batch that is still ours. check: raises `FencedError` where it is another runner's."""
@@ -87,7 +97,7 @@ class Ending:
             ended = changes.cancelled(record, self.now(), outcome)
         else:
             ended = (changes.expired if expired else changes.completed)(record, self.now(), outcome)
-        self.write(ended, check)
+        self._close(ended, check)
 
     def _outcome(self, record: BatchRecord, opened: Opened) -> changes.Outcome:
         ledger = opened.ledger
@@ -104,14 +114,15 @@ class Ending:
         )
 
     def _kept(self, record: BatchRecord, path: Path, kind: str) -> str:
-        """Keep a file for the client; return its id."""
+        """Keep a file for the client, in place of one of an attempt that was killed; return its id."""
         draft = self._store.files.draft()
         try:
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
                     draft.write(chunk)
             name = f"{record.id}_{kind}.jsonl"
-            return self._store.files.add(draft, record.tenant, name, "batch_output").id
+            file_id = FILE_IDS.derived(record.id, kind)
+            return self._store.files.add(draft, record.tenant, name, "batch_output", file_id).id
         finally:
             draft.discard()
 

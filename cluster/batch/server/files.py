@@ -1,10 +1,12 @@
-"""Files by id: `files/ID/content`, and once that is whole `files/ID/meta.json`. Neither ever changes.
+"""Files by id: `files/ID/content`, and once that is whole `files/ID/meta.json`. Neither changes, but that the
+runner of a batch that has not ended may write its output again.
 
 `deleting/ID.*` are marks of those who are about to delete a file.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from secrets import token_hex
 from typing import BinaryIO
@@ -32,16 +34,18 @@ class FileStore:
         """Begin the content of a file."""
         return self._root.draft()
 
-    def add(self, draft: Draft, tenant: str, filename: str, purpose: Purpose) -> StoredFile:
-        """Make a file of a finished draft."""
-        file_id, size = FILE_IDS.new(tenant), draft.size
+    def add(
+        self, draft: Draft, tenant: str, filename: str, purpose: Purpose, file_id: str | None = None
+    ) -> StoredFile:
+        """Make a file of a finished draft. file_id: of a file that is replaced if it is there; None = a new one."""
+        file_id, size = file_id or FILE_IDS.new(tenant), draft.size
         stored = StoredFile(
             id=file_id,
             tenant=tenant,
             filename=filename,
             purpose=purpose,
             size=size,
-            created_at=FILE_IDS.made_at(file_id),
+            created_at=int(time.time()),
         )
         draft.put(_path(file_id, "content"))
         try:

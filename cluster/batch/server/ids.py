@@ -1,8 +1,8 @@
 """Ids of files and batches: made here alone, and in the order of their making.
 
-The 32 hex digits are 14 of the time in microseconds, 8 of the tenant, and 10 at random. So a list is in order without
-a look into anything, and takes no look at what is not the tenant's. Whose something is, is kept beside it: the digits
-are a way to find it, and no proof.
+The 32 hex digits are 14 of the time in microseconds, 8 of the tenant, and 10 at random, or of what it comes of. So a
+list is in order without a look into anything, and takes no look at what is not the tenant's. Whose something is, is
+kept beside it: the digits are a way to find it, and no proof.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 _TIME_DIGITS, _TENANT_DIGITS, _RANDOM_DIGITS = 14, 8, 10
+_DIGITS = _TIME_DIGITS + _TENANT_DIGITS + _RANDOM_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,12 @@ class Ids:
         """Make one that there never was."""
         micros = time.time_ns() // 1000
         return f"{self.prefix}{micros:0{_TIME_DIGITS}x}{_tag(tenant)}{secrets.token_hex(_RANDOM_DIGITS // 2)}"
+
+    def derived(self, source: str, what: str) -> str:
+        """Make the one for `what` comes of another thing: always the same. source: its id, of time and tenant."""
+        kept = source[-_DIGITS:][: _TIME_DIGITS + _TENANT_DIGITS]
+        own = blake2b(f"{source}:{what}".encode(), digest_size=_RANDOM_DIGITS // 2, person=b"sqd-derived")
+        return f"{self.prefix}{kept}{own.hexdigest()}"
 
     def fits(self, text: str) -> bool:
         """Whether `text` is spelt like one: fit for a path, whoever sent it."""

@@ -23,7 +23,7 @@ class LocalRoot:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / DRAFTS).mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        self.sweep()
         self.draft().discard()  # it can be written to
 
     def read(self, path: str) -> bytes | None:
@@ -74,7 +74,8 @@ class LocalRoot:
             else:
                 target.unlink()
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
+        """Remove the drafts that killed processes left."""
         for path in (self._folder / DRAFTS).iterdir():
             with suppress(FileNotFoundError):  # it was put in place, or another router removed it
                 if path.stat().st_mtime < time.time() - STALE:

@@ -74,6 +74,10 @@ class Root(Protocol):
         """Remove a file, or a folder with all that is in it; nothing where there is neither."""
         ...
 
+    def sweep(self) -> None:
+        """Remove the drafts that killed processes left."""
+        ...
+
 
 def open_root(place: str) -> Root:
     """Return the root at an absolute path or a URL, made if need be. Raises `ConfigError` naming the setting."""

@@ -45,8 +45,13 @@ class Store:
     def __init__(self, root: Root, max_file_bytes: int, on_created: OnCreated | None = None) -> None:
         self.files = FileStore(root)
         self.batches = BatchStore(root)
+        self._root = root
         self.max_file_bytes = max_file_bytes
         self._on_created = on_created
+
+    def sweep(self) -> None:
+        """Remove what killed processes left in the middle of writing it."""
+        self._root.sweep()
 
     def keep_input(self, draft: Draft, tenant: str, filename: str) -> StoredFile:
         """Make a file of what a client sent as the input of batches."""

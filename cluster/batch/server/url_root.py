@@ -73,6 +73,9 @@ class UrlRoot:
         except FileNotFoundError:
             return
 
+    def sweep(self) -> None:
+        """Remove nothing: drafts have no names, and are gone with their process."""
+
     def opened_for_writing(self, path: str) -> Any:
         """Open a file that is uploaded when it is closed; its folder is made where the file system has such."""
         try:

@@ -19,6 +19,7 @@ from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
+from cluster.batch.server.sweeper import Sweeper
 from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
@@ -53,7 +54,9 @@ class Batches:
         shared = configs[0]
         folder = ledger_folder(str(shared.batch_dir))
         one_batch = OneBatch(store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes)
-        self._runner = asyncio.get_running_loop().create_task(Runner(store, one_batch.run).run())
+        loop = asyncio.get_running_loop()
+        self._sweeper = loop.create_task(Sweeper(store, folder).run())
+        self._runner = loop.create_task(Runner(store, one_batch.run).run())
 
     def check_health(self) -> None:
         """Raise when batches are run no more (called by Serve)."""

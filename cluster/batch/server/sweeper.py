@@ -1,0 +1,48 @@
+"""Removes what killed processes left, when a runner starts and every hour."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from cluster.batch.errors import BusyError
+from cluster.batch.ledger.epoch import Epoch
+from cluster.batch.server.ids import BATCH_IDS
+from cluster.batch.server.store import Store
+
+logger = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 3600.0
+
+
+class Sweeper:
+    """folder: of ledgers."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self._store = store
+        self._folder = folder
+
+    async def run(self) -> None:
+        """Sweep until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self.sweep)
+            except Exception:
+                # Whatever a disk or a library for URLs raises: it is tried again.
+                logger.exception("what killed processes left cannot be removed now")
+            await asyncio.sleep(SWEEP_SECONDS)
+
+    def sweep(self) -> None:
+        """Remove drafts that nobody writes, and ledgers of batches that have ended or are not there."""
+        self._store.sweep()
+        for folder in self._folder.iterdir() if self._folder.exists() else ():
+            if BATCH_IDS.fits(folder.name) and not self._is_needed(folder.name):
+                try:
+                    Epoch(folder).remove_folder()
+                except BusyError:
+                    continue  # whoever ended it is about to
+
+    def _is_needed(self, batch_id: str) -> bool:
+        record = self._store.batches.read(batch_id)
+        return record is not None and not record.ended
