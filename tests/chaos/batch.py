@@ -68,11 +68,12 @@ def write_rows(path: Path, requests: Sequence[dict[str, Any]]) -> Path:
 
 
 class BatchProcess:
-    """A running `squadron batch`. room: bytes until its disk is full; None = plenty."""
+    """A running `squadron batch`. room: bytes until its disk is full; None = plenty. variables: environment."""
 
-    def __init__(self, *arguments: str, home: Path, room: int | None = None) -> None:
+    def __init__(self, *arguments: str, home: Path, room: int | None = None, **variables: str) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))}
         kept = {"RAY_TMPDIR": os.environ["RAY_TMPDIR"]} if "RAY_TMPDIR" in os.environ else {}
+        own = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": CREATED}
         self.log = home / f"driver-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -80,7 +81,7 @@ class BatchProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=clean | kept | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": CREATED},
+                env=clean | kept | own | variables,
             )
         self._seen: set[psutil.Process] = set()
 

@@ -22,7 +22,7 @@ LEAK_SECONDS = 10.0
 class Command:
     """A running `squadron` in a process group of its own, so that Ctrl-C reaches it as a terminal sends it."""
 
-    def __init__(self, *arguments: str, home: Path) -> None:
+    def __init__(self, *arguments: str, home: Path, **variables: str) -> None:
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
         }
@@ -32,7 +32,7 @@ class Command:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env=environment | {"HOME": str(home), "HF_HUB_OFFLINE": "1"},
+            env=environment | {"HOME": str(home), "HF_HUB_OFFLINE": "1", **variables},
         )
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)

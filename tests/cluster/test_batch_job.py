@@ -5,8 +5,9 @@ import json
 import pytest
 from ray.job_submission import JobStatus
 
-from tests.chaos.batch import rows, until, write_rows
-from tests.cluster.harness import eventually
+from tests.chaos.batch import BatchProcess, rows, until, write_rows
+from tests.cluster.command import Command
+from tests.cluster.harness import eventually, free_port
 from tests.cluster.ray_head import RayHead
 
 MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
@@ -53,3 +54,26 @@ def test_a_job_that_is_killed_goes_on_when_it_is_submitted_again(head, tmp_path)
     assert json.loads((tmp_path / "killed.jsonl.manifest.json").read_text())["rows"] == 150
     # Nothing of the batch is left in the cluster.
     eventually(lambda: not head.processes(third), "all drivers have ended", 10)
+
+
+@pytest.mark.timeout(300)
+def test_a_batch_uses_the_replicas_of_a_running_app(head, tmp_path):
+    source = write_rows(tmp_path / "rows.jsonl", rows(60, 30))
+    server = Command(
+        "serve", "demo", "--replicas", "2", "--port", str(free_port()), home=tmp_path, RAY_ADDRESS=head.address
+    )
+    joined = {"RAY_ADDRESS": head.address, "RAY_AUTH_MODE": "disabled"}
+    try:
+        server.wait_for("Ctrl-C stops it")
+        flags = ("--log-interval", "0.5", "--app", "squadron")
+        batch = BatchProcess(str(source), str(tmp_path / "beside.jsonl"), *flags, home=tmp_path, **joined)
+        assert batch.wait() == 0, batch.text
+        wrong = BatchProcess(str(source), str(tmp_path / "no.jsonl"), *flags, "--model", "x", home=tmp_path, **joined)
+        assert wrong.wait() == 1
+        assert "name one of the models of squadron with --model: demo" in wrong.text
+        assert server.ctrl_c() == 0
+    finally:
+        server.kill()
+    own = BatchProcess(str(source), str(tmp_path / "own.jsonl"), "--model", "demo", home=tmp_path)
+    assert own.wait() == 0, own.text
+    assert (tmp_path / "beside.jsonl").read_bytes() == (tmp_path / "own.jsonl").read_bytes()
