@@ -301,6 +301,7 @@ async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp
 
 async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tmp_path, monkeypatch):
     batch_id, ledgers = created(store, rows(20)), tmp_path / "ledgers"
+    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 20, "tiny"))
     late = store.batch(batch_id, TENANT).expires_at
     async with Lab() as lab:
         server = Server(lab, store, model, ledgers, clock=lambda: late)

@@ -245,6 +245,7 @@ def _ledger(epoch: Epoch, job: Job) -> Ledger:
     if stored is None or job.difference(stored) is not None:
         if stored is not None:
             logger.warning("%s begins anew: its %s has changed", epoch.folder, job.difference(stored))
+        epoch.check()
         _clear(epoch.folder)
     return Ledger.within(epoch, job)
 
