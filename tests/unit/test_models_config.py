@@ -224,7 +224,8 @@ def test_the_app_has_one_router_and_a_deployment_for_each_model():
     app = build({"models": TWO, "cpus_per_worker": 0.5})
     router = app._bound_deployment
     assert router.name == "Router"
-    settings, replicas, built_of = router.init_args
+    settings, replicas, built_of, batches = router.init_args
+    assert batches is None
     assert [one["served_model_name"] for one in settings] == [("demo",), ("other",)]
     deployments = [one._bound_deployment for one in replicas]
     assert [(one.name, one.num_replicas) for one in deployments] == [("Replica-demo", 1), ("Replica-other", 3)]
@@ -265,3 +266,10 @@ def test_the_serve_config_file_of_two_models_is_one_that_serve_and_we_understand
     assert names(config) == [("demo", "small"), ("demo-tp2",)]
     assert [one.tensor_parallel_size for one in config.models] == [1, 2]
     assert len(make_plans(config)) == 2
+
+
+def test_an_app_that_keeps_batches_has_a_deployment_that_runs_them(tmp_path):
+    app = build({"models": TWO, "cpus_per_worker": 0.5, "batch_dir": str(tmp_path)})
+    settings, replicas, _, batches = app._bound_deployment.init_args
+    assert batches._bound_deployment.name == "Batches"
+    assert batches._bound_deployment.init_args == (settings, replicas)
