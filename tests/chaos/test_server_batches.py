@@ -6,7 +6,6 @@ import json
 
 import openai
 import pytest
-import ray
 from ray import serve
 
 from tests.chaos.batch import rows, write_rows
@@ -16,28 +15,17 @@ from tests.cluster.harness import (
     eventually,
     kill,
     processes,
-    start_ray,
-    start_serve,
 )
 
+NAME = "batches"
 END_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory):
-    start_ray()
-    try:
-        yield deploy(
-            start_serve(),
-            model="demo",
-            replicas=2,
-            tensor_parallel_size=1,
-            cpus_per_worker=0.5,
-            batch_dir=str(tmp_path_factory.mktemp("batches")),
-        )
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+def app(serve_port, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("batches"))
+    yield deploy(serve_port, NAME, model="demo", replicas=2, cpus_per_worker=0.5, batch_dir=folder)
+    serve.delete(NAME)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +82,7 @@ def test_a_batch_outlives_its_runner_a_router_and_a_replica(app, client, tmp_pat
     batch = started(client, path)
     for title, done in [("Batches", 10), ("Replica", 60), ("Router", 120)]:
         assert until_done(client, batch, done).status == "in_progress"
-        kill(processes(f"ray::ServeReplica:squadron:{title}")[0])
+        kill(processes(f"ray::ServeReplica:{NAME}:{title}")[0])
     batch = ended(client, batch)
     assert batch.status == "completed"
     assert answers(client, batch.output_file_id) == undisturbed

@@ -122,10 +122,11 @@ def test_files_and_batches_outlive_their_router(client: openai.OpenAI, demo_app:
     demo_app.wait_whole()
     assert client.batches.retrieve(made.id).created_at == made.created_at
     assert [one.id for one in client.files.list()] == [file.id]
-    with pytest.raises(openai.ConflictError, match="has not ended"):
-        client.files.delete(file.id)
-    assert client.batches.cancel(made.id).status == "cancelling"
-    assert [one.status for one in client.batches.list(limit=1)] == ["cancelling"]
+    # All its rows have one id.
+    eventually(lambda: client.batches.retrieve(made.id).status == "failed", "the batch has ended")
+    assert "custom_id '1'" in client.batches.retrieve(made.id).errors.data[0].message
+    assert [one.status for one in client.batches.list(limit=1)] == ["failed"]
+    assert client.files.delete(file.id).deleted
 
 
 def test_the_page_the_version_and_the_document_are_there(demo_app: App) -> None:

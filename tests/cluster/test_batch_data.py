@@ -11,25 +11,16 @@ import ray
 
 from cluster.batch.errors import InputError
 from cluster.batch.sources.source import open_source
-from tests.cluster.harness import start_ray
 
 # Ray Data warns of defaults that it sets itself.
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*is deprecated:DeprecationWarning:ray\.data\.context")
-CPUS = 16  # of `start_ray`
 
 
 @pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    start_ray()
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def replica(local_ray):
+def replica(serve_port):
     """A replica that holds every CPU, as those of a batch on a Ray of its own do."""
 
-    @ray.remote(num_cpus=CPUS)
+    @ray.remote(num_cpus=int(ray.available_resources()["CPU"]))
     class Replica:
         def ready(self):
             return True

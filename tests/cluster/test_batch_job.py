@@ -43,7 +43,7 @@ def test_a_job_that_is_killed_goes_on_when_it_is_submitted_again(head, tmp_path)
 
     # Another cluster user stops one; what it did counts as well.
     second = head.submit(work, "rows.jsonl", str(killed), *MODEL, "--resume")
-    eventually(lambda: len(list(ledger.glob("rows-*.log"))) == 2, "the second driver began", 60)
+    eventually(lambda: "tokens/s" in head.client.get_job_logs(second), "the second driver works", 60)
     head.client.stop_job(second)
     assert head.until_ended(second) == JobStatus.STOPPED
     assert "--resume goes on from here" in head.client.get_job_logs(second)
