@@ -15,6 +15,7 @@ from cluster.discovery import ReplicaWatch
 from cluster.dispatcher import Dispatcher
 from cluster.link import LOST, LinkError
 from cluster.links.tcp import connect
+from cluster.tasks import is_cancelled
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class ReplicaDirectory:
                 async with asyncio.timeout(self._patience):
                     announcement = await anext(lease)
             except (Exception, asyncio.CancelledError) as error:
-                if _is_cancelled():
+                if is_cancelled():
                     raise
                 # Whatever Serve raises here (replica gone, app being deployed) is over by itself: ask again. It also
                 # cancels a call that was on its way to a replica that died, which looks like the end of this task.
@@ -176,12 +177,6 @@ class ReplicaDirectory:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the register of replicas failed", exc_info=error)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody ended the running task, and not only what it waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _either(*waits: Coroutine[Any, Any, None]) -> None:

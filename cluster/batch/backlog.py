@@ -44,11 +44,6 @@ class Backlog:
         self._tokens = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of the rows that are under way, with the output that is expected of them."""
-        return self._tokens
-
     async def enter(self, prepared: Prepared, first: bool = False) -> None:
         """Return when the row may run; whoever entered must `leave`. first: before others that wait."""
         sequences, tokens = prepared.num_sequences, self.expected(prepared)

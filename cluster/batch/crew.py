@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +14,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.announcement import Announcement
 from cluster.batch.errors import BatchError
 from cluster.batch.replica_actor import BatchReplica
 from cluster.config import ClusterConfig
@@ -32,22 +30,15 @@ DRIVER = "batch"
 
 
 class Crew:
-    """Keeps `config.replicas` replicas linked to a dispatcher. Used on one event loop; `close` it.
+    """Keeps `config.replicas` replicas linked to a dispatcher. Used on one event loop.
 
-    bundles: resources of each rank of a replica. on_ready: told of each replica that came up.
+    bundles: resources of each rank of a replica.
     """
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        bundles: list[dict[str, float]],
-        dispatcher: Dispatcher,
-        on_ready: Callable[[Announcement], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, config: ClusterConfig, bundles: list[dict[str, float]], dispatcher: Dispatcher) -> None:
         self._config = config
         self._bundles = bundles
         self._dispatcher = dispatcher
-        self._on_ready = on_ready
         self._node = ray.get_runtime_context().get_node_id()
         self._loop = asyncio.get_running_loop()
 
@@ -86,7 +77,6 @@ class Crew:
             return str(error).splitlines()[0]
         else:
             self._dispatcher.add_link(link)
-            self._on_ready(announcement)
             await link.wait_closed()
             logger.warning("replica %s has ended", name)
             return ""

@@ -105,9 +105,8 @@ def _run(work: Work, dispatcher: Dispatcher, fingerprint: str) -> BatchRun:
 
 
 async def _first_replica(dispatcher: Dispatcher, ledger: Ledger) -> str:
-    """Wait for replicas of one model, and return its fingerprint. The ledger stays ours meanwhile."""
+    """Wait for replicas of one model, and return its fingerprint."""
     while (fingerprint := dispatcher.fingerprint if dispatcher.ready else None) is None:
-        await asyncio.to_thread(ledger.sync)
         await asyncio.sleep(TICK)
     ledger.agree_on(fingerprint)
     return fingerprint
@@ -165,9 +164,3 @@ async def _dispatcher(config: ClusterConfig) -> AsyncGenerator[Dispatcher, None]
         yield dispatcher
     finally:
         await dispatcher.close()
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error of a group, which may hold groups: one stands for all."""
-    first = group.exceptions[0]
-    return first_error(first) if isinstance(first, BaseExceptionGroup) else first

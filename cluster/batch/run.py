@@ -20,6 +20,7 @@ from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.off_loop import OffLoop
+from cluster.tasks import is_cancelled
 from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class BatchRun:
             done = await work
             output_tokens = done.output_tokens
         except asyncio.CancelledError:
-            if not work.cancelled() or _is_cancelled():
+            if not work.cancelled() or is_cancelled():
                 raise
             return None
         finally:
@@ -169,9 +170,3 @@ class BatchRun:
                 f"{errors} rows failed, more than --max-errors {most}; raise it and go on with --resume, or mend the "
                 "input and begin anew"
             )
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody ended the running task, and not only what it waited for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -23,6 +23,7 @@ from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Prompt
 from cluster.openai.http import Answer
 from cluster.openai.served_model import ServedModel
+from cluster.tasks import first_error
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -121,19 +122,13 @@ async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack
             tasks = [group.create_task(run(i, request)) for i, request in enumerate(call.requests)]
     except* Exception as errors:
         reason = "error"
-        raise _clients_error(_first(errors)) from None
+        raise _clients_error(first_error(errors)) from None
     finally:
         track.close(reason)
     return [task.result() for task in tasks]
 
 
-def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
-    """One error stands for all: the first of the group, which may hold groups."""
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
-
-
-def _clients_error(error: Exception) -> Exception:
+def _clients_error(error: BaseException) -> BaseException:
     if isinstance(error, ApiError | InvalidRequestError) and error.param == "prompt":
         error.param = "input"
     return error

@@ -113,6 +113,7 @@ class Batch:
             self.say(f"{self._options.output} is complete already.")
         else:
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
+                ledger.keep_alive()
                 self._go_on(asked, ledger, replace(preparer, created=ledger.job.created))
 
     def _open(self) -> FileSource:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cluster.batch.driver import first_error
+from cluster.tasks import first_error
 from deploy.interrupts import SIGNALS, Interrupted, end_now
 
 

@@ -377,3 +377,14 @@ def test_a_sign_of_life_moves_the_file(folder):
     time.sleep(0.02)
     ledger.sync()
     assert path.stat().st_mtime_ns > before
+
+
+def test_a_driver_that_writes_nothing_for_long_shows_life_all_the_same(folder, monkeypatch):
+    """Large weights load, an output of gigabytes is written: no other host may take it for dead meanwhile."""
+    monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
+    ledger = written(folder, 0)
+    ledger.keep_alive()
+    on_another_host(folder)
+    with pytest.raises(BusyError, match="elsewhere"):
+        Ledger.open(folder, JOB, resume=True, lease=5.0)
+    ledger.close()

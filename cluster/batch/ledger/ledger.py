@@ -120,6 +120,10 @@ class Ledger:
         where = [(self._folder / name, length) for name, length in parts]
         return in_input_order(where, self.job.rows, self._folder / f"order-{self._epoch.number:08}")
 
+    def keep_alive(self) -> None:
+        """Show signs of life from a thread until it is closed: no driver on another host takes it for dead then."""
+        self._epoch.keep_beating()
+
     def check(self) -> None:
         """Raise `FencedError` when another driver has taken over."""
         self._epoch.check()
