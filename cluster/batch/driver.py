@@ -86,29 +86,28 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
 
         async with asyncio.TaskGroup() as group:
             beside = [group.create_task(replicas(dispatcher)), group.create_task(watch())]
-            fingerprint = await _first_replica(dispatcher, work.ledger)
+            work.ledger.agree_on(await _first_replica(dispatcher))
             began.start()
-            await _run(work, dispatcher, fingerprint).run()
+            await _run(work, dispatcher).run()
             for task in beside:
                 task.cancel()
         on_figures(figures_of(work.ledger, dispatcher, began.seconds))
 
 
-def _run(work: Work, dispatcher: Dispatcher, fingerprint: str) -> BatchRun:
+def _run(work: Work, dispatcher: Dispatcher) -> BatchRun:
     ledger, config = work.ledger, work.config
     room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
     backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
     ticks = Ticks([ledger.flush, backlog.look])
-    tokens = RowSource(dispatcher, ledger, ticks, backlog.make_room, fingerprint)
+    tokens = RowSource(dispatcher, ledger, ticks, backlog.make_room)
     answers = Answers(work.model, tokens, Metrics().of(work.model.model_id, ClusterFigures))
     return BatchRun(work.source, work.task_of, work.preparer, answers, ledger, backlog, ticks, work.limits)
 
 
-async def _first_replica(dispatcher: Dispatcher, ledger: Ledger) -> str:
+async def _first_replica(dispatcher: Dispatcher) -> str:
     """Wait for replicas of one model, and return its fingerprint."""
     while (fingerprint := dispatcher.fingerprint if dispatcher.ready else None) is None:
         await asyncio.sleep(TICK)
-    ledger.agree_on(fingerprint)
     return fingerprint
 
 

@@ -23,6 +23,10 @@ _NOTHING = ChoiceTokens()
 class LoggedSource(TokenSource, Protocol):
     """A `TokenSource` whose token logs can be looked at while requests run: the dispatcher."""
 
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model that the replicas run, where there is a replica and all run the same."""
+
     def log_of(self, request_id: str) -> TokenLog | None:
         """Return the log of a live request."""
         ...
@@ -32,15 +36,14 @@ class LoggedSource(TokenSource, Protocol):
 class RowSource:
     """What rows get their tokens from, and where these are written down.
 
-    on_drawn: told of a row that has all its tokens, before its answer is made of them. fingerprint: of the model that
-    alone may draw them; None = any.
+    Only replicas with the fingerprint that the ledger agreed on draw them. on_drawn: told of a row that has all its
+    tokens, before its answer is made of them.
     """
 
     source: LoggedSource
     ledger: Ledger
     ticks: Ticks
     on_drawn: Callable[[int], object] = lambda _: None
-    fingerprint: str | None = None
 
 
 class RowTokens:
@@ -70,7 +73,7 @@ class RowTokens:
         resumed = self._resumed(request, known)
         if resumed is None:
             return
-        pinned = replace(context, fingerprint=self._of.fingerprint)
+        pinned = replace(context, fingerprint=self._of.ledger.replicas)
         reading = _Reading(resumed, {choice: len(found.tokens) for choice, found in known.items()})
         source = cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(resumed, pinned))
         async with aclosing(source) as chunks:

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from tests.bench.kills import figures_table
 from tests.bench.machine import provenance
-from tests.chaos.batch import FULL, KINDS, RANK, REPLICA, TORN, BatchProcess, rows, tear, until, write_rows
+from tests.chaos.batch import FULL, KINDS, RANK, REPLICA, TORN, BatchProcess, rows, tallied, tear, until, write_rows
 
 MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
 NAMES = {REPLICA: "BatchReplica", RANK: "WorkerActor"}
@@ -31,7 +31,10 @@ WORK_SECONDS = 300.0
 
 @dataclass(slots=True)
 class BatchSiege:
-    """The report. torn: bytes that were cut off. windows: seconds from the last write to the kill of a driver."""
+    """The report. torn: bytes that were cut off. windows: seconds from the last write to the kill of a driver.
+
+    tokens: of the output. quiet, killed: what the replicas sent and prefilled, without and with kills.
+    """
 
     rows: int
     seed: int
@@ -41,12 +44,12 @@ class BatchSiege:
     undisturbed_s: float = 0.0
     disturbed_s: float = 0.0
     tokens: int = 0
+    quiet: tuple[int, int] = (0, 0)
+    killed: tuple[int, int] = (0, 0)
     problems: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
         """Return what goes into a table or a file."""
-        speed = self.tokens / self.undisturbed_s
-        lost = sum(self.windows) * speed
         return {
             "rows": self.rows,
             "seed": self.seed,
@@ -56,7 +59,9 @@ class BatchSiege:
             "undisturbed_s": self.undisturbed_s,
             "disturbed_s": self.disturbed_s,
             "last_write_to_kill_s_median": statistics.median(self.windows) if self.windows else 0.0,
-            "recomputed_share_at_most": lost / self.tokens,
+            "drawn_again_share": self.killed[0] / self.quiet[0] - 1,
+            "prefilled_quiet": self.quiet[1],
+            "prefilled_killed": self.killed[1],
             "problems": len(self.problems),
         }
 
@@ -78,11 +83,13 @@ class Besieger:
         began = time.monotonic()
         quiet = self._in_peace()
         self.report.undisturbed_s = time.monotonic() - began
+        self.report.quiet = tallied(self._home)
         manifest = json.loads((self._home / "quiet.jsonl.manifest.json").read_text())
         self.report.tokens = manifest["output_tokens"]
         began = time.monotonic()
         killed = self._under_siege(quiet.stat().st_size)
         self.report.disturbed_s = time.monotonic() - began
+        self.report.killed = tallied(self._home / "killed")
         for name in ("", ".errors.jsonl"):
             if Path(f"{quiet}{name}").read_bytes() != Path(f"{killed}{name}").read_bytes():
                 self.report.problems.append(f"killed.jsonl{name} differs from quiet.jsonl{name}")
@@ -99,9 +106,11 @@ class Besieger:
         """Kill evenly over the work, which is `size` bytes of answers."""
         output = self._home / "killed.jsonl"
         ledger = Path(f"{output}.ledger")
+        home = self._home / "killed"
+        home.mkdir()
         while not output.exists():
             room = self._rng.randrange(10_000, 60_000) if self._next == FULL else None
-            process = BatchProcess(str(self._input), str(output), *MODEL, "--resume", home=self._home, room=room)
+            process = BatchProcess(str(self._input), str(output), *MODEL, "--resume", home=home, room=room)
             try:
                 if room is None:
                     self._strike_while(process, ledger, size)

@@ -56,6 +56,8 @@ class MockEngine:
         first = len(request.prompt_token_ids)
         yield TokenChunk(0, tuple(100 + (first + i) % 100 for i in range(TOKENS)), finish_reason="length")
 
+    fingerprint = "mock"
+
     def log_of(self, request_id: str) -> None:
         """All is told at once: there is nothing to look at."""
 

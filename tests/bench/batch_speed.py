@@ -31,8 +31,6 @@ from tests.bench.random_model import VOCAB, make_load, save_random_model
 from tests.chaos.batch import BatchProcess, write_rows
 from tests.cluster.harness import deploy, start_ray, start_serve
 
-SHARED = "from collections import OrderedDict, defaultdict, deque\nimport itertools\n\n\nclass Cache{number}:\n" * 8
-
 
 def plain_rows(count: int, tokens: int) -> list[dict[str, Any]]:
     """Short prompts of all lengths, each answered with `tokens` tokens."""
@@ -42,9 +40,11 @@ def plain_rows(count: int, tokens: int) -> list[dict[str, Any]]:
     return [_row(i, prompt, tokens) for i, prompt in enumerate(prompts)]
 
 
-def shared_rows(count: int, tokens: int, groups: int = 24) -> list[dict[str, Any]]:
-    """Prompts of `groups` long beginnings, in an order that brings each round again."""
-    return [_row(i, SHARED.format(number=i % groups) + f"x = {i}\n", tokens) for i in range(count)]
+def shared_rows(count: int, groups: int = 16, shared: int = 256) -> list[dict[str, Any]]:
+    """Random ids: `groups` beginnings of `shared` tokens, in an order that brings each round again and again."""
+    rng = Random(0)
+    beginnings = [rng.choices(range(10, VOCAB), k=shared) for _ in range(groups)]
+    return [_row(i, beginnings[i % groups] + rng.choices(range(10, VOCAB), k=8), 16) for i in range(count)]
 
 
 def _row(number: int, prompt: str | list[int], tokens: int) -> dict[str, Any]:
@@ -118,15 +118,21 @@ def apart(kind: str, rows: int, tokens: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-SMALL_CACHE = ("--num-kv-blocks", "256")
+def shared(rows: int, *flags: str) -> float:
+    """Seconds of a batch of shared beginnings, with a cache that holds half of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder))
+        return batch(shared_rows(rows), folder, "--num-kv-blocks", "128", *flags)
+
+
 KINDS: dict[str, Callable[[int, int], float]] = {
     "offline": lambda rows, tokens: offline(plain_rows(rows, tokens)),
     "batch": lambda rows, tokens: batch(plain_rows(rows, tokens)),
     "offline, 100M": lambda rows, _: on_random_model(offline, rows // 8),
     "batch, 100M": lambda rows, _: on_random_model(batch, rows // 8),
     "one by one": lambda rows, tokens: one_by_one(plain_rows(rows, tokens)[: rows // 16]),
-    "grouped": lambda rows, _: batch(shared_rows(rows, 16), "demo", *SMALL_CACHE),
-    "ungrouped": lambda rows, _: batch(shared_rows(rows, 16), "demo", *SMALL_CACHE, "--lookahead", "1"),
+    "grouped": lambda rows, _: shared(rows // 4),
+    "ungrouped": lambda rows, _: shared(rows // 4, "--lookahead", "1"),
 }
 
 

@@ -14,31 +14,14 @@ from typing import Any
 
 import psutil
 
+from tests.chaos.batch_driver import TALLY
+
 CREATED = "1700000000"
 WORDS = ("def", "class", "import os", "for line in", "return", "with open(", "if not", "while True:", "try:")
 DRIVER, REPLICA, RANK, TORN, FULL = "driver", "replica", "worker rank", "torn write", "full disk"
 KINDS = (DRIVER, REPLICA, RANK, TORN, FULL)
 END_SECONDS = 600.0
-COMMAND = "from deploy.cli import main; main()"
-# A disk that has room for so many bytes of the ledger, and takes the last write in part.
-FULL_DISK = """
-import errno, os, types
-from cluster.batch.ledger import frame_file
-
-room = {room}
-
-def write(fd, data):
-    global room
-    written = os.write(fd, data[:room]) if room else 0
-    room -= written
-    if not written:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return written
-
-frame_file.os = types.SimpleNamespace(**{{**vars(os), "write": write}})
-from deploy.cli import main
-main()
-"""
+STARTER = Path(__file__).with_name("batch_driver.py")
 
 
 def rows(count: int, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -68,16 +51,20 @@ def write_rows(path: Path, requests: Sequence[dict[str, Any]]) -> Path:
 
 
 class BatchProcess:
-    """A running `squadron batch`. room: bytes until its disk is full; None = plenty. variables: environment."""
+    """A running `squadron batch`. room: bytes until its disk is full; None = plenty. variables: environment.
+
+    Each keeps a tally of the tokens that its replicas send, which `tallied` adds up.
+    """
 
     def __init__(self, *arguments: str, home: Path, room: int | None = None, **variables: str) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))}
         kept = {"RAY_TMPDIR": os.environ["RAY_TMPDIR"]} if "RAY_TMPDIR" in os.environ else {}
         own = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": CREATED}
         self.log = home / f"driver-{time.monotonic_ns()}.log"
+        disk = "" if room is None else str(room)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", COMMAND if room is None else FULL_DISK.format(room=room), "batch", *arguments],
+                [sys.executable, "-P", str(STARTER), disk, str(self.log.with_suffix(".tally")), "batch", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -122,6 +109,12 @@ def _name(process: psutil.Process) -> str:
         return " ".join(process.cmdline()[:1])
     except psutil.Error:
         return ""
+
+
+def tallied(home: Path) -> tuple[int, int]:
+    """Return how many tokens all drivers of `home` were sent, and how many were prefilled for them."""
+    tallies = [TALLY.unpack(path.read_bytes()) for path in home.glob("driver-*.tally")]
+    return sum(output for output, _ in tallies), sum(prefilled for _, prefilled in tallies)
 
 
 def tear(folder: Path, rng: Random) -> int:

@@ -72,16 +72,14 @@ class BatchLab:
         source: TokenSource | None = None,
         tick: float = 0.002,
         share: float | None = None,
-        fingerprint: str | None = None,
         **limits: Any,
     ) -> None:
         room = whole_room(lab.dispatcher, self._max_num_seqs, 64)
         backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share))
         ticks = Ticks([ledger.flush, backlog.look], tick)
         metrics = Metrics().of(self._model.model_id, ClusterFigures)
-        answers = Answers(
-            self._model, RowSource(source or lab.dispatcher, ledger, ticks, backlog.make_room, fingerprint), metrics
-        )
+        rows = RowSource(source or lab.dispatcher, ledger, ticks, backlog.make_room)
+        answers = Answers(self._model, rows, metrics)
         preparer = Preparer(self._model, "job", 0, CREATED)
         run = BatchRun(self.source, task_of, preparer, answers, ledger, backlog, ticks, RunLimits(**limits))
         await run.run()

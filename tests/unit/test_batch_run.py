@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from contextlib import closing
 
 import pytest
 
@@ -351,7 +352,8 @@ async def test_tokens_of_one_model_are_never_continued_by_another(model, tmp_pat
     async with Lab(PATIENT) as lab:
         await lab.start("old", steps=10, fingerprint="old")
         ledger = batch.open()
-        work = asyncio.create_task(batch.run(lab, ledger, fingerprint="old"))
+        ledger.agree_on("old")
+        work = asyncio.create_task(batch.run(lab, ledger))
         await until(lambda: lab.dispatcher.counters.tokens >= 16)
         await lab.start("new", fingerprint="new")
         lab.kill("old")
@@ -369,6 +371,8 @@ def test_a_ledger_keeps_to_the_model_of_its_first_replicas(model, tmp_path):
     with pytest.raises(LedgerError, match="of another model than the replicas run now"):
         ledger.agree_on("other")
     ledger.close()
+    with closing(BatchLab(tmp_path / "l", model, [{}]).open()) as next_one:
+        assert next_one.replicas == "one"
 
 
 async def test_the_cost_stays_below_its_limit(model, tmp_path):

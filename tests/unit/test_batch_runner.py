@@ -12,7 +12,7 @@ import pytest
 from cluster.batch.bounds import whole_room
 from cluster.batch.errors import BusyError, FencedError, UnreachableError
 from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.ledger import Ledger, read_replicas
 from cluster.batch.ledger.records import Job
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Task
@@ -323,6 +323,22 @@ async def test_new_weights_begin_a_batch_anew(model, store, tmp_path, monkeypatc
         server = Server(lab, store, model, ledgers)
         server.fingerprint = "g"
         await server.one.run(batch_id)
+        assert lab.dispatcher.counters.tokens == 40 * 20
+    assert store.batch(batch_id, TENANT).status == "completed"
+
+
+async def test_replicas_of_another_model_begin_a_batch_anew(model, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
+    batch_id, ledgers = created(store, rows(40)), tmp_path / "ledgers"
+    async with Lab(PATIENT) as lab:
+        await lab.start("a", pace=0.005, fingerprint="one")
+        work = asyncio.create_task(Server(lab, store, model, ledgers).one.run(batch_id))
+        await until(lambda: lab.dispatcher.counters.tokens > 200 or work.done())
+        await cut_off(work)
+    assert read_replicas(ledgers / batch_id) == "one"
+    async with Lab(PATIENT) as lab:
+        await lab.start("b", fingerprint="two")
+        await Server(lab, store, model, ledgers).one.run(batch_id)
         assert lab.dispatcher.counters.tokens == 40 * 20
     assert store.batch(batch_id, TENANT).status == "completed"
 

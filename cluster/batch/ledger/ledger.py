@@ -23,7 +23,8 @@ REPLICAS_FILE = "replicas"  # the fingerprint that they tell
 class Ledger:
     """Open it with `Ledger.open`; close it whatever happens. Not thread-safe, but for `sync`.
 
-    job: of the first run. done: rows that are finished. totals: what the finished rows took.
+    job: of the first run. done: rows that are finished. totals: what the finished rows took. replicas: the
+    fingerprint of those that may draw tokens, None before that is agreed on.
     """
 
     def __init__(self, folder: Path, job: Job, epoch: Epoch) -> None:
@@ -32,6 +33,7 @@ class Ledger:
         self.totals = Totals()
         self._folder = folder
         self._epoch = epoch
+        self.replicas = read_replicas(folder)
         self._parts, partial = self._recovered()
         self._pending: list[RowDone] = []
         self._tokens = TokenFile(folder, epoch.number, partial)
@@ -63,10 +65,10 @@ class Ledger:
 
     def agree_on(self, fingerprint: str) -> None:
         """Keep to the model that replicas have; raises `LedgerError` when earlier drivers' replicas had another."""
-        path = self._folder / REPLICAS_FILE
-        if not path.exists():
-            _write_whole(path, fingerprint.encode())
-        elif path.read_text(encoding="ascii") != fingerprint:
+        if self.replicas is None:
+            _write_whole(self._folder / REPLICAS_FILE, fingerprint.encode())
+            self.replicas = fingerprint
+        elif self.replicas != fingerprint:
             raise LedgerError(
                 f"{self._folder} is of another model than the replicas run now: weights, dtype or device are not "
                 "what they were; use those of the first run, or delete it to begin anew"
@@ -204,6 +206,14 @@ def _agreed(folder: Path, job: Job, resume: bool) -> Job:
             "use what the first run used, or delete it to begin anew"
         )
     return first
+
+
+def read_replicas(folder: Path) -> str | None:
+    """Return the fingerprint that a ledger in `folder` agreed on, None if it did not yet."""
+    try:
+        return (folder / REPLICAS_FILE).read_text(encoding="ascii")
+    except FileNotFoundError:
+        return None
 
 
 def _parts_path(folder: Path, epoch: int) -> Path:

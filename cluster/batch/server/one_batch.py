@@ -20,7 +20,7 @@ from cluster.batch.backlog import Backlog, Bounds
 from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, UnreachableError
 from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.ledger import JOB_FILE, Ledger
+from cluster.batch.ledger.ledger import JOB_FILE, Ledger, read_replicas
 from cluster.batch.ledger.records import Job
 from cluster.batch.openai_rows import OpenAIRows
 from cluster.batch.prepare import Preparer
@@ -138,7 +138,7 @@ class OneBatch:
             self._ending.fail(record, error, epoch)
             return None
         job = _job(record, checked, model.model.model_id, model.fingerprint)
-        return Opened(source, tasks, _ledger(epoch, job)), model
+        return Opened(source, tasks, _ledger(epoch, job, model.source.fingerprint)), model
 
     def _end_as_it_is(self, record: BatchRecord, epoch: Epoch) -> None:
         """End a batch that is due with the answers that it has. That takes no model: it may be gone."""
@@ -179,6 +179,7 @@ class OneBatch:
                 if done:
                     rows.result()
                     return record
+                _agree(opened.ledger, model.source)
                 asked = await asyncio.to_thread(self._store.batches.cancel_asked_at, record.id)
                 record = changes.as_asked(changes.counted(record, counts_of(opened.ledger)), asked)
                 await asyncio.to_thread(self._ending.write, record, opened.ledger.check)
@@ -193,6 +194,7 @@ class OneBatch:
         async with model.turn:
             backlog = Backlog(model.bounds)
             ticks = Ticks([ledger.flush, backlog.look])
+            _agree(ledger, model.source)
             answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
             await BatchRun(
                 opened.source,
@@ -239,15 +241,27 @@ def _job(record: BatchRecord, checked: Checked, model: str, fingerprint: str) ->
     )
 
 
-def _ledger(epoch: Epoch, job: Job) -> Ledger:
-    """Open the ledger; one of another job, such as of weights that have changed since, begins anew."""
-    stored = _stored_job(epoch.folder)
-    if stored is None or job.difference(stored) is not None:
+def _ledger(epoch: Epoch, job: Job, replicas: str | None = None) -> Ledger:
+    """Open the ledger; one of another job, such as of weights that have changed since, begins anew.
+
+    replicas: the fingerprint that they tell, None where that is not known.
+    """
+    stored, had = _stored_job(epoch.folder), read_replicas(epoch.folder)
+    changed = stored and job.difference(stored)
+    if changed is None and None not in (replicas, had) and replicas != had:
+        changed = "replicas' model"
+    if stored is None or changed is not None:
         if stored is not None:
-            logger.warning("%s begins anew: its %s has changed", epoch.folder, job.difference(stored))
+            logger.warning("%s begins anew: its %s has changed", epoch.folder, changed)
         epoch.check()
         _clear(epoch.folder)
     return Ledger.within(epoch, job)
+
+
+def _agree(ledger: Ledger, source: LoggedSource) -> None:
+    """Keep to the model of the replicas, as soon as there are any."""
+    if ledger.replicas is None and source.fingerprint is not None:
+        ledger.agree_on(source.fingerprint)
 
 
 def _stored_job(folder: Path) -> Job | None:
