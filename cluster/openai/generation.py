@@ -147,7 +147,7 @@ class Generation:
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
         self._choices = [
-            Choice(i, stream, opening, _answer_parser(call, requests[i // self._n], tokenizer))
+            Choice(i, stream, opening, _answer_parser(call, requests[i // self._n], i, tokenizer))
             for i, (stream, opening) in enumerate(begun)
         ]
         self._open = len(self._choices)
@@ -222,7 +222,7 @@ class Generation:
                 yield item
 
 
-def _answer_parser(call: Call, request: Request, tokenizer: Tokenizer) -> AnswerParser | None:
+def _answer_parser(call: Call, request: Request, choice: int, tokenizer: Tokenizer) -> AnswerParser | None:
     """Return the parser of one choice, None where all text is content."""
     if call.tool_use is None and call.thinking is None:
         return None
@@ -230,7 +230,8 @@ def _answer_parser(call: Call, request: Request, tokenizer: Tokenizer) -> Answer
     if call.thinking is not None:
         end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
         thinking = call.thinking(call.thinking.starts_within(end))
-    return AnswerParser(thinking, call.tool_use.new_parser() if call.tool_use is not None else None)
+    tools = None if call.tool_use is None else call.tool_use.new_parser(f"{call.request_id}-{choice}")
+    return AnswerParser(thinking, tools)
 
 
 @dataclass(frozen=True, slots=True)

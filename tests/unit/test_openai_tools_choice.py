@@ -1,6 +1,7 @@
 """`tool_choice`: what it forces by grammar, which parser reads the answer, and what is refused."""
 
 import json
+import re
 
 import jsonschema
 import pytest
@@ -101,6 +102,25 @@ def test_each_choice_has_the_parser_for_what_it_makes_the_model_write(use, text,
     content, calls = joined([parser.feed(text), parser.finish()])
     assert content == ""
     assert [(one.name, one.arguments) for one in calls] == found
+
+
+@pytest.mark.parametrize(
+    ("use", "text", "form"),
+    [
+        (tool_use(TOOLS, "auto", parser=HermesParser), '<tool_call>{"name": "now"}</tool_call>', "call_[0-9a-f]{24}"),
+        (tool_use(TOOLS, "auto", parser=MistralParser), '[TOOL_CALLS][{"name": "now"}]', "[a-zA-Z0-9]{9}"),
+    ],
+)
+def test_ids_of_calls_follow_from_the_name_of_their_choice_where_it_has_one(use, text, form):
+    found = [_ids(use, name, 2 * text) for name in ("a", "a", "b", None, None)]
+    assert found[0] == found[1]
+    assert len({one for ids in found for one in ids}) == 8
+    assert all(re.fullmatch(form, one) for ids in found for one in ids)
+
+
+def _ids(use, name, text):
+    parser = use.new_parser(name)
+    return [one.id for one in joined([parser.feed(text), parser.finish()])[1]]
 
 
 @pytest.mark.parametrize(("tools", "choice"), [({}, None), ({}, "auto"), ({}, "none"), (TOOLS, "none")])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Literal
 
 from msgspec import json
@@ -59,9 +60,10 @@ class ToolUse:
             return message.replace("json_schema", f"the parameters of {names[0]}")
         return _PLACE.sub(lambda place: f"the parameters of {names[int(place[1])]} at #", message)
 
-    def new_parser(self) -> ToolParser:
-        """Return a parser for one choice of the answer."""
-        return self._parser_class()(self.tools.keys(), parallel=self.parallel)
+    def new_parser(self, of: str | None = None) -> ToolParser:
+        """Return a parser for one choice. of: its name, which decides the ids of calls; None = they are random."""
+        chance = None if of is None else Random(of)
+        return self._parser_class()(self.tools.keys(), parallel=self.parallel, chance=chance)
 
     def keeps_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether the text must be made with special tokens, since the parser looks for some of them."""

@@ -6,13 +6,14 @@ Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 t
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from random import Random
 from typing import ClassVar
 
 from cluster.openai.tools.call_object import CallObject, read_arguments
 from cluster.openai.tools.json_text import read_comma, read_space
 from cluster.openai.tools.parser import MarkedParser, ToolParser, read_content, short_call_id
-from cluster.openai.tools.reader import MakeId, MalformedCallError, Reader, Sink, Step
+from cluster.openai.tools.reader import MalformedCallError, Reader, Sink, Step
 from cluster.openai.tools.registry import Registry
 
 _IN_NAME = re.compile(r"[a-zA-Z0-9_.-]")
@@ -44,7 +45,7 @@ class MistralParser(MarkedParser):
     """
 
     markers = ("[TOOL_CALLS]",)
-    make_id: ClassVar[MakeId] = staticmethod(short_call_id)
+    make_id: ClassVar[Callable[[Random], str]] = staticmethod(short_call_id)
 
     def read_calls(self, reader: Reader) -> Step:
         """See `MarkedParser.read_calls`."""

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import re
-import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
+from functools import partial
+from random import Random, SystemRandom
 from typing import ClassVar
 
 from cluster.openai.tools.deltas import Parsed
-from cluster.openai.tools.reader import MakeId, MalformedCallError, Reader, Sink, Step
+from cluster.openai.tools.reader import MalformedCallError, Reader, Sink, Step
 
 
-def call_id() -> str:
+def call_id(chance: Random) -> str:
     """Return a new id as OpenAI makes them."""
-    return "call_" + secrets.token_hex(12)
+    return "call_" + chance.randbytes(12).hex()
 
 
-def short_call_id() -> str:
+def short_call_id(chance: Random) -> str:
     """Return a new id as Mistral's chat templates want them: nine letters and digits."""
-    return "".join([secrets.choice(string.ascii_letters + string.digits) for _ in range(9)])
+    return "".join(chance.choices(string.ascii_letters + string.digits, k=9))
 
 
 class ToolParser(ABC):
     """Finds the calls in the text of one choice, whole or in deltas: however it is cut, the result is the same.
 
     names: the functions that may be called. parallel: False = the choice is complete after one call, and what the
-    model writes after it is dropped. What looks like a call and is none comes out as content; whitespace between
-    calls and at their ends does not. A call whose arguments turn out malformed was already told in part: it stays,
-    with arguments that are no JSON, and the rest of the text is content.
+    model writes after it is dropped. chance: what ids are drawn from. What looks like a call and is none comes out
+    as content; whitespace between calls and at their ends does not. A call whose arguments turn out malformed was
+    already told in part: it stays, with arguments that are no JSON, and the rest of the text is content.
 
     markers: what the format is recognised by. Where one is a special token of the model, it must not be skipped when
     text is made of tokens (see `shows_special_tokens`).
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    make_id: ClassVar[MakeId] = staticmethod(call_id)
+    make_id: ClassVar[Callable[[Random], str]] = staticmethod(call_id)
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
+    def __init__(self, names: Collection[str], *, parallel: bool = True, chance: Random | None = None) -> None:
         self.names = frozenset(names)
         self._parallel = parallel
-        self._reader = Reader(type(self).make_id)
+        self._reader = Reader(partial(type(self).make_id, chance or SystemRandom()))
         self._run = self._read_all()
         self._done = False
 
@@ -93,8 +94,8 @@ class ToolParser(ABC):
 class MarkedParser(ToolParser):
     """A text in which every call, or every list of calls, stands behind a marker."""
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True) -> None:
-        super().__init__(names, parallel=parallel)
+    def __init__(self, names: Collection[str], *, parallel: bool = True, chance: Random | None = None) -> None:
+        super().__init__(names, parallel=parallel, chance=chance)
         firsts = "".join(sorted({re.escape(marker[0]) for marker in self.markers}))
         self._plain = re.compile(rf"[^\s{firsts}]+")
 
