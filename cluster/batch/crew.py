@@ -26,6 +26,7 @@ from cluster.start_error import find_start_failure
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STARTS = 5  # in a row, of one replica, after which the batch gives up
+WAIT_LOG_SECONDS = 30.0
 DRIVER = "batch"
 
 
@@ -52,7 +53,7 @@ class Crew:
         place = placement_group(self._bundles, strategy="PACK")
         lives = failures = 0
         try:
-            await place.ready()
+            await self._until_room(number, place)
             while True:
                 began, lives = self._loop.time(), lives + 1
                 reason = await self._live(f"{DRIVER}-{number}-{lives}", place)
@@ -63,6 +64,13 @@ class Crew:
                 await asyncio.sleep(pause(failures))
         finally:
             remove_placement_group(place)
+
+    async def _until_room(self, number: int, place: PlacementGroup) -> None:
+        """Return when the cluster has room for a replica, and say now and then what is waited for."""
+        ready = asyncio.wrap_future(place.ready().future())
+        while not (await asyncio.wait([ready], timeout=WAIT_LOG_SECONDS))[0]:
+            logger.warning("replica %d waits until the cluster has room for %s", number, self._bundles)
+        await ready
 
     async def _live(self, name: str, place: PlacementGroup) -> str:
         """Start a replica and return when it has ended: why it did not come up, "" if it did."""

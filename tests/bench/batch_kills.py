@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from rich.console import Console
 from tests.bench.kills import figures_table
 from tests.bench.machine import provenance
 from tests.chaos.batch import FULL, KINDS, RANK, REPLICA, TORN, BatchProcess, rows, tallied, tear, until, write_rows
+from tests.chaos.small_disk import SmallDisk
 
 MODEL = ("--model", "demo", "--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
 NAMES = {REPLICA: "BatchReplica", RANK: "WorkerActor"}
@@ -33,7 +35,8 @@ WORK_SECONDS = 300.0
 class BatchSiege:
     """The report. torn: bytes that were cut off. windows: seconds from the last write to the kill of a driver.
 
-    tokens: of the output. quiet, killed: what the replicas sent and prefilled, without and with kills.
+    tokens: of the output. quiet, killed: what the replicas sent and prefilled, without and with kills. disk: what was
+    full. left: whether a ledger was left at the end.
     """
 
     rows: int
@@ -46,6 +49,8 @@ class BatchSiege:
     tokens: int = 0
     quiet: tuple[int, int] = (0, 0)
     killed: tuple[int, int] = (0, 0)
+    disk: str = "played"
+    left: bool = False
     problems: list[str] = field(default_factory=list)
 
     def figures(self) -> dict[str, Any]:
@@ -62,6 +67,7 @@ class BatchSiege:
             "drawn_again_share": self.killed[0] / self.quiet[0] - 1,
             "prefilled_quiet": self.quiet[1],
             "prefilled_killed": self.killed[1],
+            "full_disk": self.disk,
             "problems": len(self.problems),
         }
 
@@ -104,31 +110,53 @@ class Besieger:
 
     def _under_siege(self, size: int) -> Path:
         """Kill evenly over the work, which is `size` bytes of answers."""
-        output = self._home / "killed.jsonl"
-        ledger = Path(f"{output}.ledger")
-        home = self._home / "killed"
+        output, home = self._home / "killed.jsonl", self._home / "killed"
         home.mkdir()
-        while not output.exists():
-            room = self._rng.randrange(10_000, 60_000) if self._next == FULL else None
-            process = BatchProcess(str(self._input), str(output), *MODEL, "--resume", home=home, room=room)
-            try:
+        with ExitStack() as stack:
+            disk = self._small_disk(stack)
+            ledger = Path(f"{output}.ledger") if disk is None else disk.folder / "ledger"
+            command = (str(self._input), str(output), *MODEL, "--ledger", str(ledger), "--resume")
+            while not output.exists():
+                room = self._rng.randrange(10_000, 60_000) if self._next == FULL else None
                 if room is None:
-                    self._strike_while(process, ledger, size)
+                    self._until_struck(BatchProcess(*command, home=home), ledger, size)
+                elif disk is None:
+                    self._until_full(BatchProcess(*command, home=home, room=room))
                 else:
-                    self._until_full(process)
-            finally:
-                process.kill()
+                    disk.fill(room)
+                    self._until_full(BatchProcess(*command, home=home))
+                    disk.empty()
+            self.report.left = ledger.exists()
         return output
+
+    def _small_disk(self, stack: ExitStack) -> SmallDisk | None:
+        """Mount one for the ledger; None where that is not allowed, so that drivers must play one."""
+        try:
+            disk = stack.enter_context(SmallDisk(self._home / "disk"))
+        except OSError as error:
+            print(f"full disks are played, for none can be mounted here: {error}", flush=True)
+            return None
+        self.report.disk = "tmpfs"
+        return disk
 
     @property
     def _next(self) -> str | None:
         return self._kinds[0] if self._kinds else None
 
     def _until_full(self, process: BatchProcess) -> None:
-        process.wait()
+        try:
+            process.wait()
+        finally:
+            process.kill()
         if "No space left on device" not in process.text:
             self.report.problems.append(f"a full disk was not told: {process.text[-300:]}")
         self._struck(FULL)
+
+    def _until_struck(self, process: BatchProcess, ledger: Path, size: int) -> None:
+        try:
+            self._strike_while(process, ledger, size)
+        finally:
+            process.kill()
 
     def _strike_while(self, process: BatchProcess, ledger: Path, size: int) -> None:
         """Kill what the seed says until the driver has ended, by our hand or at the end of its work."""

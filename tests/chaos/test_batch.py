@@ -21,7 +21,9 @@ def test_a_batch_survives_its_driver_its_replicas_a_torn_write_and_a_full_disk(t
     bad = [name for i, name in enumerate(asked) if i % 50 == 17]
     assert [line["custom_id"] for line in errors] == bad
     assert [line["custom_id"] for line in lines] == [name for name in asked if name not in bad]
-    assert not (tmp_path / "killed.jsonl.ledger").exists()
+    assert not report.left
+    assert report.quiet[0] == report.tokens
+    assert report.killed[0] >= report.tokens
 
 
 @pytest.mark.timeout(300)
