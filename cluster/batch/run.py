@@ -20,7 +20,7 @@ from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, from_invalid_request
 from cluster.openai.off_loop import OffLoop
-from cluster.tasks import is_cancelled
+from cluster.tasks import first_error, is_cancelled
 from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class BatchRun:
         except asyncio.CancelledError:
             self._ledger.flush()  # who stops a batch goes on with it: nothing that came is to be computed again
             raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
         finally:
             self._off_loop.close()
         self._ledger.flush()

@@ -357,9 +357,8 @@ async def test_tokens_of_one_model_are_never_continued_by_another(model, tmp_pat
         await until(lambda: lab.dispatcher.counters.tokens >= 16)
         await lab.start("new", fingerprint="new")
         lab.kill("old")
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(BatchError, match="the model was replaced"):
             await work
-        assert caught.group_contains(BatchError, match="the model was replaced")
         assert ledger.done.count == 0
         ledger.close()
 
@@ -443,9 +442,8 @@ async def test_a_driver_that_was_fenced_stops_at_once(model, tmp_path):
         work = asyncio.create_task(batch.run(lab, ledger))
         await until(lambda: lab.dispatcher.num_live > 0)
         (tmp_path / "l" / "epoch-00000002").write_bytes(b"")
-        with pytest.raises(ExceptionGroup) as caught:
+        with pytest.raises(FencedError):
             await work
-        assert caught.group_contains(FencedError)
         await until(lambda: lab.dispatcher.num_live == 0)
         ledger.close()
 
