@@ -167,7 +167,7 @@ async def test_a_batch_whose_time_is_over_has_expired(model, store, tmp_path, mo
     batch_id = created(store, rows(200, max_tokens=40))
     now = [store.batch(batch_id, TENANT).created_at]
     async with Lab() as lab:
-        await lab.start("a", pace=0.002)
+        await lab.start("a", pace=0.02)
         server = Server(lab, store, model, tmp_path / "ledgers", clock=lambda: now[0])
         work = asyncio.create_task(server.one.run(batch_id))
         await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > 5)
