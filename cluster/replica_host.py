@@ -20,6 +20,7 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
 from engine.grammar.process import GrammarService
+from engine.heap import settle_heap
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class ReplicaHost:
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
+        settle_heap()
 
     async def lease(self, router_id: str, node: str) -> AsyncIterator[Announcement]:
         """Announce this replica to a router; stays open until it lets go or one of the two is gone.

@@ -40,6 +40,7 @@ from cluster.start_error import ReplicaStartError
 from cluster.tenants.start import keys_for
 from cluster.tenants.tenancy import Tenancy
 from engine.errors import SquadronError
+from engine.heap import settle_heap
 
 
 @serve.ingress()
@@ -92,6 +93,7 @@ class Router:
             store=self._store,
         )
         self._ingress = IngressCheck(app)
+        settle_heap()
         gate = StartGate(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None:
             return gate

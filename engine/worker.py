@@ -10,6 +10,7 @@ import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
+from engine.heap import settle_heap
 from engine.report import StepInputs
 from engine.runner import START_TIMEOUT, ModelRunner, set_threads
 from parallel.channel import BroadcastChannel, Channel
@@ -50,7 +51,9 @@ def worker_main(
         join_group(config, rank, size, rendezvous) as group,
         open_channel(group, rendezvous, channel_handle) as channel,
     ):
-        serve_steps(ModelRunner(config, group), channel)
+        runner = ModelRunner(config, group)
+        settle_heap()
+        serve_steps(runner, channel)
 
 
 def run_worker(rank: int, config: EngineConfig, size: int, rendezvous_address: str, channel_handle: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.tasks import first_error
 from deploy.interrupts import SIGNALS, Interrupted, end_now
+from engine.heap import settle_heap
 
 
 def run_until_told(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -28,6 +29,7 @@ def run_until_told(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
             told.append(number)
             task.cancel()
 
+        settle_heap()
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
             loop.add_signal_handler(number, stop, number)

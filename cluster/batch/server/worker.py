@@ -33,6 +33,7 @@ from cluster.start_error import ReplicaStartError
 from cluster.tenants.tenant import OPEN, Tenant
 from engine.errors import SquadronError
 from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
+from engine.heap import settle_heap
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Batches:
         shared = configs[0]
         folder = ledger_folder(str(shared.batch_dir))
         one_batch = OneBatch(store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes)
+        settle_heap()
         loop = asyncio.get_running_loop()
         self._sweeper = loop.create_task(Sweeper(store, folder).run())
         self._runner = loop.create_task(Runner(store, one_batch.run).run())
