@@ -17,6 +17,15 @@ import psutil
 from tests.chaos.batch_driver import TALLY
 
 CREATED = "1700000000"
+SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 3}
+# By the number of a row modulo 48: those of chats are divisible by three.
+SPECIAL: dict[int, dict[str, Any]] = {
+    3: {"stop": ["e", "\n"]},
+    4: {"logprobs": 3},
+    6: {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
+    28: {"structured_outputs": {"regex": "[a-z ]{20,200}"}, "ignore_eos": False},
+    31: {"stop": ["self"], "n": 3},
+}
 WORDS = ("def", "class", "import os", "for line in", "return", "with open(", "if not", "while True:", "try:")
 DRIVER, REPLICA, RANK, TORN, FULL = "driver", "replica", "worker rank", "torn write", "full disk"
 KINDS = (DRIVER, REPLICA, RANK, TORN, FULL)
@@ -25,7 +34,11 @@ STARTER = Path(__file__).with_name("batch_driver.py")
 
 
 def rows(count: int, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Requests of every kind: greedy and drawn, one choice and two, chats and completions, and one bad in fifty."""
+    """Requests of every kind, one bad in fifty.
+
+    Greedy and drawn, one choice and two, chats and completions; some with stop strings, a grammar, log-probabilities
+    (which begin anew when their driver dies).
+    """
     rng = Random(seed)
     return [_row(i, rng, tokens) for i in range(count)]
 
@@ -34,6 +47,7 @@ def _row(number: int, rng: Random, tokens: int) -> dict[str, Any]:
     text = f"{rng.choice(WORDS)} {rng.choice(WORDS)} {number % 7}"
     body: dict[str, Any] = {"model": "demo", "max_tokens": rng.randrange(tokens // 2, 2 * tokens), "ignore_eos": True}
     body |= rng.choice(({"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.8, "n": 2}, {"temperature": 1.0}))
+    body |= SPECIAL.get(number % 48, {})
     if number % 50 == 17:
         body["max_tokens"] = -1
     if number % 3:

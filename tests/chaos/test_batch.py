@@ -22,7 +22,7 @@ def test_a_batch_survives_its_driver_its_replicas_a_torn_write_and_a_full_disk(t
     assert [line["custom_id"] for line in errors] == bad
     assert [line["custom_id"] for line in lines] == [name for name in asked if name not in bad]
     assert not report.left
-    assert report.quiet[0] == report.tokens
+    assert report.quiet[0] >= report.tokens  # more only where a stop string ended what was drawn on
     assert report.killed[0] >= report.tokens
 
 
