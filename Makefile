@@ -36,7 +36,7 @@ ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
 else
 	"$(BIN)/python" -m pytest $(ALONGSIDE) --numprocesses 2 --dist loadfile
-	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(ALONGSIDE))
+	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(ALONGSIDE)) --durations=30 --durations-min=10
 endif
 
 lint: install
