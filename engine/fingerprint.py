@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +18,15 @@ LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-e
 MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 SAMPLE_BYTES = 256
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+# What else makes prompts of texts and chats.
+PROMPT_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
 # What the saving library writes about itself; it changes no token.
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
@@ -48,16 +58,19 @@ def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
     """
     folder = find_checkpoint(model)
     digest = hashlib.blake2b(_canonical(read_json(folder / "config.json").get("vocab_size")), digest_size=16)
-    where = folder if tokenizer is None else Path(tokenizer).expanduser()
-    if not where.is_dir():
-        digest.update(_canonical(tokenizer))
-    for path in (where / name for name in VOCABULARY_FILES):
-        try:
-            digest.update(_canonical(path.name) + path.read_bytes())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    _read_tokenizer_into(digest, folder, tokenizer, VOCABULARY_FILES)
+    return digest.hexdigest()
+
+
+def prompt_fingerprint(model: str, tokenizer: str | None = None) -> str:
+    """Return 32 hex digits for what makes tokens of requests: equal where each prompt has the same tokens.
+
+    Covers all files of the tokenizer, chat templates and special tokens among them, `tokenizer`'s where that is
+    given; of a tokenizer on the hub only the id. Raises `CheckpointError`.
+    """
+    folder = find_checkpoint(model)
+    digest = hashlib.blake2b(digest_size=16)
+    _read_tokenizer_into(digest, folder, tokenizer, (*VOCABULARY_FILES, *PROMPT_FILES))
     return digest.hexdigest()
 
 
@@ -67,6 +80,18 @@ def _canonical(value: Any) -> bytes:
 
 def _without_origin(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in NO_PART_OF_THE_MODEL}
+
+
+def _read_tokenizer_into(digest: hashlib.blake2b, folder: Path, tokenizer: str | None, names: Sequence[str]) -> None:
+    """Take in those files that are there; names: some of them patterns."""
+    where = folder if tokenizer is None else Path(tokenizer).expanduser()
+    if not where.is_dir():
+        digest.update(_canonical(tokenizer))
+    for path in [path for name in names for path in sorted(where.glob(name))]:
+        try:
+            digest.update(_canonical(path.name) + path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _read_into(digest: hashlib.blake2b, path: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from rich.console import Console
 
 from cluster.batch.check import Checked, check_input
+from cluster.batch.decisive import decisive
 from cluster.batch.driver import BatchFigures, Work, drive
 from cluster.batch.dry_run import DryRun, dry_run
 from cluster.batch.ledger.ledger import JOB_FILE, Ledger
@@ -54,18 +55,6 @@ def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
         except Interrupted as stop:
             console.print("Stopped. What is done is kept: the same command with --resume goes on from here.")
             raise SystemExit(128 + stop.number) from None
-
-
-# Settings of the model that decide its answers, beside its weights.
-DECISIVE = (
-    "seed",
-    "tokenizer",
-    "max_model_len",
-    "served_model_name",
-    "tool_call_parser",
-    "reasoning_parser",
-    "embedding_pooling",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +134,7 @@ class Batch:
 
     def _job(self, asked: Asked) -> Job:
         options, config = self._options, self._config
-        decisive = {name: getattr(config, name) for name in DECISIVE}
-        settings = {"kind": asked.kind, "columns": asdict(options.columns), **decisive}
+        settings = {"kind": asked.kind, "columns": asdict(options.columns), **decisive(config)}
         return Job(
             rows=asked.checked.rows,
             input_digest=asked.checked.digest,

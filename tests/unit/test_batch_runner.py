@@ -83,7 +83,7 @@ class Server:
     def __init__(self, lab, store, model, folder, **more):
         self._lab, self._model = lab, model
         self.turn = asyncio.Lock()
-        self.fingerprint, self.name = "f", "tiny"
+        self.fingerprint, self.name, self.decisive = "f", "tiny", {"prompts": "f"}
         self.one = OneBatch(store, folder, self.model_of, **more)
 
     def model_of(self, name):
@@ -91,8 +91,9 @@ class Server:
             raise unknown_model(name, [self.name])
         dispatcher = self._lab.dispatcher
         metrics = Metrics().of("tiny", ClusterFigures)
+        room = whole_room(dispatcher, 16, 64)
         return BatchModel(
-            self._model, dispatcher, whole_room(dispatcher, 16, 64), metrics, self.turn, self.fingerprint, 0
+            self._model, dispatcher, room, metrics, self.turn, self.fingerprint, 0, decisive=self.decisive
         )
 
 
@@ -314,14 +315,17 @@ async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tm
     assert (batch.status, len(lines(store, batch.error_file_id))) == ("expired", 20)
 
 
-async def test_new_weights_begin_a_batch_anew(model, store, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "changed", [{"fingerprint": "g"}, {"decisive": {"prompts": "g"}}], ids=["weights", "template"]
+)
+async def test_what_gives_other_answers_begins_a_batch_anew(model, store, tmp_path, monkeypatch, changed):
     monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
     batch_id, ledgers = created(store, rows(40)), tmp_path / "ledgers"
     await left_by_a_runner(model, store, ledgers, batch_id)
     async with Lab() as lab:
         await lab.start("b")
         server = Server(lab, store, model, ledgers)
-        server.fingerprint = "g"
+        vars(server).update(changed)
         await server.one.run(batch_id)
         assert lab.dispatcher.counters.tokens == 40 * 20
     assert store.batch(batch_id, TENANT).status == "completed"

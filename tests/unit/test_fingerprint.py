@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
+from engine.fingerprint import model_fingerprint, prompt_fingerprint, vocabulary_fingerprint
 
 
 @pytest.fixture
@@ -113,3 +113,21 @@ def test_other_weights_share_a_vocabulary_and_another_tokenizer_does_not(
     (elsewhere / "tokenizer.json").write_text("[]")
     assert vocabulary_fingerprint(str(folder), str(elsewhere)) != before
     assert vocabulary_fingerprint(str(folder), "owner/name") != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tools.jinja"],
+)
+def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name: str) -> None:
+    written = folder / name
+    written.parent.mkdir(exist_ok=True)
+    seen = {prompt_fingerprint(str(folder))}
+    for content in ("{}", "[]"):
+        written.write_text(content)
+        seen.add(prompt_fingerprint(str(folder)))
+    assert len(seen) == 3
+    elsewhere = shutil.copytree(folder, folder.parent / "tokenizer")
+    retrain("a", "model-1.safetensors")(folder)
+    assert prompt_fingerprint(str(folder)) == prompt_fingerprint(str(folder), str(elsewhere)) in seen
+    assert prompt_fingerprint(str(folder), "owner/name") not in seen

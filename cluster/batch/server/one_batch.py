@@ -6,12 +6,13 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -51,7 +52,8 @@ WATCH_SECONDS = 1.0  # between two looks at wishes and time, and two notes of ho
 class BatchModel:
     """A model as batches use it. turn: held while rows run, so that batches of a model run one after the other.
 
-    fingerprint: of the model, for the job. seed: of rows that bring none.
+    fingerprint: of the weights, for the job. seed: of rows that bring none. decisive: what decides answers beside
+    the weights, as JSON has it (`cluster.batch.decisive`).
     """
 
     model: ServedModel
@@ -61,6 +63,7 @@ class BatchModel:
     turn: AbstractAsyncContextManager[None]
     fingerprint: str
     seed: int
+    decisive: Mapping[str, Any]
 
 
 ModelOf = Callable[[str | None], BatchModel]
@@ -137,7 +140,7 @@ class OneBatch:
         except (InputError, ApiError) as error:
             self._ending.fail(record, error, epoch)
             return None
-        job = _job(record, checked, model.model.model_id, model.fingerprint)
+        job = _job(record, checked, model)
         return Opened(source, tasks, _ledger(epoch, job, model.source.fingerprint)), model
 
     def _end_as_it_is(self, record: BatchRecord, epoch: Epoch) -> None:
@@ -145,7 +148,7 @@ class OneBatch:
         tasks = OfEndpoint(record.model or "", record.endpoint)
         try:
             source = self._source(record)
-            job = _stored_job(epoch.folder) or _job(record, check_input(source, tasks, epoch.folder), "", "")
+            job = _stored_job(epoch.folder) or _job(record, check_input(source, tasks, epoch.folder))
             with closing(_ledger(epoch, job)) as ledger:
                 self._ending.finish(record, Opened(source, tasks, ledger))
         except UnreachableError:
@@ -229,13 +232,15 @@ def _named_model(source: FileSource) -> str | None:
     return None
 
 
-def _job(record: BatchRecord, checked: Checked, model: str, fingerprint: str) -> Job:
+def _job(record: BatchRecord, checked: Checked, model: BatchModel | None = None) -> Job:
+    """Return the job of a batch. model: None = no row is to run any more."""
+    settings = {"batch": record.id, **(model.decisive if model else {})}  # two batches of one input draw apart
     return Job(
         rows=checked.rows,
         input_digest=checked.digest,
-        model=model,
-        fingerprint=fingerprint,
-        settings=record.id,  # two batches of one input draw apart
+        model=model.model.model_id if model else "",
+        fingerprint=model.fingerprint if model else "",
+        settings=msgspec.json.encode(settings).decode(),
         created=record.created_at,
         version=version("squadron"),
     )

@@ -14,6 +14,7 @@ from uuid import uuid4
 from ray.serve.handle import DeploymentHandle
 
 from cluster.batch.bounds import Filler, whole_room
+from cluster.batch.decisive import decisive
 from cluster.batch.driver import patient
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.root import open_root
@@ -108,4 +109,5 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
         turn=asyncio.Lock(),
         fingerprint=model_fingerprint(config.model, config.dtype),
         seed=config.seed,
+        decisive=decisive(config),
     )
