@@ -47,10 +47,14 @@ class Cost:
 
     def most(self, prepared: Prepared) -> int:
         """Return the most tokens that a row can take."""
-        call = prepared.call
-        if not isinstance(call, Call):
-            return prepared.num_prompt_tokens
-        wanted = call.params.max_tokens
-        rooms = [self._context - len(request.prompt_token_ids) for request in prepared.requests]
-        output = sum([room if wanted is None else min(room, wanted) for room in rooms])
-        return prepared.num_prompt_tokens + call.params.n * output
+        return prepared.num_prompt_tokens + most_output(prepared, self._context)
+
+
+def most_output(prepared: Prepared, context: int) -> int:
+    """Return the most tokens that the answers of a row can have. context: most tokens of one sequence."""
+    call = prepared.call
+    if not isinstance(call, Call):
+        return 0
+    wanted = call.params.max_tokens
+    rooms = [context - len(request.prompt_token_ids) for request in prepared.requests]
+    return call.params.n * sum([room if wanted is None else min(room, wanted) for room in rooms])

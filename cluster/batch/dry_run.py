@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.batch.prepare import Prepared, Preparer
+from cluster.batch.cost import most_output
+from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.errors import ApiError, from_invalid_request
-from cluster.openai.call import Call
 from engine.errors import InvalidRequestError
 
 SHOWN = 10
@@ -43,13 +43,5 @@ def dry_run(source: Source, task_of: Callable[[SourceRow], Task], preparer: Prep
                 found.problems.append(f"{row.place}: {typed.message}")
             continue
         found.prompt_tokens += prepared.num_prompt_tokens
-        found.most_output_tokens += _most_output(prepared, preparer)
+        found.most_output_tokens += most_output(prepared, preparer.model.longest_sequence)
     return found
-
-
-def _most_output(prepared: Prepared, preparer: Preparer) -> int:
-    if not isinstance(prepared.call, Call):
-        return 0
-    context, wanted = preparer.model.longest_sequence, prepared.call.params.max_tokens
-    room = [context - len(request.prompt_token_ids) for request in prepared.requests]
-    return prepared.call.params.n * sum([one if wanted is None else min(one, wanted) for one in room])
