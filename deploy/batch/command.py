@@ -16,14 +16,16 @@ from cluster.batch.check import Checked, check_input
 from cluster.batch.decisive import decisive
 from cluster.batch.driver import BatchFigures, Work, drive
 from cluster.batch.dry_run import DryRun, dry_run
-from cluster.batch.ledger.ledger import JOB_FILE, Ledger
+from cluster.batch.ledger.folder import JOB_FILE, refuse_foreign, refuse_within
+from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.manifest import Manifest
 from cluster.batch.output.spec import OutputSpec, default_style
 from cluster.batch.output.write import Finished, finished, write_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.sources.found import is_url, local_path, refuse_output
-from cluster.batch.sources.source import FileSource, open_source
+from cluster.batch.sources.source import STANDARD_INPUT, FileSource, open_source
+from cluster.batch.sources.standard_input import forget, kept_path
 from cluster.batch.tasks import RowKind, TaskMaker, kind_of, task_maker
 from cluster.config import ClusterConfig
 from cluster.models.served import served_model
@@ -86,7 +88,16 @@ class Batch:
 
     def run(self) -> None:
         """Do all that is left to do. Raises `SquadronError`."""
-        source = self._open()
+        self._refuse_ledger()
+        kept = kept_path(self._ledger_folder, self._options.stdin_suffix)
+        was_kept = kept.exists()
+        try:
+            self._run(self._open())
+        finally:
+            if self._options.dry_run and not was_kept:
+                forget(kept)
+
+    def _run(self, source: FileSource) -> None:
         if source.needs_ray:
             self._place.connect()
         with self._phases.phase("Input") as notes:
@@ -97,13 +108,18 @@ class Batch:
         if self._options.dry_run:
             self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
         elif finished(asked.spec, job):
-            if (self._ledger_folder / JOB_FILE).exists():  # of a run that was killed in its last moment
-                Ledger.open(self._ledger_folder, job, resume=True).remove()
+            remove_left(self._ledger_folder, job)  # of a run that was killed in its last moment
             self.say(f"{self._options.output} is complete already.")
         else:
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
-                ledger.keep_alive()
                 self._go_on(asked, ledger, replace(preparer, created=ledger.job.created))
+
+    def _refuse_ledger(self) -> None:
+        """Raise `LedgerError` where the folder of the ledger is not its own: it goes when the batch is done."""
+        options = self._options
+        named = [one for one in (*options.inputs, options.output) if one != STANDARD_INPUT and not is_url(one)]
+        refuse_within(self._ledger_folder, [local_path(one) for one in named])
+        refuse_foreign(self._ledger_folder)
 
     def _open(self) -> FileSource:
         options = self._options

@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
+from cluster.batch.ledger import ledger as ledger_module
 from cluster.batch.ledger import token_file
+from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.frame_file import FrameWriter, framed, read_frames
-from cluster.batch.ledger.ledger import Ledger
+from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job, Progress, RowDone
 
 JOB = Job(
@@ -159,7 +163,8 @@ def on_another_host(folder):
     return path
 
 
-def test_a_silent_driver_on_another_host_is_fenced_and_what_it_writes_later_does_not_count(folder):
+def test_a_silent_driver_on_another_host_is_fenced_and_what_it_writes_later_does_not_count(folder, monkeypatch):
+    monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 60.0)
     old = written(folder, 0, 1)
     on_another_host(folder)
     new = Ledger.open(folder, JOB, resume=True, lease=0.3)
@@ -370,6 +375,141 @@ def test_whatever_is_killed_each_row_is_there_once_and_tokens_never_go_wrong(tmp
     ledger.close()
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", "output.jsonl", "epoch-1", "ids-abcdefgh"])
+def test_a_folder_that_holds_anything_else_is_no_ledger(folder, name):
+    folder.mkdir()
+    (folder / name).write_text("ten years of work")
+    with pytest.raises(LedgerError, match=f"holds '{name}', which is of no ledger.*--ledger"):
+        Ledger.open(folder, JOB, resume=True)
+    assert os.listdir(folder) == [name]
+
+
+def test_what_comes_into_the_folder_meanwhile_outlives_the_ledger(folder):
+    ledger = written(folder, 0)
+    (folder / "thesis.txt").write_text("ten years of work")
+    ledger.remove()
+    assert os.listdir(folder) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("left", range(7))
+def test_a_ledger_whose_removal_was_cut_off_counts_for_nothing(folder, monkeypatch, left):
+    """Killed after each of its files in turn; then another batch of this output begins, or the same once more."""
+    written(folder, 0).close()
+    ledger = written(folder, 1)
+    ledger.note_tokens(Progress(4, 0, 0, (1, 2)))
+    ledger.agree_on("fingerprint")
+    ledger.flush()
+    count = len(os.listdir(folder))
+    real, unlinked = type(folder).unlink, []
+
+    def unlink(path, missing_ok=False):
+        if len(unlinked) > left:
+            raise KeyboardInterrupt
+        unlinked.append(path)
+        real(path, missing_ok)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(folder), "unlink", unlink)
+        ledger.remove()
+    assert len(os.listdir(folder)) == count - left - 1 > 0
+    ledger.close()
+    with closing(Ledger.open(folder, msgspec.structs.replace(JOB, input_digest="other"), resume=False)) as other:
+        assert (other.done.count, other.partial, other.replicas) == (0, {}, None)
+        for row in range(10):
+            other.note_done(done(row, b"new"))
+        assert [one.body for one in other.results()] == [done(row, b"new").body for row in range(10)]
+        other.remove()
+    assert not folder.exists()
+
+
+def test_what_a_finished_batch_has_left_goes_and_what_another_has_stays(folder):
+    remove_left(folder, JOB)
+    written(folder, 0).close()
+    with pytest.raises(LedgerError, match="of another job"):
+        remove_left(folder, msgspec.structs.replace(JOB, input_digest="other"))
+    with closing(written(folder, 1)), pytest.raises(BusyError):
+        remove_left(folder, JOB)
+    (folder / "job.json").unlink()
+    remove_left(folder, JOB)
+    assert not folder.exists()
+
+
+def test_tries_that_fail_on_a_full_disk_leave_nothing_and_no_file_open(folder, monkeypatch):
+    """A server tries every 10 s."""
+    ledger = written(folder, 0)
+    ledger.note_tokens(Progress(4, 0, 0, (1, 2, 3)))
+    ledger.flush()
+    ledger.close()
+    real_write, real_open = os.write, Path.open
+
+    def full_for_frames(fd, data):
+        if not bytes(data).startswith(b"{"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_write(fd, data)
+
+    def full_for_parts(path, mode="r", *more, **named):
+        if path.name.startswith("parts-") and mode == "wb":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_open(path, mode, *more, **named)
+
+    files, descriptors = len(os.listdir(folder)), len(os.listdir("/proc/self/fd"))
+    for where, name, failing in ((os, "write", full_for_frames), (Path, "open", full_for_parts)):
+        for _ in range(5):
+            with monkeypatch.context() as patch, pytest.raises(LedgerError, match="No space left"):
+                patch.setattr(where, name, failing)
+                Ledger.open(folder, JOB, resume=True)
+        assert len(os.listdir(folder)) == files
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert written(folder).partial[4][0].tokens == [1, 2, 3]
+
+
+def test_a_driver_that_looks_while_the_other_ends_is_told_so(folder, monkeypatch):
+    """The holder, on another host, ends its batch while this one waits for a sign of life of it."""
+    ledger = written(folder, 0)
+    on_another_host(folder)
+    monkeypatch.setattr("time.sleep", lambda _: folder.exists() and ledger.remove())
+    with pytest.raises(BusyError, match=r"has just ended .* run this again"):
+        Epoch(folder, lease=5.0)
+    assert not folder.exists()
+
+
+def test_two_hosts_of_one_name_do_not_take_over_from_each_other(folder, monkeypatch):
+    """The other one's boot is not ours: whether it was this machine's last one, its signs of life tell."""
+    ledger = written(folder, 0)
+    path = folder / "epoch-00000001"
+    beats = iter(range(10**6))
+    monkeypatch.setattr("cluster.batch.ledger.epoch._boot", lambda: "of another machine")
+    with monkeypatch.context() as alive:
+        alive.setattr("time.sleep", lambda _: os.utime(path, (next(beats), 1)))
+        alive.setattr("cluster.batch.ledger.epoch.BEAT", 60.0)
+        with pytest.raises(BusyError):
+            Epoch(folder, lease=5.0)
+    ledger.flush()
+    ledger.close()
+    with closing(Epoch(folder, lease=0.1)), pytest.raises(FencedError):
+        ledger.check()
+
+
+def test_an_epoch_ends_those_before_it_and_leaves_none_of_their_files(folder):
+    for number in range(1, 4):
+        epoch = Epoch(folder) if folder.exists() else written(folder)
+        assert [path.name for path in folder.glob("epoch-*")] == [f"epoch-{number:08}"]
+        epoch.close()
+
+
+@pytest.mark.parametrize(("where", "call"), [(os, "open"), (os, "link"), (Path, "iterdir")])
+def test_a_folder_that_cannot_be_written_is_told_in_words(tmp_path, monkeypatch, where, call):
+    def refused(path=None, *_, **__):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch, pytest.raises(LedgerError, match="cannot be written: Permission denied"):
+        patch.setattr(where, call, refused)
+        Epoch(tmp_path)
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_sign_of_life_moves_the_file(folder):
     ledger = written(folder, 0)
     path = folder / "epoch-00000001"
@@ -383,8 +523,27 @@ def test_a_driver_that_writes_nothing_for_long_shows_life_all_the_same(folder, m
     """Large weights load, an output of gigabytes is written: no other host may take it for dead meanwhile."""
     monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
     ledger = written(folder, 0)
-    ledger.keep_alive()
     on_another_host(folder)
     with pytest.raises(BusyError, match="elsewhere"):
         Ledger.open(folder, JOB, resume=True, lease=5.0)
     ledger.close()
+
+
+def test_a_driver_shows_life_while_it_reads_a_long_ledger(folder, monkeypatch):
+    written(folder, 0).close()
+    monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
+    told = threading.Event()
+    real_read, real_beat = ledger_module.read_done, Epoch.beat
+
+    def beat(epoch):
+        real_beat(epoch)
+        told.set()
+
+    def read(path, limit):
+        assert told.wait(10.0)
+        return real_read(path, limit)
+
+    monkeypatch.setattr(Epoch, "beat", beat)
+    monkeypatch.setattr(ledger_module, "read_done", read)
+    written(folder).close()
+    assert told.is_set()

@@ -10,20 +10,19 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
-import shutil
 import socket
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
+from cluster.batch.ledger.folder import latest_epoch, remove_contents, remove_empty, remove_holders
 
 logger = logging.getLogger(__name__)
 
-EPOCH_FILE = re.compile(r"epoch-(\d{8})")
 BEAT = 2.0  # seconds between two signs of life
 LEASE = 15.0  # seconds without one, after which a driver on another host is taken for dead
 
@@ -39,26 +38,33 @@ class Holder(msgspec.Struct, frozen=True):
 class Epoch:
     """The right to write to the ledger in `folder`, from now until a later epoch begins. Close it to let go.
 
-    Raises `BusyError` when another driver holds it. lease: seconds that a driver on another host may be silent.
+    Epochs before it are removed: their holders are fenced. Raises `BusyError` when another driver holds it, or let go
+    of it a moment ago, and `LedgerError` when the folder cannot be written. lease: seconds that a driver on another
+    host may be silent.
     """
 
     def __init__(self, folder: Path, lease: float = LEASE) -> None:
         self.folder = folder
-        before = latest(folder)
-        if before:
-            _refuse_if_held(_path(folder, before), lease)
-        self.number = before + 1
-        self._path = _path(folder, self.number)
-        self._fd = self._claim()
         self._closed = threading.Event()
         self._closing = threading.Lock()
+        try:
+            self._fd = self._begun(lease)
+        except FileExistsError:
+            raise BusyError(f"another driver began to work on {folder} at the same time") from None
+        except FileNotFoundError:
+            raise BusyError(f"another driver has just ended or begun its work on {folder}: run this again") from None
+        except OSError as error:
+            raise _failed(folder, error) from error
 
     def beat(self) -> None:
-        """Show a sign of life; to be called every `BEAT` seconds. Raises `FencedError`."""
+        """Show a sign of life; to be called every `BEAT` seconds. Raises `FencedError`, `LedgerError`."""
         with self._closing:  # what was let go of may be another file by now
             if self._fd >= 0:
                 self.check()
-                os.utime(self._fd)
+                try:
+                    os.utime(self._fd)
+                except OSError as error:
+                    raise _failed(self.folder, error) from error
 
     def keep_beating(self) -> None:
         """Beat in a thread until it is closed, however long its holder waits or whatever it is at work on."""
@@ -72,9 +78,18 @@ class Epoch:
             )
 
     def remove_folder(self) -> None:
-        """Let go, and delete the folder: nobody needs it any more."""
-        self.close()
-        shutil.rmtree(self.folder)
+        """Remove all that is a ledger's, let go, and remove the folder: nobody needs it any more.
+
+        What others have put into the folder stays, and the folder with it. Raises `FencedError`, `LedgerError`.
+        """
+        self.check()
+        try:
+            remove_contents(self.folder)
+            self.close()  # first: on NFS, a file that is open keeps a name
+            remove_holders(self.folder, self.number)
+        except OSError as error:
+            raise LedgerError(f"{self.folder} is needed no more, and cannot be removed: {error.strerror}") from error
+        remove_empty(self.folder)
 
     def close(self) -> None:
         """Let go. Can be called twice."""
@@ -90,33 +105,35 @@ class Epoch:
                 self.beat()
             except FencedError:
                 return  # its holder is told so when it next writes
-            except OSError as error:
+            except (LedgerError, OSError) as error:
                 logger.warning("no sign of life in %s, another one follows: %s", self.folder, error)
 
-    def _claim(self) -> int:
+    def _begun(self, lease: float) -> int:
+        before = latest_epoch(self.folder)
+        if before:
+            _refuse_if_held(_path(self.folder, before), lease)
+        self.number = before + 1
+        self._path = _path(self.folder, self.number)
+        with ExitStack() as undo:
+            fd = self._claimed(undo)
+            remove_holders(self.folder, before)
+            undo.pop_all()
+        return fd
+
+    def _claimed(self, undo: ExitStack) -> int:
+        """Return a descriptor of the new epoch, locked; `undo` closes it."""
         holder = Holder(socket.gethostname(), _boot(), os.getpid())
         # Locked under another name first: there is no moment at which the epoch is there and not locked.
         draft = self.folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        undo.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.write(fd, msgspec.json.encode(holder))
             os.link(draft, self._path)
-        except FileExistsError:
-            os.close(fd)
-            raise BusyError(f"another driver began to work on {self.folder} at the same time") from None
-        except OSError as error:
-            os.close(fd)
-            raise LedgerError(f"{self.folder} cannot be locked: {error.strerror}") from error
         finally:
-            draft.unlink()
+            draft.unlink(missing_ok=True)
         return fd
-
-
-def latest(folder: Path) -> int:
-    """Return the number of the last epoch that began, 0 for none."""
-    matches = (EPOCH_FILE.fullmatch(path.name) for path in folder.iterdir())
-    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def _path(folder: Path, number: int) -> Path:
@@ -128,9 +145,9 @@ def _refuse_if_held(path: Path, lease: float) -> None:
         holder = msgspec.json.decode(path.read_bytes(), type=Holder)
     except msgspec.MsgspecError:
         return  # its driver died in the middle of claiming it
-    here = holder.host == socket.gethostname()
-    # A lock survives its process as little as a boot does.
-    if (holder.boot == _boot() and _is_locked(path)) if here else _moves(path, lease):
+    # Where the boot is another one, so may the machine be: two can have one name.
+    here = (holder.host, holder.boot) == (socket.gethostname(), _boot())
+    if _is_locked(path) if here else _moves(path, lease):
         raise BusyError(
             f"another driver (process {holder.pid} on {holder.host}) works on {path.parent}; wait for it, or end it "
             "and run this again with --resume"
@@ -162,3 +179,7 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""  # not Linux: the lock alone tells
+
+
+def _failed(folder: Path, error: OSError) -> LedgerError:
+    return LedgerError(f"{folder} cannot be written: {error.strerror}; there must be room, and the right to write")

@@ -77,6 +77,11 @@ class FrameWriter:
             os.close(self._fd)
             self._fd = -1
 
+    def discard(self) -> None:
+        """Let go of the file, and remove it."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+
     def _write(self, data: bytes) -> None:
         if self._broken is not None:
             raise _failed(self.path, self._broken) from self._broken

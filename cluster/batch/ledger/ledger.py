@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
@@ -12,12 +12,10 @@ import msgspec
 from cluster.batch.errors import LedgerError
 from cluster.batch.ledger.done_rows import DoneRows, in_input_order, read_done
 from cluster.batch.ledger.epoch import LEASE, Epoch
+from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, refuse_foreign
 from cluster.batch.ledger.frame_file import FrameWriter
 from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
-
-JOB_FILE = "job.json"
-REPLICAS_FILE = "replicas"  # the fingerprint that they tell
 
 
 class Ledger:
@@ -36,32 +34,44 @@ class Ledger:
         self.replicas = read_replicas(folder)
         self._parts, partial = self._recovered()
         self._pending: list[RowDone] = []
-        self._tokens = TokenFile(folder, epoch.number, partial)
-        self._rows = FrameWriter(folder / f"rows-{epoch.number:08}.log")
-        # Last: until this is there, those who come later go by the epoch before.
-        _write_whole(_parts_path(folder, epoch.number), msgspec.json.encode(Parts(self._parts)))
+        with ExitStack() as undo:
+            self._tokens = TokenFile(folder, epoch.number, partial)
+            undo.callback(self._tokens.discard)
+            self._rows = FrameWriter(folder / f"rows-{epoch.number:08}.log")
+            undo.callback(self._rows.discard)
+            # Last: until this is there, those who come later go by the epoch before.
+            _write_whole(_parts_path(folder, epoch.number), msgspec.json.encode(Parts(self._parts)))
+            undo.pop_all()
 
     @classmethod
     def open(cls, folder: Path, job: Job, resume: bool, lease: float = LEASE) -> Ledger:
         """Begin, or go on where an earlier driver of the same job ended.
 
-        Raises `LedgerError` naming what differs when the folder belongs to another job, or when it holds a job and
-        `resume` is not set, and `BusyError` when another driver is at work on it.
+        Signs of life come from a thread until it is closed: however long reading it or anything later takes, no
+        driver on another host takes this one for dead. Raises `LedgerError` naming what differs when the folder
+        belongs to another job, or when it holds a job and `resume` is not set, or things that are of no ledger, and
+        `BusyError` when another driver is at work on it.
         """
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LedgerError(f"{folder} cannot be made: {error.strerror}; name another with --ledger") from error
-        return cls.within(Epoch(folder, lease), job, resume)
+        refuse_foreign(folder)
+        epoch = Epoch(folder, lease)
+        epoch.keep_beating()
+        return cls.within(epoch, job, resume)
 
     @classmethod
     def within(cls, epoch: Epoch, job: Job, resume: bool = True) -> Ledger:
         """Like `open`, in an epoch that was begun already; the ledger lets go of it when it is closed."""
-        try:
-            return cls(epoch.folder, _agreed(epoch.folder, job, resume), epoch)
-        except BaseException:
-            epoch.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(epoch.close)
+            try:
+                ledger = cls(epoch.folder, _agreed(epoch, job, resume), epoch)
+            except (OSError, msgspec.MsgspecError) as error:
+                raise LedgerError(f"{epoch.folder} cannot be used: {error}") from error
+            undo.pop_all()
+        return ledger
 
     def agree_on(self, fingerprint: str) -> None:
         """Keep to the model that replicas have; raises `LedgerError` when earlier drivers' replicas had another."""
@@ -122,10 +132,6 @@ class Ledger:
         where = [(self._folder / name, length) for name, length in parts]
         return in_input_order(where, self.job.rows, self._folder / f"order-{self._epoch.number:08}")
 
-    def keep_alive(self) -> None:
-        """Show signs of life from a thread until it is closed: no driver on another host takes it for dead then."""
-        self._epoch.keep_beating()
-
     def check(self) -> None:
         """Raise `FencedError` when another driver has taken over."""
         self._epoch.check()
@@ -137,9 +143,10 @@ class Ledger:
         self._epoch.close()
 
     def remove(self) -> None:
-        """Close, and delete the folder: the output is in place."""
-        self.close()
-        shutil.rmtree(self._folder)
+        """Close, and remove it: the output is in place. Raises `LedgerError`."""
+        self._rows.close()
+        self._tokens.close()
+        self._epoch.remove_folder()
 
     def _recovered(self) -> tuple[dict[str, int], dict[int, Partial]]:
         """Return the files of results of the epochs before, with their lengths, and the partial rows."""
@@ -186,12 +193,29 @@ class Totals:
             self.errors[done.code] = self.errors.get(done.code, 0) + 1
 
 
-def _agreed(folder: Path, job: Job, resume: bool) -> Job:
+def remove_left(folder: Path, job: Job) -> None:
+    """Remove what a finished `job` has left of its ledger: it was killed before all was gone.
+
+    Raises `LedgerError` when the ledger is another job's, and `BusyError` when another driver is at work on it.
+    """
+    if not folder.exists():
+        return
+    refuse_foreign(folder)
+    with closing(Epoch(folder)) as epoch:
+        if (folder / JOB_FILE).exists():
+            _agreed(epoch, job, resume=True)
+        epoch.remove_folder()
+
+
+def _agreed(epoch: Epoch, job: Job, resume: bool) -> Job:
     """Return the job of the folder, which is `job` if there was none. Raises `LedgerError` when they differ."""
+    folder = epoch.folder
     path = folder / JOB_FILE
     try:
         first = msgspec.json.decode(path.read_bytes(), type=Job)
     except FileNotFoundError:
+        epoch.check()
+        begin_anew(folder)
         _write_whole(path, msgspec.json.encode(job))
         return job
     except (OSError, msgspec.MsgspecError) as error:
@@ -234,4 +258,5 @@ def _write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.rename(path)
     except OSError as error:
+        draft.unlink(missing_ok=True)
         raise LedgerError(f"{path} cannot be written: {error.strerror}") from error

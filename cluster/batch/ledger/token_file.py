@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +70,10 @@ class TokenFile:
         """Let go of the file."""
         self._file.close()
 
+    def discard(self) -> None:
+        """Let go of the file, and remove it."""
+        self._file.discard()
+
     def _compact(self) -> None:
         old, new = self._file, self._written()
         with self._in_place:
@@ -85,10 +90,13 @@ class TokenFile:
         self._generation += 1
         path = self._folder / f"tokens-{self._epoch:08}-{self._generation:08}.log"
         draft = path.with_suffix(".draft")
-        file = FrameWriter(draft)
-        file.append([encode(one) for one in _progress(self.partial)])
-        file.sync()
-        file.path = draft.rename(path)
+        with ExitStack() as undo:
+            file = FrameWriter(draft)
+            undo.callback(file.discard)
+            file.append([encode(one) for one in _progress(self.partial)])
+            file.sync()
+            file.path = draft.rename(path)
+            undo.pop_all()
         return file
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster.batch.answers import failed
 from cluster.batch.errors import InputError
 from cluster.batch.ledger.epoch import Epoch
+from cluster.batch.ledger.folder import OUTPUT_FILE
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.output.spec import OutputSpec, Style
 from cluster.batch.output.write import Finished, write_output
@@ -101,7 +102,7 @@ class Ending:
 
     def _outcome(self, record: BatchRecord, opened: Opened) -> changes.Outcome:
         ledger = opened.ledger
-        target = ledger.folder / "output.jsonl"
+        target = ledger.folder / OUTPUT_FILE
         batch = Finished(ledger.job, opened.source, opened.tasks, ledger.results())
         manifest = write_output(OutputSpec(str(target), Style.OPENAI), batch, ledger.folder, ledger.check)
         errors = None if manifest.error_file is None else target.with_name(manifest.error_file.name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, closing
@@ -21,7 +20,8 @@ from cluster.batch.backlog import Backlog, Bounds
 from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, UnreachableError
 from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.ledger import JOB_FILE, Ledger, read_replicas
+from cluster.batch.ledger.folder import JOB_FILE
+from cluster.batch.ledger.ledger import Ledger, read_replicas
 from cluster.batch.ledger.records import Job
 from cluster.batch.openai_rows import OpenAIRows
 from cluster.batch.prepare import Preparer
@@ -259,7 +259,7 @@ def _ledger(epoch: Epoch, job: Job, replicas: str | None = None) -> Ledger:
         if stored is not None:
             logger.warning("%s begins anew: its %s has changed", epoch.folder, changed)
         epoch.check()
-        _clear(epoch.folder)
+        (epoch.folder / JOB_FILE).unlink(missing_ok=True)  # what is left counts for nothing
     return Ledger.within(epoch, job)
 
 
@@ -275,12 +275,3 @@ def _stored_job(folder: Path) -> Job | None:
         return msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Job)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
-
-
-def _clear(folder: Path) -> None:
-    """Remove all but who holds it, and who tries to."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif not path.name.startswith(("epoch-", "draft-")):
-            path.unlink()

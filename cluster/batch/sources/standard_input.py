@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +20,7 @@ def spooled(stream: BinaryIO, folder: Path, suffix: str, begun: bool) -> Path:
     the same once more. begun: whether rows of that file were worked on: it is never replaced then. Raises
     `InputError` when something else is given than was begun, or nothing was ever.
     """
-    path = folder / f"{NAME}{suffix}"
+    path = kept_path(folder, suffix)
     try:
         if begun and path.exists():
             if not stream.isatty():
@@ -33,6 +34,26 @@ def spooled(stream: BinaryIO, folder: Path, suffix: str, begun: bool) -> Path:
     except OSError as error:
         raise InputError(f"standard input cannot be kept in {folder}: {error.strerror}") from error
     return path
+
+
+def kept_path(folder: Path, suffix: str) -> Path:
+    """Return where `spooled` keeps what it is given."""
+    return folder / f"{NAME}{suffix}"
+
+
+def forget(path: Path) -> None:
+    """Remove what `spooled` kept, if it is there, and its folder unless something else lies in it.
+
+    Raises `InputError`.
+    """
+    if not path.exists():
+        return
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"{path} cannot be removed: {error.strerror}") from error
+    with suppress(OSError):
+        path.parent.rmdir()
 
 
 def _keep(stream: BinaryIO, path: Path) -> None:
