@@ -21,7 +21,7 @@ from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.manifest import Manifest
 from cluster.batch.output.spec import OutputSpec, default_style
-from cluster.batch.output.write import Finished, finished, write_output
+from cluster.batch.output.write import Finished, finished, try_output, write_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.sources.found import is_url, local_path, refuse_output
 from cluster.batch.sources.source import STANDARD_INPUT, FileSource, open_source
@@ -111,6 +111,7 @@ class Batch:
             remove_left(self._ledger_folder, job)  # of a run that was killed in its last moment
             self.say(f"{self._options.output} is complete already.")
         else:
+            try_output(self._options.output)
             with closing(Ledger.open(self._ledger_folder, job, self._options.resume)) as ledger:
                 self._go_on(asked, ledger, replace(preparer, created=ledger.job.created))
 

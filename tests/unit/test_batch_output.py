@@ -23,7 +23,7 @@ from cluster.batch.errors import BatchError, FencedError, InputError
 from cluster.batch.ledger.records import Job, RowDone
 from cluster.batch.output import drafts
 from cluster.batch.output.spec import OutputSpec, Style, default_style
-from cluster.batch.output.write import Finished, finished, read_manifest, write_output
+from cluster.batch.output.write import Finished, finished, read_manifest, try_output, write_output
 from cluster.batch.plain_rows import ColumnOptions
 from cluster.batch.rows import SourceRow
 from cluster.batch.tasks import RowKind, task_maker
@@ -485,6 +485,33 @@ def test_an_output_behind_a_url_is_uploaded_when_it_is_whole(tmp_path):
         assert not finished(spec, job(2))
     finally:
         memory.rm("/outputs", recursive=True)
+
+
+@pytest.mark.parametrize("target", ["memory://tried/out.jsonl", "{}/deep/out.jsonl"])
+def test_whether_an_output_can_be_written_is_tried_and_leaves_nothing(tmp_path, monkeypatch, target):
+    memory = fsspec.filesystem("memory")
+    puts = []
+    real = type(memory).put_file
+    monkeypatch.setattr(type(memory), "put_file", lambda self, *given: (puts.append(given), real(self, *given)))
+    try_output(target.format(tmp_path))
+    assert len(puts) == target.startswith("memory")
+    assert not memory.find("/tried")
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_an_output_that_cannot_be_written_is_told_of_before_any_work(tmp_path, monkeypatch):
+    class Refused(Exception):
+        """As libraries for URLs raise them."""
+
+    def refused(*_):
+        raise Refused("403 Forbidden")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refused)
+    with pytest.raises(BatchError, match=r"memory://tried/out.jsonl cannot be written \(403 Forbidden\)"):
+        try_output("memory://tried/out.jsonl")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BatchError, match=r"out.jsonl cannot be written \(Not a directory|File exists"):
+        try_output(str(tmp_path / "file" / "out.jsonl"))
 
 
 def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):

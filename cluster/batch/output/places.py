@@ -13,6 +13,7 @@ from cluster.batch.sources.found import file_system, is_url, local_path
 ERRORS = ".errors.jsonl"
 MANIFEST = ".manifest.json"
 NAMES = ("", ERRORS, MANIFEST)
+TRIAL = ".trial"  # an empty file, for a moment
 
 
 class Place(Protocol):
@@ -58,7 +59,7 @@ class Drafts:
 
     def clear(self) -> None:
         """Remove what runs that were killed left behind."""
-        names = "|".join(re.escape(f".{self.target_name}{one}.") for one in NAMES)
+        names = "|".join(re.escape(f".{self.target_name}{one}.") for one in (*NAMES, TRIAL))
         left = re.compile(rf"({names})\d+-\d+\.draft")
         for path in self._folder.iterdir() if self._folder.exists() else ():
             if left.fullmatch(path.name):
@@ -81,7 +82,7 @@ class LocalPlace:
         """Remove a file, if it is there."""
         path = self._path(name)
         if path.exists():
-            path.unlink()
+            path.unlink(missing_ok=True)
             self._sync()
 
     def read(self, name: str) -> bytes | None:
@@ -127,8 +128,12 @@ class UrlPlace:
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        if self.size(name) is not None:
+        if self.size(name) is None:
+            return
+        try:
             self._files.rm_file(self._path + name)
+        except FileNotFoundError:
+            return  # another driver was faster
 
     def read(self, name: str) -> bytes | None:
         """Return what a file holds, None where there is none."""

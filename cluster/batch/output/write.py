@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from cluster.batch.output.drafts import Sink, described, open_draft
 from cluster.batch.output.manifest import Manifest, is_finished, manifest_at, manifest_bytes
 from cluster.batch.output.openai_lines import OpenAILines
 from cluster.batch.output.parquet import ParquetTable
-from cluster.batch.output.places import ERRORS, MANIFEST, Drafts, place_of
+from cluster.batch.output.places import ERRORS, MANIFEST, TRIAL, Drafts, place_of
 from cluster.batch.output.spec import FIGURES, LINES, OutputSpec, Style
 from cluster.batch.output.tables import CsvTable, JsonTable, Table
 from cluster.batch.rows import Source, SourceRow
@@ -56,6 +57,26 @@ def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callabl
             f"{spec.target} cannot be written ({error.strerror or error}); make room there and run the same command "
             "with --resume: what was done so far is kept"
         ) from error
+
+
+def try_output(target: str) -> None:
+    """See whether an output can be put in place: before any work, with an empty file that is removed again.
+
+    Raises `BatchError` where it cannot.
+    """
+    place = place_of(target)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            draft = Drafts(target, Path(folder)).new(TRIAL)
+            try:
+                draft.touch()
+                place.put(draft, TRIAL)
+            finally:
+                draft.unlink(missing_ok=True)
+            place.remove(TRIAL)
+    except Exception as error:  # whatever a library for URLs raises
+        reason = getattr(error, "strerror", None) or error
+        raise BatchError(f"{target} cannot be written ({reason}): name an output that can be") from error
 
 
 def finished(spec: OutputSpec, job: Job) -> bool:
