@@ -142,6 +142,8 @@ class Setting:
 # Flags of `squadron batch` that are no settings.
 OF_A_BATCH = (
     "params",
+    "max_tokens",
+    "temperature",
     "template",
     "chat",
     "system",

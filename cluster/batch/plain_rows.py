@@ -27,7 +27,7 @@ class ColumnOptions:
     list of objects, or its JSON. template: in Jinja, over the row's columns by name (and all of them as `row`); makes
     the prompt, and the two columns mean nothing then. chat: a prompt is a user's message. system: a system message
     for rows that bring none; makes prompts a chat too. id_column: column of custom_ids, "" for `row-1`, `row-2` and
-    so on. params: further fields of every request, such as max_tokens and temperature.
+    so on. max_tokens, temperature: of every request, unless None. params: further fields of every request.
     """
 
     prompt_column: str = "prompt"
@@ -36,7 +36,15 @@ class ColumnOptions:
     chat: bool = False
     system: str | None = None
     id_column: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Fields of every request; those that have a name here win over `params`."""
+        named = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        return {**self.params, **{name: value for name, value in named.items() if value is not None}}
 
     def refuse_for_requests(self) -> None:
         """Raise `ConfigError` when anything is set: rows that are requests already have no use for it."""
@@ -67,7 +75,7 @@ class PlainRows:
             raise ConfigError(f"params cannot hold {own!r}, which the rows or the batch decide", "params")
         self.has_ids = bool(options.id_column)
         self._options = options
-        self._shared = {"model": model, **options.params}
+        self._shared = {"model": model, **options.body}
         self._template = None if options.template is None else _compiled(options.template)
 
     def custom_id(self, row: SourceRow) -> str | None:

@@ -141,7 +141,9 @@ def batch(
         chat=chat,
         system=system,
         id_column=id_column,
-        params=body_fields(params, max_tokens=max_tokens, temperature=temperature),
+        max_tokens=max_tokens,
+        temperature=temperature,
+        params=body_fields(params),
     )
     options = BatchOptions(
         inputs=tuple(inputs),

@@ -56,21 +56,17 @@ class BatchOptions:
     verbose: bool = False
 
 
-def body_fields(text: str | None, **given: Any) -> Mapping[str, Any]:
-    """Return fields of every request: those of `text`, a JSON object, and those that were given one by one.
-
-    Raises `ConfigError` where `text` is no object.
-    """
+def body_fields(text: str | None) -> Mapping[str, Any]:
+    """Return fields of every request: those of `text`, a JSON object. Raises `ConfigError` where it is none."""
     if text is None:
-        fields: Any = {}
-    else:
-        try:
-            fields = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{NO_OBJECT}: {error}", "params") from None
+        return {}
+    try:
+        fields = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{NO_OBJECT}: {error}", "params") from None
     if not isinstance(fields, dict):
         raise ConfigError(NO_OBJECT, "params")
-    return fields | {name: value for name, value in given.items() if value is not None}
+    return fields
 
 
 def named(kind: type[Kind], name: str | None, option: str) -> Kind | None:

@@ -1,11 +1,19 @@
 """`squadron batch`: what is said before anything is started, and what it makes of its flags."""
 
+import errno
+import io
+import os
+import shutil
 import sys
 
 import pytest
 
 from cluster.batch.driver import BatchFigures
+from cluster.batch.errors import BatchError
+from cluster.batch.plain_rows import ColumnOptions
+from cluster.model_names import resolve_model
 from deploy import cli
+from deploy.batch import command
 from deploy.batch.options import body_fields
 from deploy.batch.progress import Progress, summary
 from engine.errors import ConfigError
@@ -46,7 +54,13 @@ def good(tmp_path):
         (("good.jsonl", "good.jsonl", *DEMO), "put the output somewhere else"),
         (("good.jsonl", "out.jsonl"), "model"),
         (("good.jsonl", "out.jsonl", "--model", "no-such-model"), "no-such-model"),
-        (("good.jsonl", "out.jsonl", *DEMO, "--max-tokens", 5), "--params is for rows of columns"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--max-tokens", 5), "--max-tokens is for rows of columns"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--temperature", 0), "--temperature is for rows of columns"),
+        (("good.jsonl", "out.jsonl", *DEMO, "--params", '{"max_tokens": 5}'), "--params is for rows of columns"),
+        (("good.jsonl", "l/out.jsonl", *DEMO, "--ledger", "l"), "l/out.jsonl lies in l, the folder of the ledger"),
+        (("good.jsonl", "out/a.jsonl", *DEMO, "--ledger", "."), "good.jsonl lies in ., the folder of the ledger"),
+        (("kept", "out.jsonl", *DEMO, "--ledger", "kept/l"), "kept/l, the folder of the ledger, lies in kept"),
+        (("good.jsonl", "memory://out.jsonl", *DEMO, "--ledger", "kept"), "kept holds 'thesis.txt', which is of no"),
         (("good.jsonl", "out.jsonl", *DEMO, "--params", "[1]"), "--params must be a JSON object such as"),
         (("good.jsonl", "out.jsonl", *DEMO, "--format", "xml"), "--format must be openai or plain, not 'xml'"),
         (("good.jsonl", "out.jsonl", *DEMO, "--promt-column", "x"), "Did you mean --prompt-column?"),
@@ -58,11 +72,14 @@ def good(tmp_path):
 def test_what_is_wrong_is_told_before_anything_is_started(squadron, good, tmp_path, monkeypatch, arguments, told):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     write_rows(tmp_path / "twice.jsonl", [*rows(3, 10), *rows(1, 10)])
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "thesis.txt").write_text("ten years of work")
     code, text = squadron(*arguments)
     assert code in (1, 2), text
     assert told in text
     assert "Traceback" not in text
     assert not (tmp_path / "out.jsonl").exists()
+    assert os.listdir(tmp_path / "kept") == ["thesis.txt"]
 
 
 def test_a_dry_run_checks_every_row_and_counts(squadron, good):
@@ -70,6 +87,62 @@ def test_a_dry_run_checks_every_row_and_counts(squadron, good):
     assert code == 1
     assert "rows 60, of which 1 would fail" in text
     assert "good.jsonl:18: max_tokens must be between 1 and" in text
+
+
+def piped(monkeypatch, path):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+
+
+@pytest.mark.parametrize("why", ["dry", "wrong", "complete"])
+def test_standard_input_is_not_kept_where_nothing_begins(squadron, good, tmp_path, monkeypatch, why):
+    if why == "wrong":
+        write_rows(good, [*rows(3, 10), *rows(1, 10)])
+    if why == "complete":
+        monkeypatch.setattr(command, "finished", lambda *_: True)
+    piped(monkeypatch, good)
+    before = sorted(tmp_path.iterdir())
+    _, text = squadron("-", "out.jsonl", *DEMO, *(["--dry-run"] if why != "complete" else []))
+    assert {"dry": "rows 60", "wrong": "is used at", "complete": "is complete already"}[why] in text
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_dry_run_leaves_what_a_run_has_kept_of_standard_input(squadron, good, tmp_path, monkeypatch):
+    (tmp_path / "out.jsonl.ledger").mkdir()
+    kept = write_rows(tmp_path / "out.jsonl.ledger" / "stdin.jsonl", rows(4, 10))
+    piped(monkeypatch, good)
+    squadron("-", "out.jsonl", *DEMO, "--dry-run")
+    assert kept.exists()
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Batches end before their first row."""
+
+    def stop(*_):
+        raise BatchError("stopped here")
+
+    monkeypatch.setattr(command.Batch, "_answer", stop)
+
+
+def test_a_batch_does_not_go_on_with_another_chat_template(squadron, good, tmp_path, stopped):
+    copy = shutil.copytree(resolve_model("demo"), tmp_path / "copy")
+    asked = (good, "out.jsonl", "--model", copy, "--resume")
+    assert "stopped here" in squadron(*asked)[1]
+    assert "stopped here" in squadron(*asked)[1]
+    (copy / "chat_template.jinja").write_text("Answer: {{ messages[0].content }}")
+    code, text = squadron(*asked)
+    assert (code, "is of another job: settings was" in text) == (1, True), text
+
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refused)
+    before = sorted(tmp_path.iterdir())
+    code, text = squadron(good, "memory://tried/out.jsonl", *DEMO)
+    assert (code, "memory://tried/out.jsonl cannot be written (Permission denied)" in text) == (1, True), text
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_dry_run_of_columns(squadron, tmp_path):
@@ -82,10 +155,8 @@ def test_a_dry_run_of_columns(squadron, tmp_path):
 
 
 def test_fields_of_every_request_come_as_json_or_one_by_one():
-    assert body_fields('{"top_p": 0.9, "max_tokens": 3}', max_tokens=5, temperature=None) == {
-        "top_p": 0.9,
-        "max_tokens": 5,
-    }
+    options = ColumnOptions(max_tokens=5, params=body_fields('{"top_p": 0.9, "max_tokens": 3}'))
+    assert options.body == {"top_p": 0.9, "max_tokens": 5}
     with pytest.raises(ConfigError, match="params must be a JSON object"):
         body_fields("{top_p: 1}")
 
