@@ -9,7 +9,7 @@ from contextlib import aclosing
 from msgspec import json
 
 from cluster.batch.errors import BatchError
-from cluster.batch.ledger.records import RowDone
+from cluster.batch.ledger.records import OK, RowDone
 from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
@@ -63,12 +63,12 @@ class Answers:
         if isinstance(call, EmbeddingCall):
             vectors = await embedded(call, tokens, track)
             body = json.encode(answer_body(call, vectors, self._model.model_id))
-            return RowDone(row, 200, body, prepared.num_prompt_tokens)
+            return RowDone(row, OK, body, prepared.num_prompt_tokens)
         try:
             body, output_tokens = await self._text(prepared, call, tokens, track)
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
-        return RowDone(row, 200, body, prepared.num_prompt_tokens, output_tokens)
+        return RowDone(row, OK, body, prepared.num_prompt_tokens, output_tokens)
 
     async def _text(
         self, prepared: Prepared, call: Call, tokens: TokenSource, track: RequestTrack

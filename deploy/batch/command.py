@@ -21,7 +21,7 @@ from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.manifest import Manifest
 from cluster.batch.output.spec import OutputSpec, default_style
-from cluster.batch.output.write import Finished, finished, try_output, write_output
+from cluster.batch.output.write import Finished, finished, refuse_replacing, try_output, write_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.sources.found import is_url, local_path, refuse_output
 from cluster.batch.sources.source import STANDARD_INPUT, FileSource, open_source
@@ -125,6 +125,7 @@ class Batch:
     def _open(self) -> FileSource:
         options = self._options
         refuse_output(options.inputs, options.output)
+        refuse_replacing(options.output)
         begun = (self._ledger_folder / JOB_FILE).exists()
         return open_source(options.inputs, self._ledger_folder, stdin_suffix=options.stdin_suffix, begun=begun)
 

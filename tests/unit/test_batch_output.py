@@ -23,9 +23,17 @@ from cluster.batch.errors import BatchError, FencedError, InputError
 from cluster.batch.ledger.records import Job, RowDone
 from cluster.batch.output import drafts
 from cluster.batch.output.spec import OutputSpec, Style, default_style
-from cluster.batch.output.write import Finished, finished, read_manifest, try_output, write_output
+from cluster.batch.output.write import (
+    Finished,
+    finished,
+    read_manifest,
+    refuse_replacing,
+    try_output,
+    write_output,
+)
 from cluster.batch.plain_rows import ColumnOptions
 from cluster.batch.rows import SourceRow
+from cluster.batch.sources.source import open_source
 from cluster.batch.tasks import RowKind, task_maker
 from engine.errors import ConfigError
 
@@ -190,6 +198,17 @@ def test_csv_holds_all_columns_and_json_where_there_is_no_text(tmp_path):
         {"a": "", "b": "", "d": "true", "e": "1.5", "answer": "hi", **figures},
     ]
     assert len(lines(tmp_path / "out.csv.errors.jsonl")) == 2
+
+
+@given(st.lists(st.text(st.sampled_from('\r\n", x')), min_size=1, max_size=4))
+def test_every_reader_finds_as_many_csv_records_as_there_are_rows(tmp_path_factory, texts):
+    out = tmp_path_factory.mktemp("c") / "out.csv"
+    results = [chat(number, text[::-1]) for number, text in enumerate(texts)]
+    tabled(out, Rows(*({"q": text} for text in texts)), results)
+    found = list(csv.DictReader(io.StringIO(out.read_bytes().decode(), newline=""), strict=True))
+    assert [(one["q"], one["answer"]) for one in found] == [(text, text[::-1]) for text in texts]
+    again = [row.fields for row in open_source([str(out)], out.parent).rows()]
+    assert again == found
 
 
 JSON = st.recursive(
@@ -375,6 +394,46 @@ def test_errors_of_an_earlier_run_are_removed(tmp_path):
     assert finished(OutputSpec(str(out), Style.OPENAI), job(1))
 
 
+# --- What was there before
+
+
+def test_what_no_batch_put_there_is_not_replaced(tmp_path):
+    out = tmp_path / "out.jsonl"
+    for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "the last of the inputs"}\n')
+        before = files(tmp_path)
+        with pytest.raises(BatchError, match=r"out\.jsonl .*is not what a batch put there.*another output"):
+            refuse_replacing(str(out))
+        with pytest.raises(BatchError, match="is not what a batch put there"):
+            write(out, ids("a"), [chat(0)])
+        assert files(tmp_path) == before
+        (tmp_path / name).unlink()
+    write(out, ids("a"), [chat(0)])
+
+
+def test_what_a_batch_put_there_is_replaced_until_somebody_changes_it(tmp_path):
+    out = tmp_path / "out.jsonl"
+    refuse_replacing(str(out))
+    write(out, ids("a", "b"), [chat(0), wrong(1)])
+    refuse_replacing(str(out))
+    write(out, ids("a", "b"), [chat(0, "other"), wrong(1)], of=job(2, settings="other"))
+    with out.open("a") as file:
+        file.write("a note of mine\n")
+    with pytest.raises(BatchError, match="is not what a batch put there"):
+        refuse_replacing(str(out))
+    out.unlink()
+    refuse_replacing(str(out))
+
+
+def test_an_output_that_cannot_be_looked_at_is_told(tmp_path, monkeypatch):
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(BatchError, match=r"out\.jsonl cannot be looked at: Permission denied"):
+        refuse_replacing(str(tmp_path / "out.jsonl"))
+
+
 # --- Faults
 
 
@@ -448,7 +507,8 @@ while killed_at(step, folder, suffix):
     if manifest is not None:  # whatever it is of, it is of the files that are there
         for file in filter(None, (manifest.output, manifest.error_file)):
             assert t.hashlib.sha256(found[file.name]).hexdigest() == file.sha256, step
-    whole = {name: data for name, data in found.items() if not name.endswith(".draft")}
+    t.refuse_replacing(str(folder / f"out.{suffix}"))
+    whole = {name: data for name, data in found.items() if not name.endswith((".draft", ".claim"))}
     if t.finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
         assert whole == expected, step
     else:
@@ -483,6 +543,8 @@ def test_an_output_behind_a_url_is_uploaded_when_it_is_whole(tmp_path):
         assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and finished(spec, job(2))
         memory.pipe_file("/outputs/deep/out.jsonl", b"short")
         assert not finished(spec, job(2))
+        with pytest.raises(BatchError, match="is not what a batch put there"):
+            refuse_replacing(target)
     finally:
         memory.rm("/outputs", recursive=True)
 

@@ -45,6 +45,10 @@ def good(tmp_path):
     return write_rows(tmp_path / "good.jsonl", rows(60, 10))
 
 
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -52,6 +56,8 @@ def good(tmp_path):
         (("twice.jsonl", "out.jsonl", *DEMO), "custom_id 'id-0' at twice.jsonl:4 is used at twice.jsonl:1 already"),
         (("good.jsonl", "out.xyz", *DEMO), "must end in one of .jsonl"),
         (("good.jsonl", "good.jsonl", *DEMO), "put the output somewhere else"),
+        (("good.jsonl", "twice.jsonl", *DEMO), "twice.jsonl (or its .errors.jsonl) is there already"),
+        (("good.jsonl", "twice.jsonl", *DEMO, "--resume"), "twice.jsonl (or its .errors.jsonl) is there already"),
         (("good.jsonl", "out.jsonl"), "model"),
         (("good.jsonl", "out.jsonl", "--model", "no-such-model"), "no-such-model"),
         (("good.jsonl", "out.jsonl", *DEMO, "--max-tokens", 5), "--max-tokens is for rows of columns"),
@@ -74,12 +80,12 @@ def test_what_is_wrong_is_told_before_anything_is_started(squadron, good, tmp_pa
     write_rows(tmp_path / "twice.jsonl", [*rows(3, 10), *rows(1, 10)])
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "thesis.txt").write_text("ten years of work")
+    before = files(tmp_path)
     code, text = squadron(*arguments)
     assert code in (1, 2), text
     assert told in text
     assert "Traceback" not in text
-    assert not (tmp_path / "out.jsonl").exists()
-    assert os.listdir(tmp_path / "kept") == ["thesis.txt"]
+    assert files(tmp_path) == before
 
 
 def test_a_dry_run_checks_every_row_and_counts(squadron, good):

@@ -7,7 +7,7 @@ import msgspec
 from cluster.batch.errors import BatchError
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.drafts import OutputFile
-from cluster.batch.output.places import ERRORS, MANIFEST, Place
+from cluster.batch.output.places import CLAIM, ERRORS, MANIFEST, Place
 from cluster.batch.output.spec import OutputSpec, Style
 
 
@@ -49,9 +49,28 @@ def manifest_at(place: Place) -> Manifest | None:
 def is_finished(place: Place, spec: OutputSpec, job: Job) -> bool:
     """Whether the output is there, of this job and style, and as long as its manifest says."""
     manifest = manifest_at(place)
-    if manifest is None or manifest.job.difference(job) is not None:
+    if manifest is None or manifest.job.difference(job) is not None or place.size(CLAIM) is not None:
         return False
     if (manifest.style, manifest.answer_column) != (spec.style, spec.answer_column):
         return False
-    errors = manifest.error_file
-    return place.size("") == manifest.output.size and place.size(ERRORS) == (None if errors is None else errors.size)
+    return _sizes(place) == _told_sizes(manifest)
+
+
+def is_ours(place: Place) -> bool:
+    """Whether nothing lies at an output but what a batch put there, by its manifest or its claim."""
+    found = _sizes(place)
+    if not found or place.size(CLAIM) is not None:
+        return True
+    manifest = manifest_at(place)
+    return manifest is not None and found.items() <= _told_sizes(manifest).items()
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    """Return the files of an output that are there, with their bytes."""
+    sizes = {name: place.size(name) for name in ("", ERRORS)}
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
+def _told_sizes(manifest: Manifest) -> dict[str, int]:
+    files = {"": manifest.output, ERRORS: manifest.error_file}
+    return {name: file.size for name, file in files.items() if file is not None}

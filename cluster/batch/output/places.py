@@ -14,10 +14,11 @@ ERRORS = ".errors.jsonl"
 MANIFEST = ".manifest.json"
 NAMES = ("", ERRORS, MANIFEST)
 TRIAL = ".trial"  # an empty file, for a moment
+CLAIM = ".claim"  # while it is there, what lies beside it is ours, whole or not
 
 
 class Place(Protocol):
-    """An output and the files beside it, each told by what is added to the output's name: one of `NAMES`."""
+    """An output and the files beside it, each told by what is added to the output's name: `NAMES` and `CLAIM`."""
 
     def put(self, draft: Path, name: str) -> None:
         """Put a finished draft in place, which takes it away. Raises `OSError`."""
@@ -59,7 +60,7 @@ class Drafts:
 
     def clear(self) -> None:
         """Remove what runs that were killed left behind."""
-        names = "|".join(re.escape(f".{self.target_name}{one}.") for one in (*NAMES, TRIAL))
+        names = "|".join(re.escape(f".{self.target_name}{one}.") for one in (*NAMES, TRIAL, CLAIM))
         left = re.compile(rf"({names})\d+-\d+\.draft")
         for path in self._folder.iterdir() if self._folder.exists() else ():
             if left.fullmatch(path.name):

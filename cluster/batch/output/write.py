@@ -11,21 +11,19 @@ from typing import Self
 
 from cluster.batch.errors import BatchError, InputError
 from cluster.batch.ledger.ledger import Totals
-from cluster.batch.ledger.records import Job, RowDone
+from cluster.batch.ledger.records import OK, Job, RowDone
 from cluster.batch.openai_rows import default_id
 from cluster.batch.output.answer_columns import answer_columns
 from cluster.batch.output.columns import arrow_library, arrow_types, column_names
 from cluster.batch.output.drafts import Sink, described, open_draft
-from cluster.batch.output.manifest import Manifest, is_finished, manifest_at, manifest_bytes
+from cluster.batch.output.manifest import Manifest, is_finished, is_ours, manifest_at, manifest_bytes
 from cluster.batch.output.openai_lines import OpenAILines
 from cluster.batch.output.parquet import ParquetTable
-from cluster.batch.output.places import ERRORS, MANIFEST, TRIAL, Drafts, place_of
+from cluster.batch.output.places import CLAIM, ERRORS, MANIFEST, TRIAL, Drafts, place_of
 from cluster.batch.output.spec import FIGURES, LINES, OutputSpec, Style
 from cluster.batch.output.tables import CsvTable, JsonTable, Table
 from cluster.batch.rows import Source, SourceRow
 from cluster.batch.tasks import TaskMaker
-
-OK = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callabl
     Rows with an answer are in the output, the others in `OUTPUT.errors.jsonl`. A run that is killed leaves either
     drafts or whole files, and writes the same bytes when it is run again; what is there without a manifest is not to
     be believed. drafts: a folder for drafts of an output behind a URL. check: called before a file is put in place;
-    raises when another driver took over. Raises `BatchError` when something cannot be written, and `InputError` when
-    the input is not what the results are of.
+    raises when another driver took over. Raises `BatchError` when something cannot be written, or would replace what
+    no batch put there, and `InputError` when the input is not what the results are of.
     """
     try:
         with _Publishing(spec, drafts, check) as publishing:
@@ -82,6 +80,19 @@ def try_output(target: str) -> None:
 def finished(spec: OutputSpec, job: Job) -> bool:
     """Whether the output is there, of this job, and its files are as long as the manifest says."""
     return is_finished(place_of(spec.target), spec, job)
+
+
+def refuse_replacing(target: str) -> None:
+    """Raise `BatchError` when something lies at an output that no batch put there, or that cannot be looked at."""
+    try:
+        ours = is_ours(place_of(target))
+    except OSError as error:
+        raise BatchError(f"{target} cannot be looked at: {error.strerror or error}; name another output") from error
+    if not ours:
+        raise BatchError(
+            f"{target} (or its {ERRORS}) is there already and is not what a batch put there, by its {MANIFEST}; name "
+            "another output behind the inputs, or delete what is there"
+        )
 
 
 def read_manifest(target: str) -> Manifest | None:
@@ -153,6 +164,8 @@ class _Publishing:
         with open_draft(draft) as file:
             file.write(manifest_bytes(manifest))
         self._check()
+        refuse_replacing(self._spec.target)
+        self._claim()
         self._place.remove(MANIFEST)  # of an earlier batch, which is not what comes now
         self._put(output, "")
         if manifest.error_file is None:
@@ -160,7 +173,15 @@ class _Publishing:
         else:
             self._put(errors, ERRORS)
         self._put(draft, MANIFEST)
+        self._place.remove(CLAIM)
         return manifest
+
+    def _claim(self) -> None:
+        """Have what lies there from now on known for ours by who goes on after a kill."""
+        draft = self.draft(CLAIM)
+        with open_draft(draft) as file:
+            file.write(f"{self._spec.target} is being replaced\n".encode())
+        self._put(draft, CLAIM)
 
     def _put(self, draft: Path, name: str) -> None:
         self._check()
