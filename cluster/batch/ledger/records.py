@@ -42,7 +42,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class RowDone(msgspec.Struct, frozen=True, array_like=True):
     """A row that is finished, for good or in error.
 
-    row: its place in the input, from 0. status: as HTTP has it; `OK` is an answer. body: JSON of the answer, or of the
+    row: its place in the input, from 0. status: as HTTP has it; 200 is an answer. body: JSON of the answer, or of the
     error. prompt_tokens, output_tokens: what it took. code: of the error, "" without.
     """
 

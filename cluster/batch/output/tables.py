@@ -39,12 +39,15 @@ class JsonTable:
         """Nothing is left."""
 
 
+RECORD_END = "\r\n"  # for csv: it quotes what holds either, as every reader wants it
+
+
 class CsvTable:
     """CSV, RFC 4180 but for line ends, which are those of Unix. names: of the columns, in order."""
 
     def __init__(self, sink: Sink, names: Sequence[str]) -> None:
         self._names = tuple(names)
-        self._writer = csv.writer(_Text(sink), lineterminator="\n")
+        self._writer = csv.writer(_Text(sink), lineterminator=RECORD_END)
         self._writer.writerow(self._names)
 
     def add(self, columns: Mapping[str, Any]) -> None:
@@ -68,4 +71,4 @@ class _Text:
 
     def write(self, text: str) -> None:
         """Take in a record."""
-        self._sink.write(text.encode())
+        self._sink.write(text.removesuffix(RECORD_END).encode() + b"\n")
