@@ -289,6 +289,21 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     assert "no input" in refused()
 
 
+def test_a_file_is_named_once_whatever_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "data/a.jsonl", '{"x":1}\n')
+    (tmp_path / "linked").symlink_to("data")
+    for other in ("./data/a.jsonl", f"file://{tmp_path}/data/a.jsonl", "linked/a.jsonl"):
+        assert "named twice, the first time as data/a.jsonl;" in refused("data/a.jsonl", other)
+    assert "named twice" in refused("data", "data/a.jsonl")
+    memory = fsspec.filesystem("memory")
+    try:
+        memory.pipe_file("/in/a.jsonl", b'{"x":1}\n')
+        assert "named twice" in refused("memory://in/a.jsonl", "memory:///in/a.jsonl")
+    finally:
+        memory.rm("/in", recursive=True)
+
+
 @pytest.mark.parametrize(
     ("given", "output", "among"),
     [
@@ -298,7 +313,19 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         ("data/*.jsonl", "data/out.jsonl", True),
         ("s3://b/data", "s3://b/data/out.jsonl", True),
         ("data", "data2/out.jsonl", False),
-        ("data/*.jsonl", "data/out.csv", False),
+        ("data/**/*.jsonl", "data/out.jsonl", True),
+        ("data/**/*.jsonl", "data/a/b/out.jsonl", True),
+        ("data/a**/*.jsonl", "data/ab/out.jsonl", True),
+        ("data/*.jsonl", "data/out.csv", True),  # with out.csv.errors.jsonl
+        ("data/*.json", "data/out.jsonl", True),  # with out.jsonl.manifest.json
+        ("s3://b/data/*.jsonl", "s3://b/data/out.jsonl", True),
+        ("s3://b/**/a*.jsonl", "s3://b/data/deep/a.jsonl", True),
+        ("data/b[1].jsonl", "data/b[1].jsonl", True),
+        ("data/b[1].jsonl", "data/b1.jsonl", False),  # a file of that name
+        ("data/a**/*.jsonl", "data/a/b/c/out.jsonl", False),
+        ("data/*.csv", "data/out.jsonl", False),
+        ("s3://b/data/*.jsonl", "s3://b/data/deep/out.jsonl", False),
+        ("s3://b/data/*.jsonl", "b/data/out.jsonl", False),
         ("data/*.jsonl", "out/out.jsonl", False),
         ("data/a.jsonl", "data/out.jsonl", False),
         ("s3://b/data", "s3://b/data2/out.jsonl", False),
@@ -307,6 +334,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
 )
 def test_an_output_may_not_lie_among_the_inputs(tmp_path, monkeypatch, given, output, among):
     monkeypatch.chdir(tmp_path)
+    written(tmp_path / "data/b[1].jsonl", "{}")
     with pytest.raises(InputError, match="would be part of the input") if among else nullcontext():
         refuse_output(["other.jsonl", given], output)
 

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster.batch.sources.found import file_system, is_url, local_path
+from cluster.batch.sources.found import BESIDE_OUTPUT, file_system, is_url, local_path
 
-ERRORS = ".errors.jsonl"
-MANIFEST = ".manifest.json"
+ERRORS, MANIFEST = BESIDE_OUTPUT
 NAMES = ("", ERRORS, MANIFEST)
 TRIAL = ".trial"  # an empty file, for a moment
 CLAIM = ".claim"  # while it is there, what lies beside it is ours, whole or not

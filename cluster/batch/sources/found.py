@@ -5,16 +5,20 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fsspec.core import url_to_fs
+from fsspec.utils import glob_translate
 
 from cluster.batch.errors import InputError
 
 COMPRESSIONS = (".gz", ".zst")
+# What an output's name is followed by in the names of its files of errors and of its manifest.
+BESIDE_OUTPUT = (".errors.jsonl", ".manifest.json")
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 PATTERN = re.compile(r"[*?\[]")
 
@@ -81,17 +85,31 @@ def named_file(path: str, name: str, endings: Sequence[str]) -> InputFile:
 
 
 def refuse_output(inputs: Sequence[str], output: str) -> None:
-    """Raise `InputError` when an output would lie among the inputs: it would be one of them in the next run."""
-    for given in inputs:
-        if _would_name(given, output):
-            raise InputError(f"{output} would be part of the input {given}; put the output somewhere else")
+    """Raise `InputError` when a file of an output would lie among the inputs: it would be read in the next run."""
+    for given, name in product(inputs, ("", *BESIDE_OUTPUT)):
+        if _would_name(given, f"{output}{name}"):
+            raise InputError(f"{output}{name} would be part of the input {given}; put the output somewhere else")
+
+
+def identity(path: str) -> Hashable:
+    """Return what is equal for all names of a file. path: local, or a URL."""
+    return file_system(path) if is_url(path) else os.path.realpath(local_path(path))
 
 
 def _would_name(given: str, path: str) -> bool:
-    if is_url(given) or is_url(path):
-        return path == given or path.startswith(given.rstrip("/") + "/")
-    one, other = Path(os.path.realpath(local_path(given))), Path(os.path.realpath(local_path(path)))
-    return one == other or one in other.parents or (PATTERN.search(given) is not None and other.match(str(one)))
+    if is_url(given) != is_url(path):
+        return False
+    if not is_url(given):
+        given, path = os.path.realpath(local_path(given)), os.path.realpath(local_path(path))
+    if PATTERN.search(given) and not os.path.exists(given):
+        return re.match(_translated(given), path) is not None
+    return path == given or path.startswith(given.rstrip("/") + "/")
+
+
+def _translated(pattern: str) -> str:
+    """Return a pattern of files as a regular expression; beside others in a name, ** means what * does."""
+    parts = [part if part == "**" else re.sub(r"\*+", "*", part) for part in pattern.split("/")]
+    return str(glob_translate("/".join(parts)))
 
 
 def _local(given: str) -> list[str]:

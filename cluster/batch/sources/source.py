@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,7 +12,7 @@ from cluster.batch.errors import InputError
 from cluster.batch.rows import SourceRow
 from cluster.batch.sources.column_rows import read_avro_rows, read_parquet_rows, read_ray_rows
 from cluster.batch.sources.csv_rows import read_csv_rows
-from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, named_file
+from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, identity, named_file
 from cluster.batch.sources.json_rows import read_json_rows
 from cluster.batch.sources.lines import MAX_LINE_BYTES
 from cluster.batch.sources.ray_records import RAY_READERS
@@ -107,11 +107,12 @@ def _standard_input(stream: BinaryIO, spool: Path, suffix: str, begun: bool) -> 
 
 
 def _refuse_repeated(files: Sequence[InputFile]) -> None:
-    seen: set[str] = set()
+    seen: dict[Hashable, InputFile] = {}
     for file in files:
-        if file.path in seen:
-            raise InputError(f"{file.name} is named twice; name each file once")
-        seen.add(file.path)
+        first = seen.setdefault(identity(file.path), file)
+        if first is not file:
+            also = "" if first.name == file.name else f", the first time as {first.name}"
+            raise InputError(f"{file.name} is named twice{also}; name each file once")
 
 
 def _version(file: InputFile) -> tuple[int, int] | None:
