@@ -351,6 +351,43 @@ def test_a_file_that_changes_between_readings_is_refused(tmp_path):
         list(source.rows())
 
 
+def test_a_file_behind_a_url_that_changes_between_readings_is_refused(tmp_path):
+    memory = fsspec.filesystem("memory")
+    try:
+        for other in (b'{"x":1}\n{"x":2}\n', b'{"x":2}\n'):  # of another size, or the same
+            memory.pipe_file("/in/a.jsonl", b'{"x":1}\n')
+            source = open_source(["memory://in"], tmp_path)
+            assert list(source.rows()) == list(source.rows())
+            memory.pipe_file("/in/a.jsonl", other)
+            with pytest.raises(InputError, match=r"a\.jsonl has changed"):
+                list(source.rows())
+        memory.rm_file("/in/a.jsonl")
+        with pytest.raises(InputError, match=r"a\.jsonl cannot be read"):
+            list(source.rows())
+    finally:
+        memory.store.pop("/in/a.jsonl", None)
+
+
+def test_an_object_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    told = {"name": "/in/a.jsonl", "size": 8, "type": "file", "ETag": "one", "atime": 0}
+    monkeypatch.setattr(type(memory), "info", lambda *_, **__: told)
+    try:
+        memory.pipe_file("/in/a.jsonl", b'{"x":1}\n')
+        source = open_source(["memory://in/a.jsonl"], tmp_path)
+        rows = source.rows()
+        next(rows)
+        told["atime"] = 1  # as reading changes it
+        assert next(rows, None) is None
+        rows = source.rows()
+        next(rows)
+        told["ETag"] = "two"
+        with pytest.raises(InputError, match=r"a\.jsonl has changed while it was read"):
+            next(rows)
+    finally:
+        memory.store.pop("/in/a.jsonl", None)
+
+
 # --- Standard input
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +15,9 @@ from cluster.batch.sources.found import COMPRESSIONS, InputFile, find_files, ide
 from cluster.batch.sources.json_rows import read_json_rows
 from cluster.batch.sources.lines import MAX_LINE_BYTES
 from cluster.batch.sources.ray_records import RAY_READERS
-from cluster.batch.sources.reading import unreadable
 from cluster.batch.sources.standard_input import spooled
 from cluster.batch.sources.text_rows import read_text_rows
+from cluster.batch.sources.version import version_of
 
 Reader = Callable[[InputFile, int, int], Iterator[SourceRow]]
 LINE_READERS: Mapping[str, Reader] = {
@@ -40,7 +39,7 @@ STANDARD_INPUT = "-"
 
 
 class FileSource:
-    """A `Source` of files. Raises `InputError` where one of them changes between two readings.
+    """A `Source` of files. Raises `InputError` where one of them changes between two readings (see `version_of`).
 
     files: in the order of their rows. limit: bytes that a row may have in a file of lines.
     """
@@ -48,7 +47,7 @@ class FileSource:
     def __init__(self, files: Sequence[InputFile], limit: int = MAX_LINE_BYTES) -> None:
         self.files = tuple(files)
         self._limit = limit
-        self._seen = {file: _version(file) for file in self.files}
+        self._seen = {file: version_of(file) for file in self.files}
 
     @property
     def needs_ray(self) -> bool:
@@ -66,7 +65,7 @@ class FileSource:
             self._check(file)
 
     def _check(self, file: InputFile) -> None:
-        if _version(file) != self._seen[file]:
+        if version_of(file) != self._seen[file]:
             raise InputError(
                 f"{file.name} has changed while it was read; put it back, or begin anew with a new output"
             )
@@ -113,14 +112,3 @@ def _refuse_repeated(files: Sequence[InputFile]) -> None:
         if first is not file:
             also = "" if first.name == file.name else f", the first time as {first.name}"
             raise InputError(f"{file.name} is named twice{also}; name each file once")
-
-
-def _version(file: InputFile) -> tuple[int, int] | None:
-    """Return what tells whether a local file was written to: its size and time of change."""
-    if file.is_url:
-        return None
-    try:
-        found = os.stat(file.path)
-    except OSError as error:
-        raise unreadable(file, error) from error
-    return found.st_size, found.st_mtime_ns
