@@ -158,7 +158,7 @@ def test_parquet_comes_out_as_it_went_in_with_the_answer(tmp_path):
     results = [RowDone(row, 200, b'{"choices":[{"text":"t","finish_reason":"stop"}]}', 3, 4) for row in range(2)]
     spec = OutputSpec(str(tmp_path / "out.parquet"), Style.COLUMNS)
     write_output(spec, Finished(job, source, tasks, iter(results)), tmp_path, lambda: None)
-    answer = {"answer": "t", "finish_reason": "stop", "prompt_tokens": 3, "output_tokens": 4}
+    answer = {"answer": "t", "finish_reason": "stop", "prompt_tokens": 3, "output_tokens": 4, "answer_details": None}
     found = pa.parquet.read_table(tmp_path / "out.parquet")
     assert found.to_pylist() == [{**row, **answer} for row in rows]
     before = pa.parquet.read_schema(tmp_path / "in.parquet")

@@ -184,6 +184,63 @@ def test_answers_of_every_kind_become_one_value(tmp_path, body, answer, reason):
     )
     (found,) = lines(tmp_path / "out.jsonl")
     assert (found["reply"], found["finish_reason"]) == (answer, reason)
+    assert "reply_details" not in found
+
+
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+SCORES = {"content": [{"token": "I", "logprob": -0.5, "bytes": [73], "top_logprobs": []}]}
+USAGE = {
+    "prompt_tokens": 5,
+    "completion_tokens": 9,
+    "total_tokens": 14,
+    "completion_tokens_details": {"reasoning_tokens": 3},
+}
+
+
+def message(content, **more):
+    return {"role": "assistant", "content": content, "refusal": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("body", "answer", "details"),
+    [
+        ({"choices": [{"message": message("I look.", tool_calls=CALLS)}]}, "I look.", {"tool_calls": CALLS}),
+        (
+            {"choices": [{"message": message(None, tool_calls=CALLS, reasoning_content="Hm."), "logprobs": SCORES}]},
+            CALLS,
+            {"reasoning_content": "Hm.", "logprobs": SCORES},
+        ),
+        (
+            {"choices": [{"message": message("a")}, {"message": message("b"), "logprobs": SCORES}]},
+            ["a", "b"],
+            {"choices": [{}, {"logprobs": SCORES}]},
+        ),
+        (
+            {"id": "x", "choices": [{"text": "a", "token_ids": [7]}], "prompt_logprobs": [None], "usage": USAGE},
+            "a",
+            {"prompt_logprobs": [None], "token_ids": [7], "completion_tokens_details": {"reasoning_tokens": 3}},
+        ),
+    ],
+)
+def test_all_that_an_answer_tells_is_in_its_columns(tmp_path, body, answer, details):
+    done = RowDone(0, 200, json.dumps(body).encode())
+    for suffix in ("jsonl", "csv", "parquet"):
+        tabled(tmp_path / f"out.{suffix}", Rows({"q": 1}), [done])
+    (line,) = lines(tmp_path / "out.jsonl")
+    assert line["answer"] == (json.dumps(answer, separators=(",", ":")) if answer is CALLS else answer)
+    assert line["answer_details"] == details
+    (record,) = csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text()))
+    (row,) = parquet(tmp_path / "out.parquet")
+    assert json.loads(record["answer_details"]) == json.loads(row["answer_details"]) == details
+
+
+def test_long_details_fill_row_groups_as_other_text_does(tmp_path, monkeypatch):
+    import pyarrow.parquet
+
+    monkeypatch.setattr("cluster.batch.output.parquet.BATCH_BYTES", 10_000)
+    body = json.dumps({"choices": [{"text": "a", "logprobs": {"tokens": ["x" * 6_000]}}]}).encode()
+    tabled(tmp_path / "out.parquet", Rows(*[{"q": 1}] * 6), [RowDone(number, 200, body) for number in range(6)])
+    assert pyarrow.parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
 
 
 def test_csv_holds_all_columns_and_json_where_there_is_no_text(tmp_path):
@@ -192,7 +249,7 @@ def test_csv_holds_all_columns_and_json_where_there_is_no_text(tmp_path):
     text = (tmp_path / "out.csv").read_bytes()
     assert b"\r" not in text
     found = list(csv.DictReader(io.StringIO(text.decode(), newline="")))
-    figures = {"finish_reason": "stop", "prompt_tokens": "5", "output_tokens": "2"}
+    figures = {"finish_reason": "stop", "prompt_tokens": "5", "output_tokens": "2", "answer_details": ""}
     assert found == [
         {"a": 'x,"y"\n', "b": '{"c":[1,null]}', "d": "", "e": "", "answer": "one\ntwo", **figures},
         {"a": "", "b": "", "d": "true", "e": "1.5", "answer": "hi", **figures},
@@ -278,7 +335,8 @@ def test_parquet_keeps_types_that_all_rows_agree_on(tmp_path, monkeypatch):
     table = pyarrow.parquet.read_table(tmp_path / "out.parquet")
     types = {field.name: field.type for field in table.schema}
     assert types["n"] == pa.int64() and types["f"] == pa.float64() and types["when"] == pa.timestamp("us", tz="UTC")
-    assert {types[name] for name in ("mixed", "none", "empty", "exact", "answer", "finish_reason")} == {pa.string()}
+    texts = ("mixed", "none", "empty", "exact", "answer", "finish_reason", "answer_details")
+    assert {types[name] for name in texts} == {pa.string()}
     found = table.to_pylist()
     assert [one["mixed"] for one in found] == ["1", "2", "x"]
     assert [one["exact"] for one in found] == [str(2**60 + 1), "1", "0.5"]

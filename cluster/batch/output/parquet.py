@@ -21,11 +21,13 @@ class ParquetTable:
         self._writer = extra_library("pyarrow.parquet", "Parquet").ParquetWriter(
             self._file, self._schema, compression="zstd"
         )
+        self._texts = {name for name, kind in types.items() if self._arrow.types.is_string(kind)}
         self._rows: list[Mapping[str, Any]] = []
         self._size = 0
 
     def add(self, columns: Mapping[str, Any]) -> None:
         """Append a row."""
+        columns = {name: text_of(value) if name in self._texts else value for name, value in columns.items()}
         self._rows.append(columns)
         self._size += sum(len(value) for value in columns.values() if isinstance(value, str | bytes | list | dict))
         if len(self._rows) == BATCH_ROWS or self._size > BATCH_BYTES:
@@ -43,7 +45,4 @@ class ParquetTable:
         self._rows, self._size = [], 0
 
     def _array(self, field: Any) -> Any:
-        values = [row.get(field.name) for row in self._rows]
-        if self._arrow.types.is_string(field.type):
-            values = [text_of(value) for value in values]
-        return self._arrow.array(values, field.type)
+        return self._arrow.array([row.get(field.name) for row in self._rows], field.type)

@@ -69,7 +69,13 @@ class OutputSpec:
     @property
     def added_columns(self) -> tuple[str, ...]:
         """Columns that the output has besides the input's, so that no row of the input may have them."""
-        return (self.answer_column, *FIGURES) if self.style is Style.COLUMNS else ()
+        names = (self.answer_column, *FIGURES, details_column(self.answer_column))
+        return names if self.style is Style.COLUMNS else ()
+
+
+def details_column(answer_column: str) -> str:
+    """Return the name of the column for all that an answer tells beside its text and `FIGURES`."""
+    return f"{answer_column}_details"
 
 
 def default_style(kind: RowKind, target: str) -> Style:

@@ -20,7 +20,7 @@ from cluster.batch.output.manifest import Manifest, is_finished, is_ours, manife
 from cluster.batch.output.openai_lines import OpenAILines
 from cluster.batch.output.parquet import ParquetTable
 from cluster.batch.output.places import CLAIM, ERRORS, MANIFEST, TRIAL, Drafts, place_of
-from cluster.batch.output.spec import FIGURES, LINES, OutputSpec, Style
+from cluster.batch.output.spec import LINES, OutputSpec, Style
 from cluster.batch.output.tables import CsvTable, JsonTable, Table
 from cluster.batch.rows import Source, SourceRow
 from cluster.batch.tasks import TaskMaker
@@ -248,5 +248,5 @@ def _table(spec: OutputSpec, source: Source, sink: Sink) -> Table:
         return CsvTable(sink, [*column_names(source), *spec.added_columns])
     arrow = arrow_library()
     # Text also where an answer is a vector or several texts: a batch may hold both.
-    figures = dict(zip(FIGURES, (arrow.string(), arrow.int64(), arrow.int64()), strict=True))
-    return ParquetTable(sink, {**arrow_types(source), spec.answer_column: arrow.string(), **figures})
+    kinds = (arrow.string(), arrow.string(), arrow.int64(), arrow.int64(), arrow.string())
+    return ParquetTable(sink, {**arrow_types(source), **dict(zip(spec.added_columns, kinds, strict=True))})
