@@ -21,11 +21,12 @@ _PARSE: Mapping[str, tuple[Parse, str]] = {CHAT: (parse_chat, "chatcmpl-"), COMP
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A task that can be run."""
+    """A task that can be run; its body is not kept. num_bytes: of the row, which is much of what this holds."""
 
     task: Task
     call: Call | EmbeddingCall
     requests: tuple[Request, ...]
+    num_bytes: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -48,11 +49,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Makes tasks ready: everything that decides an answer follows from the job and the row's number.
+    """Makes tasks ready: everything that decides an answer follows from what is given here and the row's number.
 
-    job: in few characters; equal for equal jobs. seed: of rows that bring none. created: seconds since 1970.
-    salt_of: makes a row's salt of the prefix cache that of its tenant. priority: in place of the rows' own. None = as
-    the rows say.
+    job: in few characters; equal for equal jobs; answers are named by it. seed: rows that bring none draw by it and
+    their number. created: seconds since 1970. salt_of: makes a row's salt of the prefix cache that of its tenant.
+    priority: in place of the rows' own. None = as the rows say. lot: what sets the draws apart from those of another
+    batch with the same seed; "" = nothing.
     """
 
     model: ServedModel
@@ -61,6 +63,7 @@ class Preparer:
     created: int
     salt_of: Callable[[bytes], bytes] | None = None
     priority: int | None = None
+    lot: str = ""
 
     def prepare(self, task: Task) -> Prepared:
         """Check and tokenize; raises `ApiError` or `InvalidRequestError` in the words of the row's own fields."""
@@ -69,17 +72,17 @@ class Preparer:
         if task.url == EMBEDDINGS:
             embedding = embedding_call(task.body, self.model)
             own = self._own(embedding.requests)
-            return Prepared(task, replace(embedding, requests=own), own)
+            return _prepared(task, replace(embedding, requests=own), own)
         parse, prefix = _PARSE[task.url]
         parsed = parse(task.body, self.model)
-        seed = parsed.seed if parsed.params.seed is not None else self._number(task.row, b"seed") >> 1
-        name = f"{prefix}{self._number(task.row, b'id'):016x}"
+        seed = parsed.seed if parsed.params.seed is not None else _number(self.lot, self.seed, task.row, b"seed") >> 1
+        name = f"{prefix}{_number(self.job, self.seed, task.row, b'id'):016x}"
         call = replace(parsed, request_id=name, seed=seed, created=self.created, tells_cache=False)
         try:
             requests = build_requests(call, self.model)
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
-        return Prepared(task, call, self._own(requests))
+        return _prepared(task, call, self._own(requests))
 
     def _own(self, requests: Sequence[Request]) -> tuple[Request, ...]:
         """Return requests with what the row does not decide."""
@@ -92,7 +95,12 @@ class Preparer:
             for one in requests
         )
 
-    def _number(self, row: int, purpose: bytes) -> int:
-        """64 bits for a row."""
-        of = f"{self.job}:{self.seed}:{row}".encode()
-        return int.from_bytes(blake2b(of, digest_size=8, person=purpose).digest(), "little")
+
+def _prepared(task: Task, call: Call | EmbeddingCall, requests: tuple[Request, ...]) -> Prepared:
+    return Prepared(replace(task, body={}), call, requests)
+
+
+def _number(of: str, seed: int, row: int, purpose: bytes) -> int:
+    """64 bits for a row."""
+    text = f"{of}:{seed}:{row}".encode()
+    return int.from_bytes(blake2b(text, digest_size=8, person=purpose).digest(), "little")

@@ -214,7 +214,7 @@ class OneBatch:
         """Rows use the cache of their tenant alone, and come behind all requests of clients."""
         salt_of = partial(tenant_salt, self._tenant_of(record.tenant))
         priority = MAX_PRIORITY if model.model.by_priority else None
-        return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority)
+        return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority, lot=record.id)
 
 
 def _claimed(folder: Path) -> Epoch:
