@@ -10,7 +10,29 @@ from contextlib import asynccontextmanager
 from cluster.batch.prepare import Prepared
 
 FIRST_WINDOW = 32  # rows: the first ones start before many are read
-WINDOW_TOKENS = 250_000  # of prompts, in a window and read ahead of it: some 10 MB each
+# Of prompts and of whole rows, in a window and read ahead of it: some 10 MB each, a few times 8 MiB of large rows.
+WINDOW_TOKENS = 250_000
+WINDOW_BYTES = 8 << 20
+
+
+class _Load:
+    """What rows take that are held."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._tokens >= WINDOW_TOKENS or self._bytes >= WINDOW_BYTES
+
+    def add(self, row: Prepared) -> None:
+        self._tokens += row.num_prompt_tokens
+        self._bytes += row.num_bytes
+
+    def remove(self, row: Prepared) -> None:
+        self._tokens -= row.num_prompt_tokens
+        self._bytes -= row.num_bytes
 
 
 async def by_prefix(rows: AsyncIterator[Prepared], lookahead: int) -> AsyncIterator[Prepared]:
@@ -20,14 +42,14 @@ async def by_prefix(rows: AsyncIterator[Prepared], lookahead: int) -> AsyncItera
     come.
     """
     window: list[Prepared] = []
-    tokens, size = 0, min(FIRST_WINDOW, lookahead)
+    load, size = _Load(), min(FIRST_WINDOW, lookahead)
     async for row in rows:
         window.append(row)
-        tokens += row.num_prompt_tokens
-        if len(window) >= size or tokens >= WINDOW_TOKENS:
+        load.add(row)
+        if len(window) >= size or load.is_full:
             for one in _sorted(window):
                 yield one
-            window, tokens, size = [], 0, min(2 * size, lookahead)
+            window, load, size = [], _Load(), min(2 * size, lookahead)
     for one in _sorted(window):
         yield one
 
@@ -41,33 +63,31 @@ async def prefetched(rows: AsyncIterator[Prepared], size: int) -> AsyncIterator[
     """Read up to `size` rows ahead of who walks them, until the end of the block."""
     ready: deque[Prepared | None] = deque()
     changed = asyncio.Condition()
-    tokens = 0
+    load = _Load()
 
     def has_room() -> bool:
-        return len(ready) < size and tokens < WINDOW_TOKENS
+        return len(ready) < size and not load.is_full
 
     async def fill() -> None:
-        nonlocal tokens
         async for row in rows:
             async with changed:
                 await changed.wait_for(has_room)
                 ready.append(row)
-                tokens += row.num_prompt_tokens
+                load.add(row)
                 changed.notify_all()
         async with changed:
             ready.append(None)
             changed.notify_all()
 
     async def drain() -> AsyncIterator[Prepared]:
-        nonlocal tokens
         while True:
             async with changed:
                 await changed.wait_for(lambda: ready)
                 row = ready.popleft()
-                tokens -= 0 if row is None else row.num_prompt_tokens
+                if row is None:
+                    return
+                load.remove(row)
                 changed.notify_all()
-            if row is None:
-                return
             yield row
 
     async with asyncio.TaskGroup() as group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.batch.answers import Answers, failed
@@ -148,7 +148,7 @@ class BatchRun:
                 self._ledger.note_done(failed(row.number, typed))
 
     def _made_ready(self, row: SourceRow) -> Prepared:
-        return self._preparer.prepare(self._task_of(row))
+        return replace(self._preparer.prepare(self._task_of(row)), num_bytes=len(row.raw))
 
     async def _sync(self) -> None:
         while True:

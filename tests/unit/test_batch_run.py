@@ -5,10 +5,15 @@ import json
 import random
 from collections import Counter
 from contextlib import closing
+from dataclasses import replace
 
+import msgspec
 import pytest
 
+from cluster.batch import order
 from cluster.batch.errors import BatchError, FencedError, LedgerError
+from cluster.batch.prepare import Preparer
+from cluster.batch.rows import COMPLETIONS, Task
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
@@ -256,6 +261,53 @@ async def test_rows_with_one_beginning_run_together_and_find_it_cached(model, tm
             ledger.close()
             cached[lookahead] = lab.dispatcher.counters.cached_tokens
     assert cached[100] > 2 * cached[1]
+
+
+@pytest.mark.parametrize("bound", ["WINDOW_BYTES", "WINDOW_TOKENS"])
+async def test_few_rows_are_read_ahead_where_they_are_large(model, monkeypatch, bound):
+    monkeypatch.setattr(order, bound, 100)
+    read = []
+
+    async def rows():
+        for number in range(200):
+            read.append(number)
+            task = Task(number, "", COMPLETIONS, {"model": "tiny", "prompt": [3 + number % 5] * 10})
+            yield replace(Preparer(model, "job", 0, 1).prepare(task), num_bytes=10)
+
+    async with order.prefetched(rows(), 1024) as ready:
+        most = 0
+        async for row in order.by_prefix(ready, 1024):
+            await asyncio.sleep(0)
+            most = max(most, len(read) - row.task.row)
+    # Of a window, ahead of it, and one that finds no room.
+    assert len(read) == 200 and most <= 10 + 10 + 1 + 1
+
+
+async def test_rows_are_as_large_as_in_the_input_and_held_without_their_bodies(model, tmp_path, monkeypatch):
+    held = []
+    real = order.by_prefix
+
+    async def noting(rows, lookahead):
+        async for row in real(rows, lookahead):
+            held.append(row)
+            yield row
+
+    monkeypatch.setattr("cluster.batch.run.by_prefix", noting)
+    bodies = prompts(2)
+    async with Lab() as lab:
+        await lab.start("a")
+        await BatchLab(tmp_path, model, bodies).results(lab)
+    assert {row.task.row: row.num_bytes for row in held} == {i: len(msgspec.json.encode(bodies[i])) for i in range(2)}
+    assert [row.task.body for row in held] == [{}, {}]
+
+
+def test_a_row_without_a_seed_draws_by_that_of_the_batch_and_its_place(model):
+    def seed(job="job", seed=1, row=0, **more):
+        task = Task(row, "a", COMPLETIONS, {"model": "tiny", "prompt": [3, 5]})
+        return Preparer(model, job, seed, 1, **more).prepare(task).call.seed
+
+    assert seed() == seed(job="one row more at the end")
+    assert len({seed(), seed(seed=2), seed(row=1), seed(lot="another batch")}) == 4
 
 
 class Flaky:
