@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from cluster.batch.errors import InputError, UnreachableError
-from cluster.batch.rows import Source, SourceRow
+from cluster.batch.rows import Source, SourceRow, quoted
 from cluster.batch.tasks import TaskMaker
 
 SHOWN = 10
@@ -104,7 +104,7 @@ class _Checking:
         elif row.fields is None:
             self._fault(row, f"{row.place} has no custom_id: {row.problem}")
         else:
-            self._fault(row, f"{row.place} has no custom_id")
+            self._fault(row, f"{row.place} {self._tasks.without_id(row)}")
 
     def _fault(self, row: SourceRow, text: str) -> None:
         self._num_faults += 1
@@ -115,14 +115,14 @@ class _Checking:
         """Return what to say of rows whose id an earlier row has. pairs: row -> that row."""
         wanted = {*pairs, *pairs.values()}
         places: dict[int, str] = {}
-        ids: dict[int, str | None] = {}
+        ids: dict[int, str] = {}
         for row in source.rows() if wanted else ():
             if row.number in wanted:
-                places[row.number], ids[row.number] = row.place, self._tasks.custom_id(row)
+                places[row.number], ids[row.number] = row.place, quoted(self._tasks.custom_id(row))
                 if len(places) == len(wanted):
                     break
         return {
-            later: f"custom_id {ids[later]!r} at {places[later]} is used at {places[earlier]} already"
+            later: f"custom_id {ids[later]} at {places[later]} is used at {places[earlier]} already"
             for later, earlier in pairs.items()
         }
 

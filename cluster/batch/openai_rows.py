@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.batch.rows import URLS, SourceRow, Task
+from cluster.batch.rows import URLS, SourceRow, Task, brief, quoted
 
 FIELDS = ("custom_id", "method", "url", "body")
 
@@ -43,6 +43,13 @@ class OpenAIRows:
         value = (row.fields or {}).get("custom_id")
         return value if isinstance(value, str) and value else None
 
+    def without_id(self, row: SourceRow) -> str:
+        """See `TaskMaker.without_id`."""
+        value = (row.fields or {}).get("custom_id")
+        if value is None:
+            return "has no custom_id"
+        return f"has the custom_id {quoted(value)}, which must be text and not empty: 'row-1' is one"
+
     def task(self, row: SourceRow) -> Task:
         """Return the request; anything in it that is not of the format is the row's problem."""
         custom_id = self.custom_id(row) or default_id(row.number)
@@ -60,7 +67,7 @@ class OpenAIRows:
 def _wrong(fields: Mapping[str, Any]) -> _Wrong | None:
     extra = next((name for name in fields if name not in FIELDS), None)
     if extra is not None:
-        return _Wrong(f"{extra!r} is no field of a batch request, which has {', '.join(FIELDS)}", extra)
+        return _Wrong(f"{quoted(extra)} is no field of a batch request, which has {', '.join(FIELDS)}", brief(extra))
     if fields.get("method") != "POST":
         return _Wrong(f"method must be 'POST', not {_shown(fields, 'method')}", "method")
     if fields.get("url") not in URLS:
@@ -75,7 +82,4 @@ def _wrong(fields: Mapping[str, Any]) -> _Wrong | None:
 
 def _shown(fields: Mapping[str, Any], name: str) -> str:
     """Return a field's value as a message can hold it."""
-    if name not in fields:
-        return "missing"
-    text = repr(fields[name])
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return quoted(fields[name]) if name in fields else "missing"

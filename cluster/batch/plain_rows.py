@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import jinja2
@@ -11,11 +12,12 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.batch.openai_rows import default_id, looks_openai
-from cluster.batch.rows import CHAT, COMPLETIONS, SourceRow, Task
+from cluster.batch.rows import CHAT, COMPLETIONS, SourceRow, Task, brief, quoted
 from engine.errors import ConfigError
 
 # Fields of a body that the row or the batch itself decides.
 OWN_FIELDS = ("model", "prompt", "messages", "stream")
+MAX_NAMES = 20  # of columns that a message tells
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -87,6 +89,14 @@ class PlainRows:
             return None
         return str(value)
 
+    def without_id(self, row: SourceRow) -> str:
+        """See `TaskMaker.without_id`."""
+        column = self._options.id_column
+        value = (row.fields or {}).get(column)
+        if not _is_filled(value):
+            return f"has no custom_id: there is nothing in its column {column!r}"
+        return f"has the custom_id {quoted(value)}: the column {column!r} must hold text or a whole number"
+
     def task(self, row: SourceRow) -> Task:
         """Return the request; a column that is missing or holds something else is the row's problem."""
         custom_id = self.custom_id(row) or default_id(row.number)
@@ -132,8 +142,8 @@ class PlainRows:
         options = self._options
         if options.prompt_column in columns:
             return f"the column {options.prompt_column!r} is empty"
-        has = ", ".join(repr(name) for name in list(columns)[:20]) or "none"
-        return f"there is nothing in a column {options.prompt_column!r} or {options.messages_column!r}; it has {has}"
+        either = f"{options.prompt_column!r} or {options.messages_column!r}"
+        return f"there is nothing in a column {either}; it has {_names(columns)}"
 
 
 def _is_filled(value: Any) -> bool:
@@ -163,9 +173,12 @@ def _rendered(template: jinja2.Template, columns: Mapping[str, Any]) -> str:
     try:
         return template.render({"row": columns, **columns})
     except jinja2.UndefinedError as error:
-        has = ", ".join(repr(name) for name in list(columns)[:20]) or "none"
-        raise _RowError(
-            f"the template asks for a column that is missing: {error}; it has {has}", "template"
-        ) from error
+        told = f"the template asks for a column that is missing: {brief(str(error))}; it has {_names(columns)}"
+        raise _RowError(told, "template") from error
     except Exception as error:  # what a template does with a row's values is its author's
-        raise _RowError(f"the template fails on this row: {type(error).__name__}: {error}", "template") from error
+        told = f"the template fails on this row: {type(error).__name__}: {brief(str(error))}"
+        raise _RowError(told, "template") from error
+
+
+def _names(columns: Mapping[str, Any]) -> str:
+    return ", ".join([quoted(name) for name in islice(columns, MAX_NAMES)]) or "none"

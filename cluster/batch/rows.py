@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS)
+MAX_TOLD = 80  # characters of what an input holds, in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,13 @@ class Task:
     body: Mapping[str, Any]
     problem: str = ""
     param: str | None = None
+
+
+def brief(text: str) -> str:
+    """Return text of the input as a message or a field's name can hold it: no more than its beginning."""
+    return text if len(text) <= MAX_TOLD else f"{text[:MAX_TOLD]}..."
+
+
+def quoted(value: object) -> str:
+    """Return a value of the input as Python writes it, no more than the beginning."""
+    return brief(repr(value[: MAX_TOLD + 1] if isinstance(value, str | bytes) else value))

@@ -26,6 +26,10 @@ class TaskMaker(Protocol):
         """Return the row's id, made of its number where the input has none; None where one is missing."""
         ...
 
+    def without_id(self, row: SourceRow) -> str:
+        """Return what to say of a row that could be read and has no id: its place comes before it."""
+        ...
+
     def task(self, row: SourceRow) -> Task:
         """Return what the row asks for; what is wrong with it is told in the task."""
         ...

@@ -72,7 +72,7 @@ def test_repeated_and_missing_ids_are_told_by_line(tmp_path):
     ]
     assert lines[2].startswith("data.jsonl:6 has no custom_id: the line is no JSON object")
     assert lines[3:] == [
-        "data.jsonl:7 has no custom_id",
+        "data.jsonl:7 has the custom_id 5, which must be text and not empty: 'row-1' is one",
         "custom_id 'b' at data.jsonl:8 is used at data.jsonl:3 already",
         "custom_id 'a' at data.jsonl:9 is used at data.jsonl:1 already",
     ]
@@ -84,6 +84,13 @@ def test_ten_are_told_and_the_others_counted(tmp_path):
     assert lines[9] == "custom_id 'a' at data.jsonl:11 is used at data.jsonl:1 already"
     lines = refused(data(tmp_path, [None] * 30 + ["a"] * 30))
     assert lines[9:] == ["data.jsonl:10 has no custom_id", "and 49 more"]
+
+
+@pytest.mark.parametrize("kind", [str, lambda text: [text]])
+def test_little_is_told_of_long_ids(tmp_path, kind):
+    told = refused(data(tmp_path, [kind("x" * 10**6)] * 11))
+    assert len(told) >= 10 and all("'xxx" in line and "xxx..." in line for line in told[:10])
+    assert sum(map(len, told)) < 5_000
 
 
 @settings(max_examples=30, deadline=None)
@@ -114,9 +121,10 @@ def test_plain_rows_need_no_ids_and_may_be_unreadable(tmp_path):
 def test_plain_rows_with_an_id_column_are_told_apart_by_it(tmp_path):
     tasks = task_maker(RowKind.PLAIN, "demo", ColumnOptions(id_column="custom_id"))
     assert checked(data(tmp_path, ["a", "b", "bad", "bad", 1]), tasks).rows == 5
-    assert refused(data(tmp_path, ["1", 1, True]), tasks) == [
+    assert refused(data(tmp_path, ["1", 1, True, ""]), tasks) == [
         "custom_id '1' at data.jsonl:2 is used at data.jsonl:1 already",
-        "data.jsonl:3 has no custom_id",
+        "data.jsonl:3 has the custom_id True: the column 'custom_id' must hold text or a whole number",
+        "data.jsonl:4 has no custom_id: there is nothing in its column 'custom_id'",
     ]
 
 

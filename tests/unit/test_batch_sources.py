@@ -171,6 +171,11 @@ def test_csv_headers_must_name_each_column_once(tmp_path, header):
     assert str(path) in refused(path)
 
 
+@pytest.mark.parametrize("header", ["x" * 10**6 + ",a,a", ",".join(["a"] * 10**5)])
+def test_little_is_told_of_long_csv_headers(tmp_path, header):
+    assert len(refused(written(tmp_path / "a.csv", f"{header}\n"))) < 2_000
+
+
 def test_csv_records_without_end_are_not_held(tmp_path):
     path = written(tmp_path / "a.csv", 'a\n1\n"' + "line\n" * 200_000)
     assert f"{path}:3: this record has no end within 100000 bytes" in refused(path, limit=100_000)

@@ -9,11 +9,12 @@ from io import BufferedIOBase
 import msgspec
 
 from cluster.batch.errors import InputError
-from cluster.batch.rows import SourceRow
+from cluster.batch.rows import SourceRow, quoted
 from cluster.batch.sources.found import InputFile
 from cluster.batch.sources.lines import BOM
 from cluster.batch.sources.reading import open_bytes
 
+MAX_NAMES = 100  # of columns that a message tells
 _encode = msgspec.json.Encoder().encode
 
 
@@ -48,9 +49,8 @@ class _Records:
         if isinstance(names, str):
             raise InputError(f"{self._place}: {names}")
         if "" in names or len(set(names)) < len(names):
-            raise InputError(
-                f"{self._place}: the first line must name each column once, and it has {', '.join(map(repr, names))}"
-            )
+            has = ", ".join(map(quoted, names[:MAX_NAMES]))
+            raise InputError(f"{self._place}: the first line must name each column once, and it has {has}")
         return names
 
     def row(self, header: list[str], record: list[str] | str, number: int) -> SourceRow:
