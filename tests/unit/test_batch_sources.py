@@ -325,6 +325,8 @@ def test_a_file_is_named_once_whatever_its_name(tmp_path, monkeypatch):
         ("data/*.json", "data/out.jsonl", True),  # with out.jsonl.manifest.json
         ("s3://b/data/*.jsonl", "s3://b/data/out.jsonl", True),
         ("s3://b/**/a*.jsonl", "s3://b/data/deep/a.jsonl", True),
+        ("data/*/*.jsonl", "data/linked/out.jsonl", True),
+        ("data/linked/*.jsonl", "other/out.jsonl", True),
         ("data/b[1].jsonl", "data/b[1].jsonl", True),
         ("data/b[1].jsonl", "data/b1.jsonl", False),  # a file of that name
         ("data/a**/*.jsonl", "data/a/b/c/out.jsonl", False),
@@ -340,6 +342,7 @@ def test_a_file_is_named_once_whatever_its_name(tmp_path, monkeypatch):
 def test_an_output_may_not_lie_among_the_inputs(tmp_path, monkeypatch, given, output, among):
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "data/b[1].jsonl", "{}")
+    (tmp_path / "data/linked").symlink_to(tmp_path / "other")
     with pytest.raises(InputError, match="would be part of the input") if among else nullcontext():
         refuse_output(["other.jsonl", given], output)
 

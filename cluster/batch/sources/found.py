@@ -97,10 +97,14 @@ def identity(path: str) -> Hashable:
 
 
 def _would_name(given: str, path: str) -> bool:
-    if is_url(given) != is_url(path):
-        return False
-    if not is_url(given):
-        given, path = os.path.realpath(local_path(given)), os.path.realpath(local_path(path))
+    if is_url(given) or is_url(path):
+        return _covers(given, path)
+    one, other = local_path(given), local_path(path)
+    # As it is named, and where it lies in truth: a pattern may find it by either.
+    return any(_covers(place(one), place(other)) for place in (os.path.abspath, os.path.realpath))
+
+
+def _covers(given: str, path: str) -> bool:
     if PATTERN.search(given) and not os.path.exists(given):
         return re.match(_translated(given), path) is not None
     return path == given or path.startswith(given.rstrip("/") + "/")
