@@ -351,17 +351,29 @@ def test_a_mark_on_the_file_keeps_new_batches_away_and_leaves_none_behind(store)
 
 def test_a_batch_whose_input_goes_while_it_is_made_is_taken_back(store, monkeypatch):
     stored = keep(store)
-    create = store.batches.create
+    announce, found = store.batches.announce, []
 
-    def create_late(record):
-        create(record)
+    def announce_late(batch_id, input_file_id):
+        announce(batch_id, input_file_id)
         store.files.mark_deleting(stored.id)
+        found.append((list(store.batches.unended()), store.batches.read(batch_id)))
 
-    monkeypatch.setattr(store.batches, "create", create_late)
+    monkeypatch.setattr(store.batches, "announce", announce_late)
     with refused("file_in_use", 409):
         batch_of(store, stored)
+    assert found == [([], None)], "no runner has it, which would write it again"
     assert list(store.batches.unended()) == []
     assert store.batches.page("a", Asked(5)).items == []
+    assert store.batches._root.names("open") == []
+
+
+def test_a_batch_that_is_being_made_keeps_its_input(store):
+    stored, batch_id = keep(store), BATCH_IDS.new("a")
+    store.batches.announce(batch_id, stored.id)
+    with refused("file_in_use", 409):
+        store.delete_file(stored.id, "a")
+    store.batches.drop(batch_id)
+    store.delete_file(stored.id, "a")
 
 
 def test_a_runner_finds_what_has_not_ended_of_everybody_and_nothing_else(store, monkeypatch):
@@ -369,7 +381,6 @@ def test_a_runner_finds_what_has_not_ended_of_everybody_and_nothing_else(store, 
     assert list(store.batches.unended()) == batches
     store.batches.write(changes.failed(batches[0], NOW, [LineError(code="x", message="y")]))
     assert list(store.batches.unended()) == batches[1:]
-    assert list(store.batches.unended("a")) == batches[2:]
     root = store.batches._root
     root.write(f"open/{batches[0].id}", b"")  # killed between the end and its mark
     new = BATCH_IDS.new("a")

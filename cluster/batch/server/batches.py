@@ -2,7 +2,9 @@
 
 `batches/ID/batch.json`: the record; written once by whoever creates it, from then on by its runner alone.
 `batches/ID/cancel`: the wish to end it, which any process leaves there and the runner finds.
-`open/ID`: its mark while it has not ended, so that nobody looks through all that ever were.
+`open/ID`: its mark while it has not ended, so that nobody looks through all that ever were. It holds the id of the
+input and is there before the record, which is written once it is certain that the input stays: a batch that is taken
+back never was one to any runner.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import msgspec
 
 from cluster.batch.server.changes import as_asked
 from cluster.batch.server.errors import StoreError
-from cluster.batch.server.ids import BATCH_IDS
+from cluster.batch.server.ids import BATCH_IDS, output_ids
 from cluster.batch.server.objects import BatchRecord
 from cluster.batch.server.pages import READ_AT_ONCE, Asked, Page, page_of
 from cluster.batch.server.root import Root
@@ -24,6 +26,9 @@ OPEN = "open"
 RECORD, CANCEL = "batch.json", "cancel"
 # Seconds after which a mark without a record is that of a process that was killed between the two.
 STALE = 3600
+
+
+OnDamaged = Callable[[StoreError], None]
 
 
 class CancelWish(msgspec.Struct, frozen=True):
@@ -38,18 +43,19 @@ class BatchStore:
     def __init__(self, root: Root) -> None:
         self._root = root
 
-    def create(self, record: BatchRecord) -> None:
-        """Keep a new batch."""
-        self._root.write(_mark(record.id), b"")
-        self._root.write(_path(record.id, RECORD), msgspec.json.encode(record))
+    def announce(self, batch_id: str, input_file_id: str) -> None:
+        """Mark a batch that is about to be created, so that its input stays. Of a killed process it is gone later."""
+        self._root.write(_mark(batch_id), input_file_id.encode())
 
     def drop(self, batch_id: str) -> None:
-        """Take a new batch back, of which nobody was told."""
-        self._root.remove(f"{FOLDER}/{batch_id}")
+        """Take the mark back of a batch that was not created."""
         self._root.remove(_mark(batch_id))
 
     def write(self, record: BatchRecord) -> None:
-        """Keep a change. For the batch's runner alone, which `cluster.batch.ledger.epoch` lets be one at a time."""
+        """Keep a batch that was announced, or a change of it.
+
+        Changes are its runner's alone, which `cluster.batch.ledger.epoch` lets be one at a time.
+        """
         self._root.write(_path(record.id, RECORD), msgspec.json.encode(record))
         if record.ended:
             self._root.remove(_mark(record.id))
@@ -79,15 +85,13 @@ class BatchStore:
         """Return when the end of a batch was asked for, None where it was not."""
         return _asked_at(self._root.read(_path(batch_id, CANCEL)), batch_id)
 
-    def unended(
-        self, tenant: str | None = None, on_damaged: Callable[[StoreError], None] | None = None
-    ) -> Iterator[BatchRecord]:
+    def unended(self, on_damaged: OnDamaged | None = None) -> Iterator[BatchRecord]:
         """Yield the records of batches that have not ended, as they were written, the oldest first.
 
-        tenant: whose, None = all tenants'. on_damaged: told of records that cannot be read, which are left out; None
-        = they are raised. Marks that stand for nothing are removed on the way.
+        on_damaged: told of records that cannot be read, which are left out; None = they are raised. Marks that stand
+        for nothing are removed on the way.
         """
-        marked = sorted(one for one in self._root.names(OPEN) if _may_be_of(one, tenant))
+        marked = sorted(one for one in self._root.names(OPEN) if BATCH_IDS.fits(one))
         for start in range(0, len(marked), READ_AT_ONCE):
             ids = marked[start : start + READ_AT_ONCE]
             found = self._root.read_all([_path(one, RECORD) for one in ids])
@@ -105,21 +109,39 @@ class BatchStore:
                     self._root.remove(_mark(batch_id))
 
     def user_of(self, file_id: str, tenant: str) -> str | None:
-        """Return the id of a tenant's batch that has not ended and uses a file, None where there is none."""
-        return next((one.id for one in self.unended(tenant) if file_id in one.file_ids), None)
+        """Return the id of a tenant's batch that has not ended and uses a file, None where there is none.
 
-    def _listed(self, ids: Sequence[str], tenant: str) -> Iterable[BatchRecord | None]:
-        records = self._records(ids)
-        running = [one.id for one in records if one is not None and not one.ended]
-        wishes = self._root.read_all([_path(one, CANCEL) for one in running])
-        asked = {one: _asked_at(wish, one) for one, wish in zip(running, wishes, strict=True)}
+        It uses its input, and its output from before it is written.
+        """
+        marked = sorted(one for one in self._root.names(OPEN) if BATCH_IDS.may_be_of(one, tenant))
+        inputs = self._root.read_all([_mark(one) for one in marked])
+        users = (
+            batch_id
+            for batch_id, its_input in zip(marked, inputs, strict=True)
+            if its_input == file_id.encode() or file_id in output_ids(batch_id)
+        )
+        return next((one for one in users if not self._has_ended(one)), None)
+
+    def as_asked(self, records: Sequence[BatchRecord], on_damaged: OnDamaged | None = None) -> Iterator[BatchRecord]:
+        """Yield batches as their clients see them. on_damaged: told of wishes that cannot be read, see `unended`."""
+        wishes = iter(self._root.read_all([_path(one.id, CANCEL) for one in records if not one.ended]))
         for record in records:
-            own = record is not None and record.tenant == tenant
-            yield as_asked(record, asked.get(record.id)) if own and record is not None else None
+            try:
+                yield record if record.ended else as_asked(record, _asked_at(next(wishes), record.id))
+            except StoreError as error:
+                if on_damaged is None:
+                    raise
+                on_damaged(error)
 
-    def _records(self, ids: Sequence[str]) -> list[BatchRecord | None]:
+    def _has_ended(self, batch_id: str) -> bool:
+        """Whether it is over, though killed between its end and its mark; one without a record is being made."""
+        record = self.read(batch_id)
+        return record is not None and record.ended
+
+    def _listed(self, ids: Sequence[str], tenant: str) -> Iterable[BatchRecord]:
         found = self._root.read_all([_path(one, RECORD) for one in ids])
-        return [_record(data, batch_id) for batch_id, data in zip(ids, found, strict=True)]
+        records = [_record(data, batch_id) for batch_id, data in zip(ids, found, strict=True)]
+        return self.as_asked([one for one in records if one is not None and one.tenant == tenant])
 
 
 def _path(batch_id: str, name: str) -> str:
@@ -128,10 +150,6 @@ def _path(batch_id: str, name: str) -> str:
 
 def _mark(batch_id: str) -> str:
     return f"{OPEN}/{batch_id}"
-
-
-def _may_be_of(name: str, tenant: str | None) -> bool:
-    return BATCH_IDS.fits(name) if tenant is None else BATCH_IDS.may_be_of(name, tenant)
 
 
 def _record(data: bytes | None, batch_id: str) -> BatchRecord | None:

@@ -56,5 +56,10 @@ FILE_IDS = Ids("file-")
 BATCH_IDS = Ids("batch_")
 
 
+def output_ids(batch_id: str) -> tuple[str, str]:
+    """Return the ids of a batch's output file and of its error file, whether or not it has such."""
+    return FILE_IDS.derived(batch_id, "output"), FILE_IDS.derived(batch_id, "error")
+
+
 def _tag(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=_TENANT_DIGITS // 2, person=b"sqd-owner").hexdigest()

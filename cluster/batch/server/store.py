@@ -75,8 +75,8 @@ class Store:
     def delete_file(self, file_id: str, tenant: str) -> None:
         """Delete a file; 404 as in `file`, 409 while a batch that has not ended uses it.
 
-        The file is marked before batches are looked at, and a new batch is kept before it looks for marks: of two
-        that meet, at least one sees the other and gives way.
+        The file is marked before batches are looked at, and a new batch is announced before it looks for marks: of
+        two that meet, at least one sees the other and gives way.
         """
         self.file(file_id, tenant)
         mark = self.files.mark_deleting(file_id)
@@ -101,12 +101,13 @@ class Store:
             expires_at=created + WINDOW_SECONDS,
             metadata=None if new.metadata is None else dict(new.metadata),
         )
-        self.batches.create(record)
+        self.batches.announce(batch_id, new.input_file_id)
         try:
             self._check_input(new.input_file_id, tenant)
         except BaseException:
             self.batches.drop(batch_id)
             raise
+        self.batches.write(record)
         return record
 
     def tell(self, record: BatchRecord) -> None:
