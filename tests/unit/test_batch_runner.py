@@ -608,3 +608,37 @@ async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeyp
             told(store, one, lambda one: changes.failed(one, one.created_at, [LineError(code="x", message="y")]))
             runner.running[one].cancel()
         await until(lambda: runs(*first[2:], last))
+
+
+@pytest.mark.parametrize("due", ["cancelled", "over"])
+async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monkeypatch, due):
+    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 2)
+    ids = [created(store, rows(1)) for _ in range(6)]
+    now = [0.0]
+
+    async def run_one(batch_id):
+        if not store.batches.read(batch_id).ended:
+            await asyncio.Event().wait()
+
+    runner = Runner(store, run_one, time_of_day=lambda: now[0])
+
+    def ending():
+        runner.wake()
+        return set(runner.running) - set(ids[:2])
+
+    async with looking(runner):
+        await until(lambda: set(runner.running) == set(ids[:2]))
+        left = set(ids[3:] if due == "cancelled" else ids[2:])
+        if due == "cancelled":
+            for one in left:
+                store.cancel_batch(one, TENANT)
+        else:
+            now[0] = store.batch(ids[-1], TENANT).expires_at
+        while left:
+            await until(lambda: ending() <= left and len(ending()) == min(2, len(left)))
+            one = ending().pop()
+            told(store, one, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+            runner.running[one].cancel()
+            left.discard(one)
+        await until(lambda: not ending())
+        assert set(runner.running) == set(ids[:2])

@@ -110,6 +110,10 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a status that never changes."""
         return self.status in ENDED
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is to run no more, done or not."""
+        return self.status == "cancelling" or now >= self.expires_at
+
     @property
     def file_ids(self) -> tuple[str | None, ...]:
         """The files that it needs."""

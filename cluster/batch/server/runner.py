@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,20 +21,33 @@ from cluster.batch.server.store import Store
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between two looks for new batches
-MAX_AT_ONCE = 64  # batches of a model that are looked after, and batches of which the model is not known yet
+# Batches of a model that are looked after, batches of which the model is not known yet, and batches behind these that
+# are only to be ended.
+MAX_AT_ONCE = 64
 PAUSE_SECONDS = 10.0  # until a batch is tried again that failed for a reason of ours
 
 RunOne = Callable[[str], Coroutine[Any, Any, None]]
 
 
 class Runner:
-    """Keeps a task for every batch that has not ended. run_one: sees a batch to its end, given its id."""
+    """Keeps a task for every batch that has not ended. run_one: sees a batch to its end, given its id.
 
-    def __init__(self, store: Store, run_one: RunOne, clock: Callable[[], float] = time.monotonic) -> None:
+    clock: of pauses. time_of_day: in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_one: RunOne,
+        clock: Callable[[], float] = time.monotonic,
+        time_of_day: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
         self._run_one = run_one
         self._clock = clock
+        self._time_of_day = time_of_day
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[str] = set()  # of these, those that stood behind others, and are only to be ended
         self._not_before: dict[str, float] = {}
         self._told: set[str] = set()  # damages that the log has
         self._wake = asyncio.Event()
@@ -64,26 +77,51 @@ class Runner:
 
     async def _look(self) -> None:
         try:
-            unended = await asyncio.to_thread(lambda: list(self._store.batches.unended(on_damaged=self._tell)))
+            unended = await asyncio.to_thread(lambda: list(self._store.batches.unended(self._tell)))
+            if behind := self._begin(unended):
+                await self._end_due(behind)
         except Exception:
             # Whatever a library for URLs raises: batches that run go on, and it is tried again.
             logger.exception("batches cannot be listed")
-            return
+
+    def _begin(self, unended: Sequence[BatchRecord]) -> list[BatchRecord]:
+        """Begin with the first batches of each model; return those that stand behind as many as there may be."""
         model_of = {one.id: one.model for one in unended}
         self._let_go(model_of)
-        running = Counter(model_of.get(one) for one in self._tasks)
-        now = self._clock()
-        for batch_id, model in model_of.items():
-            waits = batch_id in self._tasks or self._not_before.get(batch_id, 0.0) > now
-            if not waits and running[model] < MAX_AT_ONCE:
-                running[model] += 1
-                self._tasks[batch_id] = asyncio.create_task(self._see_to_its_end(batch_id))
+        running = Counter(model_of.get(one) for one in self._tasks if one not in self._ending)
+        now, behind = self._clock(), []
+        for one in unended:
+            if one.id in self._tasks or self._not_before.get(one.id, 0.0) > now:
+                continue
+            if running[one.model] < MAX_AT_ONCE:
+                running[one.model] += 1
+                self._look_after(one.id)
+            else:
+                behind.append(one)
+        return behind
+
+    async def _end_due(self, behind: Sequence[BatchRecord]) -> None:
+        """Of batches whose turn is far, end those that are cancelled, or whose time is over."""
+        as_asked = self._store.batches.as_asked
+        told = await asyncio.to_thread(lambda: list(as_asked(behind, self._tell)))
+        due = [one.id for one in told if one.is_due(self._time_of_day())]
+        for batch_id in due[: MAX_AT_ONCE - len(self._ending)]:
+            self._ending.add(batch_id)
+            self._look_after(batch_id)
+
+    def _look_after(self, batch_id: str) -> None:
+        def ended(_: asyncio.Task[None]) -> None:  # also of one that was cancelled before it began
+            del self._tasks[batch_id]
+            self._ending.discard(batch_id)
+
+        self._tasks[batch_id] = asyncio.create_task(self._see_to_its_end(batch_id))
+        self._tasks[batch_id].add_done_callback(ended)
 
     def _let_go(self, model_of: Mapping[str, str | None]) -> None:
         """Leave batches for later that turned out to be of a model that has enough of them, the latest first."""
         kept: Counter[str] = Counter()
         for batch_id, task in self._tasks.items():
-            if model := model_of.get(batch_id):
+            if batch_id not in self._ending and (model := model_of.get(batch_id)):
                 kept[model] += 1
                 if kept[model] > MAX_AT_ONCE:
                     task.cancel()
@@ -104,5 +142,3 @@ class Runner:
             # A full disk, a fault of ours: others go on, and this one is tried again.
             logger.exception("batch %s has to wait", batch_id)
             self._not_before[batch_id] = self._clock() + PAUSE_SECONDS
-        finally:
-            del self._tasks[batch_id]
