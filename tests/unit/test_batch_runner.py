@@ -487,6 +487,17 @@ def test_ledgers_of_batches_that_have_ended_are_swept(store, tmp_path):
     Sweeper(store, tmp_path / "none").sweep()
 
 
+def test_a_damaged_record_keeps_its_own_ledger_alone(store, tmp_path):
+    ids = [created(store, rows(1)) for _ in range(4)]
+    for batch_id in ids:
+        (tmp_path / "ledgers" / batch_id).mkdir(parents=True)
+        told(store, batch_id, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+    for damaged in (ids[0], ids[2]):
+        store.batches._root.write(f"batches/{damaged}/batch.json", b"damaged")
+    Sweeper(store, tmp_path / "ledgers").sweep()
+    assert {one.name for one in (tmp_path / "ledgers").iterdir()} == {ids[0], ids[2]}
+
+
 async def test_sweeping_goes_on_after_trouble(store, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.batch.server.sweeper.SWEEP_SECONDS", 0.001)
     swept = []

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from cluster.batch.errors import BusyError
+from cluster.batch.errors import BatchError, BusyError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.store import Store
@@ -37,11 +37,17 @@ class Sweeper:
         """Remove drafts that nobody writes, and ledgers of batches that have ended or are not there."""
         self._store.sweep()
         for folder in self._folder.iterdir() if self._folder.exists() else ():
-            if BATCH_IDS.fits(folder.name) and not self._is_needed(folder.name):
-                try:
-                    Epoch(folder).remove_folder()
-                except BusyError:
-                    continue  # whoever ended it is about to
+            if BATCH_IDS.fits(folder.name):
+                self._sweep(folder)
+
+    def _sweep(self, folder: Path) -> None:
+        try:
+            if not self._is_needed(folder.name):
+                Epoch(folder).remove_folder()
+        except BusyError:
+            return  # whoever ended it is about to
+        except (BatchError, OSError) as error:
+            logger.warning("the ledger %s stays until the next sweep, others go: %s", folder, error)
 
     def _is_needed(self, batch_id: str) -> bool:
         record = self._store.batches.read(batch_id)
