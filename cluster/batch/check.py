@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.batch.errors import InputError, UnreachableError
+from cluster.batch.errors import InputError, RowFault, RowFaultsError, UnreachableError
 from cluster.batch.rows import Source, SourceRow, quoted
 from cluster.batch.tasks import TaskMaker
 
@@ -38,8 +38,8 @@ def check_input(source: Source, tasks: TaskMaker, folder: Path, reserved: Collec
     """Read all rows once, and return what they are.
 
     folder: for files of ids while this runs, so that memory stays the same whatever the number of rows. reserved:
-    columns that the output will add, which no row may have. Raises `InputError` when there are no rows, and with the
-    places of the first ten rows that have no id, that of another row, or a column that is reserved;
+    columns that the output will add, which no row may have. Raises `InputError` when there are no rows,
+    `RowFaultsError` with the first ten rows that have no id, that of another row, or a column that is reserved, and
     `UnreachableError` when the input cannot be read, or `folder` not written.
     """
     checking = _Checking(tasks, folder, frozenset(reserved))
@@ -62,7 +62,7 @@ class _Checking:
         self._tasks = tasks
         self._reserved = reserved
         self._ids = _Ids(folder) if tasks.has_ids else None
-        self._faults: dict[int, str] = {}
+        self._faults: dict[int, RowFault] = {}
         self._num_faults = 0
 
     def take(self, row: SourceRow) -> None:
@@ -87,9 +87,7 @@ class _Checking:
         if not self._faults:
             return
         shown = [self._faults[row] for row in sorted(self._faults)[:SHOWN]]
-        if more := self._num_faults - len(shown):
-            shown.append(f"and {more} more")
-        raise InputError("the input cannot be used:\n" + "\n".join(shown))
+        raise RowFaultsError(shown, self._num_faults - len(shown))
 
     def close(self) -> None:
         """Remove the files of ids."""
@@ -109,22 +107,18 @@ class _Checking:
     def _fault(self, row: SourceRow, text: str) -> None:
         self._num_faults += 1
         if len(self._faults) < SHOWN:
-            self._faults.setdefault(row.number, text)
+            self._faults.setdefault(row.number, RowFault(text, row.line))
 
-    def _named(self, source: Source, pairs: dict[int, int]) -> dict[int, str]:
+    def _named(self, source: Source, pairs: dict[int, int]) -> dict[int, RowFault]:
         """Return what to say of rows whose id an earlier row has. pairs: row -> that row."""
         wanted = {*pairs, *pairs.values()}
-        places: dict[int, str] = {}
-        ids: dict[int, str] = {}
+        found: dict[int, tuple[str, int | None, str]] = {}  # row -> place, line, id
         for row in source.rows() if wanted else ():
             if row.number in wanted:
-                places[row.number], ids[row.number] = row.place, quoted(self._tasks.custom_id(row))
-                if len(places) == len(wanted):
+                found[row.number] = row.place, row.line, quoted(self._tasks.custom_id(row))
+                if len(found) == len(wanted):
                     break
-        return {
-            later: f"custom_id {ids[later]} at {places[later]} is used at {places[earlier]} already"
-            for later, earlier in pairs.items()
-        }
+        return {later: _twice(*found[later], found[earlier][0]) for later, earlier in pairs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +193,10 @@ class _Ids:
             while len(entries := np.frombuffer(file.read(ENTRY.itemsize * ENTRIES_PER_READ), ENTRY)):
                 known, pairs = _merged(np.concatenate((known, entries)))
                 yield pairs
+
+
+def _twice(place: str, line: int | None, custom_id: str, earlier: str) -> RowFault:
+    return RowFault(f"custom_id {custom_id} at {place} is used at {earlier} already", line)
 
 
 def _merged(entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from engine.errors import SquadronError
 
 
@@ -11,6 +14,24 @@ class BatchError(SquadronError):
 
 class InputError(BatchError):
     """The input as a whole cannot be used: not there, unreadable, or its rows cannot be told apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """Why a row makes its whole input unusable; the text names its place. line: of its file, from 1."""
+
+    text: str
+    line: int | None
+
+
+class RowFaultsError(InputError):
+    """Rows cannot be told apart, or not taken as they are. faults: the first of them; more: how many others."""
+
+    def __init__(self, faults: Sequence[RowFault], more: int) -> None:
+        rest = [f"and {more} more"] if more else []
+        super().__init__("\n".join(["the input cannot be used:", *(one.text for one in faults), *rest]))
+        self.faults = tuple(faults)
+        self.more = more
 
 
 class UnreachableError(InputError):

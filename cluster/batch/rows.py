@@ -16,7 +16,8 @@ class SourceRow:
     """One row of the input.
 
     number: its place in the whole input, from 0. place: where it stands, for people: `data.jsonl:7`. fields: its
-    columns; None where it could not be read, and `problem` says why. raw: its bytes, alike in every reading.
+    columns; None where it could not be read, and `problem` says why. raw: its bytes, alike in every reading. line: of
+    its file, from 1, where that has lines; None elsewhere.
     """
 
     number: int
@@ -24,6 +25,7 @@ class SourceRow:
     fields: Mapping[str, Any] | None
     raw: bytes
     problem: str = ""
+    line: int | None = None
 
 
 class Source(Protocol):

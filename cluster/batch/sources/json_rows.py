@@ -28,11 +28,11 @@ def read_json_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRo
 def _row(file: InputFile, line: Line, number: int, limit: int) -> SourceRow:
     place = f"{file.name}:{line.number}"
     if line.too_long:
-        return SourceRow(number, place, None, line.text, f"the line is longer than {limit} bytes")
+        return SourceRow(number, place, None, line.text, f"the line is longer than {limit} bytes", line.number)
     try:
-        return SourceRow(number, place, _object(line.text), line.text)
+        return SourceRow(number, place, _object(line.text), line.text, line=line.number)
     except (ValueError, RecursionError) as error:
-        return SourceRow(number, place, None, line.text, f"the line is no JSON object: {error}")
+        return SourceRow(number, place, None, line.text, f"the line is no JSON object: {error}", line.number)
 
 
 def _refuse_whole(file: InputFile, line: Line) -> None:
