@@ -65,21 +65,26 @@ class Answers:
             body = json.encode(answer_body(call, vectors, self._model.model_id))
             return RowDone(row, OK, body, prepared.num_prompt_tokens)
         try:
-            body, output_tokens = await self._text(prepared, call, tokens, track)
+            return await self._text(prepared, call, tokens, track)
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
-        return RowDone(row, OK, body, prepared.num_prompt_tokens, output_tokens)
 
-    async def _text(
-        self, prepared: Prepared, call: Call, tokens: TokenSource, track: RequestTrack
-    ) -> tuple[bytes, int]:
-        """Return the body of an answer, and its output tokens."""
+    async def _text(self, prepared: Prepared, call: Call, tokens: TokenSource, track: RequestTrack) -> RowDone:
         tokenizer = self._model.tokenizer
         generation = Generation(call, prepared.requests, tokenizer, tokens, track)
         frames = _FRAMES[prepared.task.url](call, self._model.model_id, tokenizer, generation.prompts)
         async with aclosing(generation.deltas()) as deltas:
             body = await whole_body(call, generation, deltas, frames)
-        return body, generation.usage.completion_tokens
+        usage = generation.usage
+        return RowDone(
+            prepared.task.row,
+            OK,
+            body,
+            prepared.num_prompt_tokens,
+            usage.completion_tokens,
+            reasoning_tokens=usage.reasoning_tokens or 0,
+            cached_tokens=generation.cached_tokens,
+        )
 
 
 def failed(row: int, error: ApiError) -> RowDone:

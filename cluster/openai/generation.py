@@ -166,9 +166,14 @@ class Generation:
         return Usage(
             prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
             completion_tokens=sum([choice.num_tokens for choice in self._choices]) if self._counted else 0,
-            cached_tokens=sum(self._cached) if self._tells_cache else None,
+            cached_tokens=self.cached_tokens if self._tells_cache else None,
             reasoning_tokens=sum([choice.reasoning_tokens for choice in self._choices]) if self._thinks else None,
         )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in a prefix cache, told to the client or not."""
+        return sum(self._cached)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield deltas as they come until every choice is done; raises the `ApiError` that ended the call."""

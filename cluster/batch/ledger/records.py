@@ -42,8 +42,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class RowDone(msgspec.Struct, frozen=True, array_like=True):
     """A row that is finished, for good or in error.
 
-    row: its place in the input, from 0. status: as HTTP has it; 200 is an answer. body: JSON of the answer, or of the
-    error. prompt_tokens, output_tokens: what it took. code: of the error, "" without.
+    row: its place in the input, from 0. status: as HTTP has it; 200 is an answer, 0 a row that was never asked. body:
+    JSON of the answer, or of the error. prompt_tokens, output_tokens: what it took. code: of the error, "" without.
+    reasoning_tokens: of the output. cached_tokens: of the prompt, where one replica ran it all; else 0.
     """
 
     row: int
@@ -52,6 +53,8 @@ class RowDone(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     code: str = ""
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
