@@ -7,17 +7,20 @@ import os
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from cluster.batch.bounds import whole_room
-from cluster.batch.errors import BusyError, FencedError, UnreachableError
+from cluster.batch.check import check_input
+from cluster.batch.errors import BusyError, FencedError, InputError, UnreachableError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger, read_replicas
 from cluster.batch.ledger.records import Job
+from cluster.batch.output.write import write_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Task
 from cluster.batch.server import changes
-from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest
+from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest, line_errors
 from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.objects import LineError, RequestCounts
 from cluster.batch.server.one_batch import BatchModel, OneBatch
@@ -30,9 +33,13 @@ from cluster.batch.server.worker import tenants_of
 from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.errors import ApiError
 from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.checking import MAX_PRIORITY, unknown_model
+from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
+from engine.tokenizer import Tokenizer
+from tests import tiny_tokenizer
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
 from tests.unit.cluster_lab import Lab, until
@@ -161,6 +168,76 @@ async def test_a_cancelled_batch_keeps_what_was_done(model, store, tmp_path, mon
     assert len(output) == batch.request_counts.completed < 200
     assert len(errors) == batch.request_counts.failed == 200 - len(output)
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
+    assert {line["response"] for line in errors} == {None}
+
+
+@pytest.mark.parametrize("otherwise", ["completed", "failed"])
+async def test_who_was_told_cancelling_is_not_told_otherwise(model, store, tmp_path, monkeypatch, otherwise):
+    """The wish comes while the files are written, or while an input is checked that cannot be used."""
+    batch_id = created(store, rows(3) if otherwise == "completed" else [])
+    place = "server.ending.write_output" if otherwise == "completed" else "server.one_batch.check_input"
+    act = {"completed": write_output, "failed": check_input}[otherwise]
+    seen = []
+
+    def wanted_no_more(*given):
+        if not seen:
+            seen.append(store.cancel_batch(batch_id, TENANT).status)
+        return act(*given)
+
+    monkeypatch.setattr(f"cluster.batch.{place}", wanted_no_more)
+    async with Lab() as lab:
+        await lab.start("a")
+        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
+    assert seen == ["cancelling"]
+    batch = store.batch(batch_id, TENANT)
+    assert (batch.status, batch.request_counts.completed) == ("cancelled", 3 if otherwise == "completed" else 0)
+    assert batch.cancelling_at is not None
+    if batch.output_file_id is not None:
+        assert len(lines(store, batch.output_file_id)) == 3
+
+
+async def test_a_batch_tells_what_was_thinking_and_what_was_in_a_cache(model, store, tmp_path):
+    folder = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, "{{- messages[0]['content'] -}}")
+    parser = REASONING_PARSERS.get("deepseek_r1")
+    thinking = replace(model, tokenizer=Tokenizer(str(folder)), reasoning_parser=parser)
+    requests = rows(20)
+    for one in requests:
+        one["url"] = "/v1/chat/completions"
+        del one["body"]["prompt"]
+        one["body"]["messages"] = [{"role": "user", "content": "()*+,-./" * 2}]
+    batch_id = created(store, requests, "/v1/chat/completions")
+    async with Lab() as lab:
+        await lab.start("a")
+        await Server(lab, store, thinking, tmp_path / "ledgers").one.run(batch_id)
+        cached = lab.dispatcher.counters.cached_tokens
+    batch = store.batch(batch_id, TENANT)
+    told = [one["response"]["body"]["usage"] for one in lines(store, batch.output_file_id)]
+    thought = sum(one["completion_tokens_details"]["reasoning_tokens"] for one in told)
+    assert (batch.usage.reasoning_tokens, batch.usage.cached_tokens) == (thought, cached)
+    assert thought > 0 and cached > 0
+    assert batch.usage.input_tokens == sum(one["prompt_tokens"] for one in told)
+
+
+async def test_an_output_is_not_deleted_before_its_batch_has_ended(model, store, tmp_path, monkeypatch):
+    batch_id = created(store, [*rows(2), {**rows(3)[2], "url": "/v1/embeddings"}])
+    completed, codes = changes.completed, []
+
+    def client_tidies_up(*given):
+        for one in store.files.page(TENANT, Asked(10), "batch_output").items:
+            with pytest.raises(ApiError) as caught:
+                store.delete_file(one.id, TENANT)
+            codes.append(caught.value.code)
+        return completed(*given)
+
+    monkeypatch.setattr(changes, "completed", client_tidies_up)
+    async with Lab() as lab:
+        await lab.start("a")
+        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
+    assert codes == ["file_in_use"] * 2
+    batch = store.batch(batch_id, TENANT)
+    assert len(lines(store, batch.output_file_id)) == 2
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        store.delete_file(file_id, TENANT)
 
 
 async def test_a_batch_whose_time_is_over_has_expired(model, store, tmp_path, monkeypatch):
@@ -196,6 +273,33 @@ async def test_an_input_that_cannot_be_run_fails_with_what_is_wrong(model, store
     assert batch.status == "failed"
     assert batch.errors[0].code == code
     assert told in batch.errors[0].message
+
+
+async def test_errors_of_an_input_are_an_entry_each_with_its_line(model, store, tmp_path):
+    nameless = [{key: value for key, value in one.items() if key != "custom_id"} for one in rows(12)]
+    twice = created(store, [*rows(2), *rows(2)])
+    many = created(store, nameless)
+    async with Lab() as lab:
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        await server.one.run(twice)
+        await server.one.run(many)
+    assert [(one.code, one.line) for one in store.batch(twice, TENANT).errors] == [
+        ("invalid_input", 3),
+        ("invalid_input", 4),
+    ]
+    *first, last = store.batch(many, TENANT).errors
+    assert [one.line for one in first] == list(range(1, 11))
+    assert (last.line, last.message) == (None, "2 more rows are at fault")
+
+
+async def test_a_huge_id_makes_no_huge_record(model, store, tmp_path):
+    batch_id = created(store, [{**one, "custom_id": "x" * 80_000} for one in rows(11)])
+    async with Lab() as lab:
+        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
+    assert store.batch(batch_id, TENANT).errors[0].message.endswith("already")
+    assert len(msgspec.json.encode(store.batch(batch_id, TENANT))) < 32_000
+    (huge,) = line_errors(InputError("x" * 10**6))
+    assert len(huge.message) < 2000
 
 
 def told(store, batch_id, change):
