@@ -124,7 +124,8 @@ async def test_a_batch_is_run_to_its_output_and_its_errors(model, store, tmp_pat
     assert output[0]["response"]["body"]["usage"]["completion_tokens"] == 20
     errors = lines(store, batch.error_file_id)
     assert [line["custom_id"] for line in errors] == ["r3", "r4"]
-    assert "the endpoint of the batch" in errors[1]["error"]["message"]
+    assert [(line["response"]["status_code"], line["error"]) for line in errors] == [(400, None)] * 2
+    assert "the endpoint of the batch" in errors[1]["response"]["body"]["error"]["message"]
     assert not list((tmp_path / "ledgers").iterdir())
     assert not list(store.batches.unended())
 

@@ -49,11 +49,17 @@ class OpenAILines:
         return _encode(_Line(f"batch_req_{number}", custom_id, _response(done, number), None)) + b"\n"
 
     def error(self, done: RowDone, custom_id: str) -> bytes:
-        """Return the line of a row that ended in an error; with a response where it was asked at all (a status)."""
+        """Return the line of a row that ended in an error.
+
+        What HTTP tells is in the response, with its status; of a row that was never asked there is an error alone.
+        """
         number = self._number(done.row)
-        response = _response(done, number) if done.status else None
-        message = msgspec.json.decode(done.body, type=_ErrorBody).error.get("message", "")
-        return _encode(_Line(f"batch_req_{number}", custom_id, response, _Error(done.code, str(message)))) + b"\n"
+        if done.status:
+            line = _Line(f"batch_req_{number}", custom_id, _response(done, number), None)
+        else:
+            message = msgspec.json.decode(done.body, type=_ErrorBody).error.get("message", "")
+            line = _Line(f"batch_req_{number}", custom_id, None, _Error(done.code, str(message)))
+        return _encode(line) + b"\n"
 
     def _number(self, row: int) -> str:
         return blake2b(f"{self._digest}:{row}".encode(), digest_size=ID_BYTES).hexdigest()
