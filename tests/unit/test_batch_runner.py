@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import stat
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 
 from cluster.batch.bounds import whole_room
 from cluster.batch.check import check_input
-from cluster.batch.errors import BusyError, FencedError, InputError, UnreachableError
+from cluster.batch.errors import BusyError, FencedError, InputError, LedgerError, UnreachableError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger, read_replicas
 from cluster.batch.ledger.records import Job
@@ -29,7 +30,7 @@ from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import NewBatch, Store
 from cluster.batch.server.sweeper import Sweeper
-from cluster.batch.server.worker import tenants_of
+from cluster.batch.server.worker import ledger_folder, tenants_of
 from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
@@ -485,6 +486,44 @@ def test_keys_alone_make_tenants_apart():
     assert tenants_of(ClusterConfig("demo"))("default") is OPEN
     assert tenants_of(ClusterConfig("demo", api_key="k"))("default") == Tenant("default")
     assert tenants_of(ClusterConfig("demo", api_key_file="f"))("a") == Tenant("a")
+
+
+async def test_ledgers_among_other_users_files_are_for_their_own_alone(model, store, tmp_path, monkeypatch):
+    batch_id, folder = created(store, rows(3)), tmp_path / "shared" / "ledgers"
+    folder.mkdir(parents=True, mode=0o755)
+    seen = []
+    monkeypatch.setattr(
+        changes, "begun", lambda *given, real=changes.begun: (seen.append(mode(folder)), real(*given))[1]
+    )
+    async with Lab() as lab:
+        await lab.start("a")
+        server = Server(lab, store, model, folder, private=True)
+        await server.one.run(batch_id)
+        assert (seen, store.batch(batch_id, TENANT).status) == ([0o700], "completed")
+        folder.rmdir()
+        (tmp_path / "else").mkdir()
+        folder.symlink_to(tmp_path / "else")
+        with pytest.raises(LedgerError, match="TMPDIR"):
+            await server.one.run(created(store, rows(3)))
+        folder.unlink()
+        monkeypatch.setattr("cluster.batch.server.private_folder.os.geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(LedgerError, match="no folder of this user's"):
+            await server.one.run(created(store, rows(3)))
+
+
+def test_ledgers_lie_in_the_directory_or_behind_a_url_in_a_folder_of_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.worker.tempfile.gettempdir", lambda: str(tmp_path))
+    assert ledger_folder(str(tmp_path / "kept")) == tmp_path / "kept" / "ledgers"
+    folder = ledger_folder("s3://bucket/squadron")
+    assert (folder.parent, mode(folder)) == (tmp_path, 0o700)
+    folder.chmod(0o755)  # as it was made by an earlier version
+    assert ledger_folder("s3://bucket/squadron") == folder
+    assert mode(folder) == 0o700
+    assert ledger_folder("s3://bucket/other") != folder
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 async def test_trouble_with_reading_fails_no_batch(model, store, tmp_path, monkeypatch):

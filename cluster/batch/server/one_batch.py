@@ -32,6 +32,7 @@ from cluster.batch.server import changes
 from cluster.batch.server.ending import Ending, Opened, counts_of
 from cluster.batch.server.errors import StoreError
 from cluster.batch.server.objects import BatchRecord
+from cluster.batch.server.private_folder import make_private
 from cluster.batch.server.store import Store
 from cluster.batch.sources.found import InputFile
 from cluster.batch.sources.lines import MAX_LINE_BYTES
@@ -89,7 +90,8 @@ class OneBatch:
     """Sees one batch to its end. folder: for ledgers, on a disk that the next runner sees as well.
 
     model_of: finds a model by the name that rows use; raises `ApiError` where there is none. tenant_of: the tenant of
-    a name, whose cache its rows use. max_line_bytes: that a row may have.
+    a name, whose cache its rows use. max_line_bytes: that a row may have. private: whether the folder lies where
+    other users of the machine write, so that none of them may open it.
     """
 
     def __init__(
@@ -100,21 +102,22 @@ class OneBatch:
         tenant_of: Callable[[str], Tenant] = Tenant,
         max_line_bytes: int = MAX_LINE_BYTES,
         clock: Callable[[], float] = time.time,
+        private: bool = False,
     ) -> None:
         self._store = store
         self._folder = folder
         self._model_of = model_of
         self._tenant_of = tenant_of
         self._max_line_bytes = max_line_bytes
+        self._private = private
         self._ending = Ending(store, clock)
 
     async def run(self, batch_id: str) -> None:
         """Run a batch to its end. Raises `BusyError` when it is another runner's, `BatchError`, `OSError`."""
-        folder = self._folder / batch_id
-        epoch = await asyncio.to_thread(_claimed, folder)
+        epoch = await asyncio.to_thread(self._claimed, batch_id)
         with closing(epoch):
             epoch.keep_beating()
-            record = await asyncio.to_thread(self._as_asked, batch_id)
+            record = await asyncio.to_thread(self._read, batch_id)
             if record is None or record.ended:
                 await asyncio.to_thread(epoch.remove_folder)
             elif self._ending.is_due(record):
@@ -123,10 +126,16 @@ class OneBatch:
                 with closing(found[0].ledger):
                     await self._run(record, *found)
 
-    def _as_asked(self, batch_id: str) -> BatchRecord | None:
-        """Return the batch, `cancelling` if its client wants that."""
+    def _claimed(self, batch_id: str) -> Epoch:
+        if self._private:
+            make_private(self._folder)
+        folder = self._folder / batch_id
+        folder.mkdir(parents=True, exist_ok=True)
+        return Epoch(folder)
+
+    def _read(self, batch_id: str) -> BatchRecord | None:
         record = self._store.batches.read(batch_id)
-        return record and changes.as_asked(record, self._store.batches.cancel_asked_at(batch_id))
+        return record and self._ending.as_asked(record)
 
     def _opened(self, record: BatchRecord, epoch: Epoch) -> tuple[Opened, BatchModel] | None:
         """Check the input and open the ledger; None if the batch has failed over it."""
@@ -215,11 +224,6 @@ class OneBatch:
         salt_of = partial(tenant_salt, self._tenant_of(record.tenant))
         priority = MAX_PRIORITY if model.model.by_priority else None
         return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority, lot=record.id)
-
-
-def _claimed(folder: Path) -> Epoch:
-    folder.mkdir(parents=True, exist_ok=True)
-    return Epoch(folder)
 
 
 def _named_model(source: FileSource) -> str | None:

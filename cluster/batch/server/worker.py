@@ -17,6 +17,7 @@ from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.decisive import decisive
 from cluster.batch.driver import patient
 from cluster.batch.server.one_batch import BatchModel, OneBatch
+from cluster.batch.server.private_folder import make_private
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
@@ -50,12 +51,15 @@ class Batches:
         try:
             configs = [resolve_config(one) for one in settings]
             store = _store(configs[0])
+            batch_dir = str(configs[0].batch_dir)
+            folder = ledger_folder(batch_dir)
             self._models = [_model(one, handle) for one, handle in zip(configs, replicas, strict=True)]
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         shared = configs[0]
-        folder = ledger_folder(str(shared.batch_dir))
-        one_batch = OneBatch(store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes)
+        one_batch = OneBatch(
+            store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes, private=is_url(batch_dir)
+        )
         settle_heap()
         loop = asyncio.get_running_loop()
         self._sweeper = loop.create_task(Sweeper(store, folder).run())
@@ -83,12 +87,14 @@ def ledger_folder(batch_dir: str) -> Path:
     """Return where the ledgers of a server's batches lie.
 
     In its directory, where any runner finds them; for a URL on this machine, so that a batch whose machine is lost
-    begins anew.
+    begins anew. There it is made for this user alone; raises `LedgerError` where it is another user's.
     """
     if not is_url(batch_dir):
         return Path(local_path(batch_dir)) / LEDGERS
     own = blake2b(batch_dir.encode(), digest_size=8).hexdigest()
-    return Path(tempfile.gettempdir()) / f"squadron-{LEDGERS}-{own}"
+    folder = Path(tempfile.gettempdir()) / f"squadron-{LEDGERS}-{own}"
+    make_private(folder)
+    return folder
 
 
 def _store(config: ClusterConfig) -> Store:
