@@ -338,6 +338,21 @@ async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store,
             await until(lambda: epoch.stat().st_mtime_ns > seen)
 
 
+async def test_a_batch_that_waits_writes_nothing_that_is_not_new(model, store, tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.001)
+    batch_id, write, written, looks = created(store, rows(3)), store.batches.write, [], []
+    cancel_asked_at = store.batches.cancel_asked_at
+    monkeypatch.setattr(store.batches, "write", lambda one: (written.append(one), write(one)))
+    monkeypatch.setattr(
+        store.batches, "cancel_asked_at", lambda batch_id: (looks.append(1), cancel_asked_at(batch_id))[1]
+    )
+    async with Lab() as lab:
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        async with server.turn, at_work(server, batch_id):
+            await until(lambda: len(looks) > 20)
+    assert [one.status for one in written] == ["in_progress"]
+
+
 def test_who_let_go_of_an_epoch_touches_nothing_any_more(tmp_path):
     epoch = Epoch(tmp_path)
     epoch.close()

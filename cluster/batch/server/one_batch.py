@@ -191,15 +191,21 @@ class OneBatch:
                 if done:
                     rows.result()
                     return record
-                _agree(opened.ledger, model.source)
-                asked = await asyncio.to_thread(self._store.batches.cancel_asked_at, record.id)
-                record = changes.as_asked(changes.counted(record, counts_of(opened.ledger)), asked)
-                await asyncio.to_thread(self._ending.write, record, opened.ledger.check)
+                now = changes.counted(record, counts_of(opened.ledger))
+                record = await asyncio.to_thread(self._noted, record, now, opened.ledger)
                 if self._ending.is_due(record):
                     return record
         finally:
             rows.cancel()
             await asyncio.gather(rows, return_exceptions=True)
+
+    def _noted(self, record: BatchRecord, now: BatchRecord, ledger: Ledger) -> BatchRecord:
+        """Return what became of `record`, and what its client wants; kept where that is new."""
+        ledger.check()  # who was taken for dead stops, also where nothing is new
+        now = self._ending.as_asked(now)
+        if now != record:
+            self._ending.write(now, ledger.check)
+        return now
 
     async def _rows(self, record: BatchRecord, opened: Opened, model: BatchModel) -> None:
         ledger = opened.ledger
