@@ -116,6 +116,11 @@ class Dispatcher:
         live = self._live.get(request_id)
         return None if live is None else live.log
 
+    def fingerprint_of(self, request_id: str) -> str | None:
+        """Return the fingerprint of the model that draws a live request's tokens; None before the first of them."""
+        live = self._live.get(request_id)
+        return None if live is None else live.fingerprint
+
     @property
     def num_of_others(self) -> int:
         """Sequences that the replicas have of others, as they last said."""

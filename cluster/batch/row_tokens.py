@@ -31,13 +31,17 @@ class LoggedSource(TokenSource, Protocol):
         """Return the log of a live request."""
         ...
 
+    def fingerprint_of(self, request_id: str) -> str | None:
+        """Return the fingerprint of the model that draws a live request's tokens; None before the first of them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
     """What rows get their tokens from, and where these are written down.
 
-    Only replicas with the fingerprint that the ledger agreed on draw them. on_drawn: told of a row that has all its
-    tokens, before its answer is made of them.
+    Only replicas with the fingerprint that the ledger agreed on draw them; where none is agreed on yet, that of the
+    first token that comes. on_drawn: told of a row that has all its tokens, before its answer is made of them.
     """
 
     source: LoggedSource
@@ -73,23 +77,38 @@ class RowTokens:
         resumed = self._resumed(request, known)
         if resumed is None:
             return
-        pinned = replace(context, fingerprint=self._of.ledger.replicas)
         reading = _Reading(resumed, {choice: len(found.tokens) for choice, found in known.items()})
-        source = cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(resumed, pinned))
-        async with aclosing(source) as chunks:
-            try:
-                async for chunk in chunks:
-                    self._note(reading)
-                    yield chunk
-                    if reading.took(chunk):
-                        await self._of.ticks.until(lambda: self._due(reading))
-            finally:
-                self._note(reading)  # of one that is recalled or told to stop, nothing is drawn again
+        again = True
+        while again:
+            again = False
+            async with aclosing(self._chunks(resumed, context)) as chunks:
+                try:
+                    async for chunk in chunks:
+                        if not self._is_agreed(resumed.request_id):
+                            again = True  # it began before a replica was there, and came to another model's
+                            break
+                        self._note(reading)
+                        yield chunk
+                        if reading.took(chunk):
+                            await self._of.ticks.until(lambda: self._due(reading))
+                finally:
+                    self._note(reading)  # of one that is recalled or told to stop, nothing is drawn again
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """See `TokenSource.finish_choice`."""
         self._ended.add((request_id, choice))
         self._of.source.finish_choice(request_id, choice)
+
+    def _chunks(self, request: Request, context: CallContext) -> AsyncGenerator[TokenChunk, None]:
+        pinned = replace(context, fingerprint=self._of.ledger.replicas)
+        return cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(request, pinned))
+
+    def _is_agreed(self, request_id: str) -> bool:
+        """Whether a request's tokens are of the model that the batch keeps to: that of the first ones."""
+        of, fingerprint = self._of, self._of.source.fingerprint_of(request_id)
+        if of.ledger.replicas is None and fingerprint is not None:
+            of.ledger.agree_on(fingerprint)
+        return fingerprint == of.ledger.replicas
 
     def _known(self, request: Request) -> Mapping[int, ChoiceTokens]:
         choices = self._of.ledger.partial.get(self._row, {})
@@ -122,7 +141,7 @@ class RowTokens:
 
     def _note(self, reading: _Reading) -> None:
         name = reading.request.request_id
-        log = self._of.source.log_of(name) if self._kept else None
+        log = self._of.source.log_of(name) if self._kept and self._is_agreed(name) else None
         for choice, its in log.choices.items() if log is not None else ():
             if (name, choice) in self._ended:
                 continue  # its text ended it, not its tokens: read again, they end it again

@@ -327,6 +327,9 @@ class Flaky:
     def log_of(self, request_id):
         return self._source.log_of(request_id)
 
+    def fingerprint_of(self, request_id):
+        return self._source.fingerprint_of(request_id)
+
     def finish_choice(self, request_id, choice):
         self._source.finish_choice(request_id, choice)
 

@@ -468,6 +468,27 @@ async def test_replicas_of_another_model_begin_a_batch_anew(model, store, tmp_pa
     assert store.batch(batch_id, TENANT).status == "completed"
 
 
+async def test_a_batch_keeps_to_one_model_while_replicas_of_two_run(model, store, tmp_path, monkeypatch):
+    """Its rows begin without a replica, and are handed to both before one of them draws the first token."""
+    noted, note = set(), Ledger.note_tokens
+    monkeypatch.setattr(Ledger, "note_tokens", lambda own, new: (noted.add(own.replicas), note(own, new)))
+    batch_id = created(store, rows(40))
+    async with Lab(PATIENT) as lab:
+        async with at_work(Server(lab, store, model, tmp_path / "ledgers"), batch_id) as work:
+            await until(lambda: lab.dispatcher.queue().requests > 0)  # which is what asks for a first replica
+            old = await lab.start("old", steps=0, fingerprint="one")
+            new = await lab.start("new", steps=0, fingerprint="two")
+            await until(lambda: all(one.num_requests for one in lab.dispatcher.replicas()))
+            new.executor.allow(3)
+            await until(lambda: read_replicas(tmp_path / "ledgers" / batch_id) == "two")
+            old.executor.allow(10**6)
+            new.executor.allow(10**6)
+            await work
+        assert lab.dispatcher.counters.tokens > 40 * 20, "the other model drew some, which do not count"
+    assert noted == {"two"}
+    assert store.batch(batch_id, TENANT).request_counts == RequestCounts(40, 40, 0)
+
+
 @pytest.mark.parametrize("by_priority", [True, False])
 async def test_rows_use_their_tenants_cache_and_come_behind_clients(model, store, tmp_path, monkeypatch, by_priority):
     asked = []

@@ -212,7 +212,6 @@ class OneBatch:
         async with model.turn:
             backlog = Backlog(model.bounds)
             ticks = Ticks([ledger.flush, backlog.look])
-            _agree(ledger, model.source)
             answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
             await BatchRun(
                 opened.source,
@@ -271,12 +270,6 @@ def _ledger(epoch: Epoch, job: Job, replicas: str | None = None) -> Ledger:
         epoch.check()
         (epoch.folder / JOB_FILE).unlink(missing_ok=True)  # what is left counts for nothing
     return Ledger.within(epoch, job)
-
-
-def _agree(ledger: Ledger, source: LoggedSource) -> None:
-    """Keep to the model of the replicas, as soon as there are any."""
-    if ledger.replicas is None and source.fingerprint is not None:
-        ledger.agree_on(source.fingerprint)
 
 
 def _stored_job(folder: Path) -> Job | None:
