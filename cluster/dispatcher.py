@@ -116,11 +116,6 @@ class Dispatcher:
         live = self._live.get(request_id)
         return None if live is None else live.log
 
-    def fingerprint_of(self, request_id: str) -> str | None:
-        """Return the fingerprint of the model that draws a live request's tokens; None before the first of them."""
-        live = self._live.get(request_id)
-        return None if live is None else live.fingerprint
-
     @property
     def num_of_others(self) -> int:
         """Sequences that the replicas have of others, as they last said."""
@@ -238,7 +233,7 @@ class Dispatcher:
             raise ApiError("duplicate_request", message, status=409, request_id=request.request_id)
         if request.deadline is not None and request.deadline <= self._loop.time():
             raise deadline_exceeded("the request's deadline passed before it could start")
-        live = LiveRequest(TokenLog(request), self._loop.time(), context)
+        live = LiveRequest(TokenLog(request, context.fingerprint), self._loop.time(), context)
         self._deadlines.watch(live)
         self._live[request.request_id] = live
         self._quiet.clear()

@@ -177,7 +177,7 @@ class Fleet:
     def _pool_for(self, live: LiveRequest) -> list[Member]:
         """Return the replicas that `live` may run on, in the order of their ids; for new requests as of late."""
         now = self._loop.time()
-        usual = live.fingerprint is None and not self.is_suspect(live)
+        usual = live.log.fingerprint is None and not self.is_suspect(live)
         if usual and self._pool and now < self._pool_until:
             return self._pool
         pool = [m for m in self._members.values() if m.takes_requests and m.can_continue(live)]

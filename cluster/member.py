@@ -35,7 +35,6 @@ class LiveRequest:
     """A request on its way: its token log, where it runs now, and what befell it.
 
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
-    fingerprint: of the model whose tokens it has, or that it is for; None before the first token of any.
     predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
     """
 
@@ -43,7 +42,6 @@ class LiveRequest:
         "accepted_at",
         "attempt",
         "context",
-        "fingerprint",
         "first_token_at",
         "keys",
         "log",
@@ -62,7 +60,6 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.keys: PromptKeys | None = None
         self.predicted: int | None = None
-        self.fingerprint: str | None = context.fingerprint
 
     @property
     def request_id(self) -> str:
@@ -109,7 +106,7 @@ class Member:
 
     def can_continue(self, live: LiveRequest) -> bool:
         """Whether the model here is the one that the request's tokens came from, if it has any."""
-        return live.fingerprint is None or live.fingerprint == self.fingerprint
+        return live.log.fingerprint in (None, self.fingerprint)
 
     def progress_age(self, now: float) -> float:
         """Seconds since the engine there is known to have moved."""
@@ -180,7 +177,7 @@ class Member:
             counters.predicted_tokens += live.predicted
             counters.found_tokens += attempt.found
         live.strikes = 0
-        live.fingerprint = self.fingerprint
+        live.log.fingerprint = self.fingerprint
         return self._end_probe(live)
 
     def read(self, report: Report, counters: DispatcherCounters) -> tuple[list[ChoiceLog], list[ChoiceLog]]:

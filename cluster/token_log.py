@@ -71,7 +71,8 @@ class TokenLog:
 
     num_open: choices that have not ended. num_cached_tokens: prompt tokens from the first replica's prefix cache.
     news: whether something came since the last `take`. num_scored: prompt tokens whose log-probabilities came.
-    embedding: the pooled state, once it came.
+    embedding: the pooled state, once it came. fingerprint: of the model whose tokens these are, or that they are to
+    be of; None before the first token of any.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class TokenLog:
         "choices",
         "embedding",
         "error",
+        "fingerprint",
         "news",
         "num_cached_tokens",
         "num_open",
@@ -87,8 +89,9 @@ class TokenLog:
         "request",
     )
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, fingerprint: str | None = None) -> None:
         self.request = request
+        self.fingerprint = fingerprint
         logs = request.resume if request.resume is not None else dict.fromkeys(range(request.params.n), ())
         self.choices = {choice: ChoiceLog(self, choice, tokens) for choice, tokens in logs.items()}
         self.num_open = len(self.choices)

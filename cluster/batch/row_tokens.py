@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -29,10 +30,6 @@ class LoggedSource(TokenSource, Protocol):
 
     def log_of(self, request_id: str) -> TokenLog | None:
         """Return the log of a live request."""
-        ...
-
-    def fingerprint_of(self, request_id: str) -> str | None:
-        """Return the fingerprint of the model that draws a live request's tokens; None before the first of them."""
         ...
 
 
@@ -81,10 +78,10 @@ class RowTokens:
         again = True
         while again:
             again = False
-            async with aclosing(self._chunks(resumed, context)) as chunks:
+            async with aclosing(self._chunks(reading, context)) as chunks:
                 try:
                     async for chunk in chunks:
-                        if not self._is_agreed(resumed.request_id):
+                        if not self._is_agreed(reading.log):
                             again = True  # it began before a replica was there, and came to another model's
                             break
                         self._note(reading)
@@ -99,16 +96,24 @@ class RowTokens:
         self._ended.add((request_id, choice))
         self._of.source.finish_choice(request_id, choice)
 
-    def _chunks(self, request: Request, context: CallContext) -> AsyncGenerator[TokenChunk, None]:
-        pinned = replace(context, fingerprint=self._of.ledger.replicas)
-        return cast("AsyncGenerator[TokenChunk, None]", self._of.source.generate(request, pinned))
+    def _chunks(self, reading: _Reading, context: CallContext) -> AsyncGenerator[TokenChunk, None]:
+        """Begin to run what is read; its log is found once it is there, before any token can be."""
+        name, pin = reading.request.request_id, self._of.ledger.replicas
+        reading.log = None
 
-    def _is_agreed(self, request_id: str) -> bool:
+        def find() -> None:
+            reading.log = self._of.source.log_of(name)
+
+        asyncio.get_running_loop().call_soon(find)
+        source = self._of.source.generate(reading.request, replace(context, fingerprint=pin))
+        return cast("AsyncGenerator[TokenChunk, None]", source)
+
+    def _is_agreed(self, log: TokenLog | None) -> bool:
         """Whether a request's tokens are of the model that the batch keeps to: that of the first ones."""
-        of, fingerprint = self._of, self._of.source.fingerprint_of(request_id)
-        if of.ledger.replicas is None and fingerprint is not None:
-            of.ledger.agree_on(fingerprint)
-        return fingerprint == of.ledger.replicas
+        ledger, fingerprint = self._of.ledger, None if log is None else log.fingerprint
+        if ledger.replicas is None and fingerprint is not None:
+            ledger.agree_on(fingerprint)
+        return fingerprint in (None, ledger.replicas)
 
     def _known(self, request: Request) -> Mapping[int, ChoiceTokens]:
         choices = self._of.ledger.partial.get(self._row, {})
@@ -141,7 +146,8 @@ class RowTokens:
 
     def _note(self, reading: _Reading) -> None:
         name = reading.request.request_id
-        log = self._of.source.log_of(name) if self._kept and self._is_agreed(name) else None
+        # Held here: of a row that is recalled with its first tokens, the source has let go by now.
+        log = reading.log if self._kept and self._is_agreed(reading.log) else None
         for choice, its in log.choices.items() if log is not None else ():
             if (name, choice) in self._ended:
                 continue  # its text ended it, not its tokens: read again, they end it again
@@ -155,11 +161,15 @@ class RowTokens:
 
 
 class _Reading:
-    """How far a request was read and written down. places: tokens of each choice that are written down."""
+    """How far a request was read and written down.
+
+    places: tokens of each choice that are written down. log: of the attempt, once it is there.
+    """
 
     def __init__(self, request: Request, places: dict[int, int]) -> None:
         self.request = request
         self.places = places
+        self.log: TokenLog | None = None
         self.told: set[int] = set()  # choices whose end is written down
         self.ticks = 0  # since the last reading
         self.patience = WATCH_TICKS if request.params.stop or request.params.structured else READ_TICKS

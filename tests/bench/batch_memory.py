@@ -61,10 +61,6 @@ class MockEngine:
     def log_of(self, request_id: str) -> None:
         """All is told at once: there is nothing to look at."""
 
-    def fingerprint_of(self, request_id: str) -> str:
-        """One model answers all."""
-        return self.fingerprint
-
     def finish_choice(self, request_id: str, choice: int) -> None:
         """All choices end by themselves."""
 

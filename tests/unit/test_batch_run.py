@@ -17,6 +17,7 @@ from cluster.batch.rows import COMPLETIONS, Task
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
+from cluster.token_log import TokenLog
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model
@@ -327,9 +328,6 @@ class Flaky:
     def log_of(self, request_id):
         return self._source.log_of(request_id)
 
-    def fingerprint_of(self, request_id):
-        return self._source.fingerprint_of(request_id)
-
     def finish_choice(self, request_id, choice):
         self._source.finish_choice(request_id, choice)
 
@@ -469,6 +467,25 @@ async def test_a_batch_makes_room_for_clients_and_loses_no_token_by_it(model, tm
         assert lab.dispatcher.counters.tokens == 48 * 60
         ledger.close()
         await clients.close()
+
+
+async def test_first_tokens_that_come_as_their_row_is_stopped_are_kept(model, tmp_path, monkeypatch):
+    wake = TokenLog.wake
+    body = {"model": "tiny", "max_tokens": 60, "temperature": 1.0, "ignore_eos": True}
+    batch = BatchLab(tmp_path / "l", model, [{**body, "prompt": [i + 3]} for i in range(4)])
+    async with Lab() as lab:
+        await lab.start("a", pace=0.002)
+        with closing(batch.open()) as ledger:
+            work = asyncio.create_task(batch.run(lab, ledger))
+
+            def wake_and_stop(log):
+                wake(log)
+                work.cancel()
+
+            monkeypatch.setattr(TokenLog, "wake", wake_and_stop)
+            await asyncio.gather(work, return_exceptions=True)
+            kept = [len(choice.tokens) for row in ledger.partial.values() for choice in row.values()]
+            assert sum(kept) == lab.dispatcher.counters.tokens > 0
 
 
 async def test_rows_that_end_by_their_text_do_not_look_like_clients(model, tmp_path):
