@@ -79,6 +79,8 @@ class ApiError(Exception):
         }
 
 
-def from_invalid_request(error: InvalidRequestError) -> ApiError:
-    """Turn the engine's refusal of one request into the error that its client sees (400)."""
+def as_api_error(error: ApiError | InvalidRequestError) -> ApiError:
+    """Return the error that a client sees; the engine's refusal of its request is a 400."""
+    if isinstance(error, ApiError):
+        return error
     return ApiError(error.code, str(error), param=error.param, status=400)

@@ -13,7 +13,7 @@ from cluster.batch.ledger.records import OK, RowDone
 from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from cluster.generation import TokenSource
 from cluster.metrics import ModelMetrics, RequestTrack
 from cluster.openai.call import Call
@@ -47,7 +47,7 @@ class Answers:
             try:
                 return await self._answer(prepared)
             except (ApiError, InvalidRequestError) as error:
-                typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+                typed = as_api_error(error)
             if typed.code == MODEL_CHANGED:
                 raise BatchError("the model was replaced by another one while the batch ran; begin it anew")
             if not typed.retryable or attempt == RETRIES:

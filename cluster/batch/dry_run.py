@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.batch.cost import most_output
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Source, SourceRow, Task
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from engine.errors import InvalidRequestError
 
 SHOWN = 10
@@ -37,7 +37,7 @@ def dry_run(source: Source, task_of: Callable[[SourceRow], Task], preparer: Prep
         try:
             prepared = preparer.prepare(task_of(row))
         except (ApiError, InvalidRequestError) as error:
-            typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+            typed = as_api_error(error)
             found.errors[typed.code] += 1
             if len(found.problems) < SHOWN:
                 found.problems.append(f"{row.place}: {typed.message}")

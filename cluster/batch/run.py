@@ -18,7 +18,7 @@ from cluster.batch.order import by_prefix, prefetched
 from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
 from engine.errors import InvalidRequestError
@@ -144,7 +144,7 @@ class BatchRun:
             try:
                 yield await self._off_loop.run(len(row.raw), partial(self._made_ready, row))
             except (ApiError, InvalidRequestError) as error:
-                typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+                typed = as_api_error(error)
                 self._ledger.note_done(failed(row.number, typed))
 
     def _made_ready(self, row: SourceRow) -> Prepared:

@@ -13,7 +13,7 @@ import grpc
 
 from cluster.admission.deadline import HEADER, timeout_of
 from cluster.client_id import is_client_id
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
 from cluster.routing.session import HEADER as SESSION_HEADER
@@ -89,7 +89,7 @@ async def exchange(
     except grpc.aio.InternalError:  # nothing can be written any more: the news that the client left comes later
         _left(rpc, answered)
     except InvalidRequestError as error:
-        await _fail(context, from_invalid_request(renamed(error)), rpc, answered)
+        await _fail(context, as_api_error(renamed(error)), rpc, answered)
     except ApiError as error:
         await _fail(context, error, rpc, answered)
     except Exception:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from cluster.models.front import ModelFront
 from cluster.models.registry import Models
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
@@ -56,7 +56,7 @@ class Responder(ABC):
         except ClientGone as gone:
             log.info("request %s (client id %r): %s", exchange["id"], exchange["client_id"], gone)
         except InvalidRequestError as error:
-            await self._fail(answer, from_invalid_request(error), exchange)
+            await self._fail(answer, as_api_error(error), exchange)
         except ApiError as error:
             await self._fail(answer, error, exchange)
         except Exception:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from cluster.errors import ApiError, from_invalid_request
+from cluster.errors import ApiError, as_api_error
 from cluster.openai.conversation import Conversation
 from cluster.openai.field_types import Prompt
 from cluster.openai.reasoning.parsers import ReasoningParser
@@ -65,7 +65,7 @@ class Call:
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""
-        typed = error if isinstance(error, ApiError) else from_invalid_request(error)
+        typed = as_api_error(error)
         if typed.param == "structured":
             if self.tool_use is not None:
                 typed.message = self.tool_use.explained(typed.message)
