@@ -156,6 +156,7 @@ OF_A_BATCH = (
     "output_format",
     "app",
 )
+QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first group is its quotation mark
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (
     *HELP["HTTP"],
@@ -262,13 +263,13 @@ def in_flags(message: str) -> str:
     """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
 
     A setting of one plain word, such as port, is taken for one only before `=`, or at the head of the message before
-    `:`, "must be" or "is for".
+    `:`, "must be" or "is for". What stands in quotes is a value, and stays as it is.
     """
     words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + list(OF_A_BATCH)
     compound = "|".join(name for name in words if "_" in name)
     plain = "|".join(name for name in words if "_" not in name)
-    found = rf"(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
-    return re.sub(found, lambda match: flag(match[0]), message)
+    found = rf"{QUOTED}|(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
+    return re.sub(found, lambda match: match[0] if match[1] else flag(match[0]), message)
 
 
 def _parameter(setting: Setting) -> inspect.Parameter:

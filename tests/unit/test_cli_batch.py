@@ -137,7 +137,43 @@ def test_a_batch_does_not_go_on_with_another_chat_template(squadron, good, tmp_p
     assert "stopped here" in squadron(*asked)[1]
     (copy / "chat_template.jinja").write_text("Answer: {{ messages[0].content }}")
     code, text = squadron(*asked)
-    assert (code, "is of another job: settings was" in text) == (1, True), text
+    assert (code, "of another job: the tokenizer or the chat template was changed;" in text) == (1, True), text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        (("--max-tokens", 250), ("--max-tokens", 251), "--max-tokens was 250 and is 251;"),
+        ((), ("--max-tokens", 5), "--max-tokens was not set and is 5;"),
+        (("--seed", 1), ("--seed", 2), "--seed was 1 and is 2;"),
+        ((), ("--chat",), "--chat was false and is true;"),
+        (("--format", "plain"), ("--format", "openai"), "--format was 'plain' and is 'openai';"),
+        (
+            ("--params", '{"max_tokens": 3}'),
+            ("--params", '{"max_tokens": 4}'),
+            """--params was '{"max_tokens":3}' and is '{"max_tokens":4}';""",
+        ),
+        (
+            ("--template", "x" * 500 + "{{ prompt }} max_tokens"),
+            ("--template", "x" * 500 + "{{ row }} max_tokens"),
+            "xxx{{ prompt }} max_tokens' and is '...xxx",
+        ),
+    ],
+)
+def test_going_on_with_another_setting_is_refused_by_its_flag(squadron, tmp_path, stopped, before, after, told):
+    write_rows(tmp_path / "data.jsonl", [{"custom_id": "a", "prompt": "x"}])
+    asked = ("data.jsonl", "out.csv", *DEMO, "--resume")
+    assert "stopped here" in squadron(*asked, *before)[1]
+    code, text = squadron(*asked, *after)
+    assert (code, told in text) == (1, True), text
+    assert "or delete out.csv.ledger to begin anew" in text and len(text) < 400
+
+
+def test_going_on_with_another_input_is_refused(squadron, good, tmp_path, stopped):
+    assert "stopped here" in squadron(good, "out.jsonl", *DEMO)[1]
+    write_rows(good, rows(61, 10))
+    code, text = squadron(good, "out.jsonl", *DEMO, "--resume")
+    assert (code, "of another job: the input was changed;" in text) == (1, True), text
 
 
 def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, monkeypatch):

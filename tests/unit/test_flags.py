@@ -174,6 +174,8 @@ def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, text):
         ("the port of the host", "the port of the host"),
         ("raise --max-model-len", "raise --max-model-len"),
         ("/models/max_model_len/x", "/models/max_model_len/x"),
+        ("""it was '{"max_tokens":3}'; raise max_tokens""", """it was '{"max_tokens":3}'; raise --max-tokens"""),
+        ("the replicas' max_model_len", "the replicas' --max-model-len"),
     ],
 )
 def test_messages_spell_settings_as_flags(said, shown):

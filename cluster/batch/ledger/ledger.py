@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from cluster.batch.errors import LedgerError
+from cluster.batch.ledger.difference import difference
 from cluster.batch.ledger.done_rows import DoneRows, in_input_order, read_done
 from cluster.batch.ledger.epoch import LEASE, Epoch
 from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, refuse_foreign
@@ -224,10 +225,9 @@ def _agreed(epoch: Epoch, job: Job, resume: bool) -> Job:
         raise LedgerError(
             f"{folder} holds a run of this output that did not end; go on with --resume, or delete it to begin anew"
         )
-    if (name := job.difference(first)) is not None:
+    if (told := difference(first, job)) is not None:
         raise LedgerError(
-            f"{folder} is of another job: {name} was {getattr(first, name)!r} and is {getattr(job, name)!r}; "
-            "use what the first run used, or delete it to begin anew"
+            f"{folder} is of another job: {told}; use what the first run used, or delete {folder} to begin anew"
         )
     return first
 

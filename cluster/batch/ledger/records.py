@@ -27,11 +27,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     version: str
 
-    def difference(self, other: Job) -> str | None:
-        """Return the name of the first field that makes another job of `other`, None where they are the same."""
-        names = (name for name in self.__struct_fields__ if name not in _OF_A_RUN)
-        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
-
     @property
     def digest(self) -> str:
         """32 hex digits, equal for equal jobs, whenever and by which version they are run."""

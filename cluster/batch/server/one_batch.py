@@ -19,6 +19,7 @@ from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog, Bounds
 from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, UnreachableError
+from cluster.batch.ledger.difference import difference
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.folder import JOB_FILE
 from cluster.batch.ledger.ledger import Ledger, read_replicas
@@ -261,12 +262,12 @@ def _ledger(epoch: Epoch, job: Job, replicas: str | None = None) -> Ledger:
     replicas: the fingerprint that they tell, None where that is not known.
     """
     stored, had = _stored_job(epoch.folder), read_replicas(epoch.folder)
-    changed = stored and job.difference(stored)
+    changed = stored and difference(stored, job)
     if changed is None and None not in (replicas, had) and replicas != had:
-        changed = "replicas' model"
+        changed = "the replicas' model was changed"
     if stored is None or changed is not None:
         if stored is not None:
-            logger.warning("%s begins anew: its %s has changed", epoch.folder, changed)
+            logger.warning("%s begins anew: %s", epoch.folder, changed)
         epoch.check()
         (epoch.folder / JOB_FILE).unlink(missing_ok=True)  # what is left counts for nothing
     return Ledger.within(epoch, job)
