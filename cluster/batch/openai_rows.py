@@ -34,6 +34,7 @@ class OpenAIRows:
     """Tasks of requests. model: for bodies that name none."""
 
     has_ids = True
+    tells_places = False  # whoever made the custom_ids knows
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -71,6 +71,8 @@ class _RowError(Exception):
 class PlainRows:
     """Tasks of plain rows. model: what all of them ask. Raises `ConfigError` for a bad template or bad params."""
 
+    tells_places = True
+
     def __init__(self, model: str, options: ColumnOptions) -> None:
         own = next((name for name in OWN_FIELDS if name in options.params), None)
         if own is not None:

@@ -18,9 +18,14 @@ class RowKind(StrEnum):
 
 
 class TaskMaker(Protocol):
-    """Makes the tasks of rows, each from its row alone. `has_ids`: whether the input must give ids to its rows."""
+    """Makes the tasks of rows, each from its row alone.
+
+    has_ids: whether the input must give ids to its rows. tells_places: whether the file of errors tells where each
+    row lies, beside the fields that OpenAI gives it.
+    """
 
     has_ids: bool
+    tells_places: bool
 
     def custom_id(self, row: SourceRow) -> str | None:
         """Return the row's id, made of its number where the input has none; None where one is missing."""

@@ -161,7 +161,21 @@ def test_the_answer_stands_beside_the_inputs_columns(tmp_path):
         {"prompt": "x", "tags": ["a"], "big": 2**70, "answer": "hi", **figures},
         {"prompt": "y", "new": None, "answer": "ü", **figures},
     ]
-    assert lines(tmp_path / "out.jsonl.errors.jsonl")[0]["custom_id"] == "row-3"
+
+
+@pytest.mark.parametrize("style", list(Style))
+def test_errors_of_columns_tell_where_the_row_lies_and_those_of_requests_are_as_openai_has_them(tmp_path, style):
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.jsonl.errors.jsonl"
+    write(out, ids("a", "b"), [chat(0), wrong(1)], OPENAI, style)
+    (of_request,) = lines(errors)
+    write(out, Rows({"prompt": "x"}, {"prompt": "y"}), [wrong(0), wrong(1, status=0)], PLAIN, style)
+    found = lines(errors)
+    assert list(of_request) == ["id", "custom_id", "response", "error"]
+    assert [list(one) for one in found] == [["id", "custom_id", "response", "error", "place"]] * 2
+    assert [(one["custom_id"], one["place"]) for one in found] == [("row-1", "x:1"), ("row-2", "x:2")]
+    (tmp_path / "rows.csv").write_text("prompt\nx\n\ny\n")
+    write(out, open_source([str(tmp_path / "rows.csv")], tmp_path), [chat(0), wrong(1)], PLAIN, style)
+    assert lines(errors)[0]["place"] == f"{tmp_path}/rows.csv:4"
 
 
 @pytest.mark.parametrize(

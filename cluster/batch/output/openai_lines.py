@@ -33,6 +33,10 @@ class _Line(msgspec.Struct, frozen=True):
     error: _Error | None
 
 
+class _PlacedLine(_Line, frozen=True):
+    place: str
+
+
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: dict[str, object] = msgspec.field(default_factory=dict)
 
@@ -48,18 +52,19 @@ class OpenAILines:
         number = self._number(done.row)
         return _encode(_Line(f"batch_req_{number}", custom_id, _response(done, number), None)) + b"\n"
 
-    def error(self, done: RowDone, custom_id: str) -> bytes:
-        """Return the line of a row that ended in an error.
+    def error(self, done: RowDone, custom_id: str, place: str | None = None) -> bytes:
+        """Return the line of a row that ended in an error. place: where the row lies; None = it is not told.
 
         What HTTP tells is in the response, with its status; of a row that was never asked there is an error alone.
         """
         number = self._number(done.row)
-        if done.status:
-            line = _Line(f"batch_req_{number}", custom_id, _response(done, number), None)
-        else:
+        response, error = _response(done, number) if done.status else None, None
+        if response is None:
             message = msgspec.json.decode(done.body, type=_ErrorBody).error.get("message", "")
-            line = _Line(f"batch_req_{number}", custom_id, None, _Error(done.code, str(message)))
-        return _encode(line) + b"\n"
+            error = _Error(done.code, str(message))
+        line = _Line(f"batch_req_{number}", custom_id, response, error)
+        told = line if place is None else _PlacedLine(line.id, custom_id, response, error, place)
+        return _encode(told) + b"\n"
 
     def _number(self, row: int) -> str:
         return blake2b(f"{self._digest}:{row}".encode(), digest_size=ID_BYTES).hexdigest()

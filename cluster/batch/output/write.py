@@ -109,7 +109,8 @@ def _write_rows(spec: OutputSpec, batch: Finished, output: Path, errors: Path) -
             if done.status == OK:
                 answers.add(row, done)
             else:
-                to_errors.write(lines.error(done, _id(batch.tasks, row)))
+                place = row.place if batch.tasks.tells_places else None
+                to_errors.write(lines.error(done, _id(batch.tasks, row), place))
         answers.close()
     return totals
 
