@@ -38,6 +38,10 @@ class UnreachableError(InputError):
     """The input, or the disk for its ids, cannot be reached now: nothing is wrong with what the input holds."""
 
 
+class TooManyErrorsError(BatchError):
+    """More rows have failed than are tolerated."""
+
+
 class LedgerError(BatchError):
     """The ledger cannot be read or written, or belongs to other work."""
 

@@ -11,7 +11,7 @@ from functools import partial
 from cluster.batch.answers import Answers, failed
 from cluster.batch.backlog import Backlog
 from cluster.batch.cost import Cost
-from cluster.batch.errors import BatchError
+from cluster.batch.errors import BatchError, TooManyErrorsError
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.order import by_prefix, prefetched
@@ -168,7 +168,7 @@ class BatchRun:
     def _check_errors(self) -> None:
         errors, most = self._ledger.totals.num_errors, self._limits.max_errors
         if most is not None and errors > most:
-            self._stopped = BatchError(
+            self._stopped = TooManyErrorsError(
                 f"{errors} rows failed, more than --max-errors {most}; raise it and go on with --resume, or mend the "
-                "input and begin anew"
+                f"input and delete {self._ledger.folder} to begin anew"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -16,6 +17,8 @@ from cluster.batch.check import Checked, check_input
 from cluster.batch.decisive import decisive
 from cluster.batch.driver import BatchFigures, Work, drive
 from cluster.batch.dry_run import DryRun, dry_run
+from cluster.batch.errors import TooManyErrorsError
+from cluster.batch.failures import first_failures
 from cluster.batch.ledger.folder import JOB_FILE, refuse_foreign, refuse_within
 from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job
@@ -143,12 +146,18 @@ class Batch:
         options, tasks = self._options, asked.tasks
         if ledger.done.count < ledger.job.rows:
             model, limits = preparer.model, options.limits
-            self._answer(Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share))
+            work = Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share)
+            try:
+                self._answer(work)
+            except TooManyErrorsError:
+                self._tell_failures(first_failures(asked.source, ledger.totals))
+                raise
         seconds = time.monotonic() - began
         batch = Finished(ledger.job, asked.source, tasks, ledger.results())
+        failures = first_failures(asked.source, ledger.totals)
         manifest = write_output(asked.spec, batch, self._ledger_folder, ledger.check)
         ledger.remove()
-        self._tell(manifest, seconds)
+        self._tell(manifest, seconds, failures)
 
     def _job(self, asked: Asked) -> Job:
         options, config = self._options, self._config
@@ -175,13 +184,18 @@ class Batch:
         with quiet, self._place.replicas() as replicas, progress.shown():
             run_until_told(lambda: drive(work, replicas, take))
 
-    def _tell(self, manifest: Manifest, seconds: float) -> None:
+    def _tell(self, manifest: Manifest, seconds: float, failures: Sequence[str]) -> None:
         if self._last is not None:
             for line in summary(self._last, manifest.errors, seconds, self._config.replicas):
                 self.say(line)
+        self._tell_failures(failures)
         self.say(f"output    {self._options.output}")
         if manifest.error_file is not None:
             self.say(f"errors    {manifest.error_file.name}")
+
+    def _tell_failures(self, failures: Sequence[str]) -> None:
+        for one in failures:
+            self.say(f"failed    {one}")
 
     def _tell_dry_run(self, found: DryRun) -> None:
         self.say(f"rows      {found.rows:,}, of which {found.errors.total():,} would fail")

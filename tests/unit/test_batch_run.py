@@ -12,6 +12,7 @@ import pytest
 
 from cluster.batch import order
 from cluster.batch.errors import BatchError, FencedError, LedgerError
+from cluster.batch.failures import first_failures
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import COMPLETIONS, Task
 from cluster.dispatch_config import DispatcherConfig
@@ -360,10 +361,13 @@ async def test_too_many_errors_stop_the_batch_and_resume_goes_on(model, tmp_path
     async with Lab() as lab:
         await lab.start("a")
         ledger = batch.open()
-        with pytest.raises(BatchError, match="5 rows failed, more than --max-errors 2"):
+        with pytest.raises(BatchError, match=r"5 rows failed, .*--max-errors 2; .* delete .*/l to begin"):
             await batch.run(lab, ledger, max_errors=2)
         ledger.close()
         ledger = batch.open()
+        assert first_failures(batch.source, ledger.totals) == [
+            f"rows:{row}: max_tokens must be between 1 and 2147483647, not 0" for row in (6, 7, 8)
+        ]
         await batch.run(lab, ledger, max_errors=5)
         assert ledger.totals.num_errors == 5
         assert len(list(ledger.results())) == 30

@@ -8,9 +8,11 @@ import sys
 
 import pytest
 
+from cluster.batch.answers import failed
 from cluster.batch.driver import BatchFigures
-from cluster.batch.errors import BatchError
+from cluster.batch.errors import BatchError, TooManyErrorsError
 from cluster.batch.plain_rows import ColumnOptions
+from cluster.errors import ApiError
 from cluster.model_names import resolve_model
 from deploy import cli
 from deploy.batch import command
@@ -174,6 +176,30 @@ def test_going_on_with_another_input_is_refused(squadron, good, tmp_path, stoppe
     write_rows(good, rows(61, 10))
     code, text = squadron(good, "out.jsonl", *DEMO, "--resume")
     assert (code, "of another job: the input was changed;" in text) == (1, True), text
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """All rows fail, the last ones first."""
+
+    def fail(_, work):
+        for row in reversed(range(work.ledger.job.rows)):
+            error = ApiError("invalid_value", f"max_tokens is\nwrong in {row}: {'x' * 500}", status=400)
+            work.ledger.note_done(failed(row, error))
+        if work.limits.max_errors is not None:
+            raise TooManyErrorsError("too many")
+
+    monkeypatch.setattr(command.Batch, "_answer", fail)
+
+
+@pytest.mark.parametrize("limit", [(), ("--max-errors", 2)])
+def test_the_first_errors_are_told_where_rows_failed(squadron, good, failing, limit):
+    code, text = squadron(good, "out.jsonl", *DEMO, *limit)
+    assert code == (1 if limit else 0), text
+    for row in range(3):
+        assert f"failed {good}:{row + 1}: max_tokens is wrong in {row}: xxx" in text
+    assert text.count("failed ") == 3 and text.count("xxx...") == 3 and len(text) < 1200
+    assert ("Error: too many" in text) == bool(limit)
 
 
 def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from heapq import nsmallest
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
@@ -17,6 +19,8 @@ from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, ref
 from cluster.batch.ledger.frame_file import FrameWriter
 from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
+
+FIRST_ERRORS = 3
 
 
 class Ledger:
@@ -174,12 +178,13 @@ class Ledger:
 
 
 class Totals:
-    """Sums over finished rows. errors: code -> rows."""
+    """Sums over finished rows. errors: code -> rows. first_errors: of the input's first rows with one, in order."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.errors: dict[str, int] = {}
+        self.first_errors: list[RowDone] = []
 
     @property
     def num_errors(self) -> int:
@@ -192,6 +197,7 @@ class Totals:
         self.output_tokens += done.output_tokens
         if done.code:
             self.errors[done.code] = self.errors.get(done.code, 0) + 1
+            self.first_errors = nsmallest(FIRST_ERRORS, [*self.first_errors, done], key=attrgetter("row"))
 
 
 def remove_left(folder: Path, job: Job) -> None:
