@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 # Fields of a body that the row or the batch itself decides.
 OWN_FIELDS = ("model", "prompt", "messages", "stream")
 MAX_NAMES = 20  # of columns that a message tells
+DEFAULT_PROMPT_COLUMN = "prompt"
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -26,13 +27,14 @@ class ColumnOptions:
     """How plain rows become requests: a prompt asks for a completion, messages ask for a chat.
 
     prompt_column, messages_column: columns that hold one or the other, in a row at most one of them; messages are a
-    list of objects, or its JSON. template: in Jinja, over the row's columns by name (and all of them as `row`); makes
+    list of objects, or its JSON. Where the prompt's column is left at its default, rows of text files have it in the
+    column that they have. template: in Jinja, over the row's columns by name (and all of them as `row`); makes
     the prompt, and the two columns mean nothing then. chat: a prompt is a user's message. system: a system message
     for rows that bring none; makes prompts a chat too. id_column: column of custom_ids, "" for `row-1`, `row-2` and
     so on. max_tokens, temperature: of every request, unless None. params: further fields of every request.
     """
 
-    prompt_column: str = "prompt"
+    prompt_column: str = DEFAULT_PROMPT_COLUMN
     messages_column: str = "messages"
     template: str | None = None
     chat: bool = False
@@ -105,25 +107,29 @@ class PlainRows:
         if row.fields is None:
             return Task(row.number, custom_id, "", {}, row.problem)
         try:
-            url, asked = self._asked(row.fields)
+            url, asked = self._asked(row.fields, self._prompt_column(row))
         except _RowError as error:
             return Task(row.number, custom_id, "", {}, str(error), error.param)
         return Task(row.number, custom_id, url, {**self._shared, **asked})
 
-    def _asked(self, columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _prompt_column(self, row: SourceRow) -> str:
+        chosen = self._options.prompt_column
+        return (row.prompt_column or chosen) if chosen == DEFAULT_PROMPT_COLUMN else chosen
+
+    def _asked(self, columns: Mapping[str, Any], prompt_column: str) -> tuple[str, dict[str, Any]]:
         if self._template is not None:
             return self._of_prompt(_rendered(self._template, columns))
         options = self._options
-        prompt, messages = columns.get(options.prompt_column), columns.get(options.messages_column)
+        prompt, messages = columns.get(prompt_column), columns.get(options.messages_column)
         if _is_filled(prompt) and _is_filled(messages):
-            both = f"{options.prompt_column!r} and {options.messages_column!r}"
+            both = f"{prompt_column!r} and {options.messages_column!r}"
             raise _RowError(f"the columns {both} are both filled; leave one of them empty", options.messages_column)
         if _is_filled(messages):
             return CHAT, {"messages": self._with_system(_messages(messages, options.messages_column))}
         if prompt is None:
-            raise _RowError(self._nothing(columns), options.prompt_column)
+            raise _RowError(self._nothing(columns, prompt_column), prompt_column)
         if not isinstance(prompt, str):
-            raise _RowError(f"the column {options.prompt_column!r} must hold text", options.prompt_column)
+            raise _RowError(f"the column {prompt_column!r} must hold text", prompt_column)
         return self._of_prompt(prompt)
 
     def _of_prompt(self, prompt: str) -> tuple[str, dict[str, Any]]:
@@ -138,14 +144,16 @@ class PlainRows:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _nothing(self, columns: Mapping[str, Any]) -> str:
+    def _nothing(self, columns: Mapping[str, Any], prompt_column: str) -> str:
         if looks_openai(columns):
             return "it is a request of the OpenAI batch format among rows of columns; give these a batch of their own"
-        options = self._options
-        if options.prompt_column in columns:
-            return f"the column {options.prompt_column!r} is empty"
-        either = f"{options.prompt_column!r} or {options.messages_column!r}"
-        return f"there is nothing in a column {either}; it has {_names(columns)}"
+        if prompt_column in columns:
+            return f"the column {prompt_column!r} is empty"
+        either = f"{prompt_column!r} or {self._options.messages_column!r}"
+        return (
+            f"there is nothing in a column {either}; it has {_names(columns)}: name one with --prompt-column or "
+            "--messages-column, or make the prompt of them with --template"
+        )
 
 
 def _is_filled(value: Any) -> bool:

@@ -17,7 +17,8 @@ class SourceRow:
 
     number: its place in the whole input, from 0. place: where it stands, for people: `data.jsonl:7`. fields: its
     columns; None where it could not be read, and `problem` says why. raw: its bytes, alike in every reading. line: of
-    its file, from 1, where that has lines; None elsewhere.
+    its file, from 1, where that has lines; None elsewhere. prompt_column: which column is the prompt, where the
+    format tells it; "" elsewhere.
     """
 
     number: int
@@ -26,6 +27,7 @@ class SourceRow:
     raw: bytes
     problem: str = ""
     line: int | None = None
+    prompt_column: str = ""
 
 
 class Source(Protocol):

@@ -84,7 +84,9 @@ def batch(
     stdin_suffix: Annotated[
         str, typer.Option(help="What standard input holds, as a file's suffix.", rich_help_panel=ROWS)
     ] = ".jsonl",
-    prompt_column: Annotated[str, typer.Option(help="Column of the prompt.", rich_help_panel=ROWS)] = "prompt",
+    prompt_column: Annotated[
+        str, typer.Option(help="Column of the prompt; of text files 'text'.", rich_help_panel=ROWS)
+    ] = "prompt",
     messages_column: Annotated[
         str, typer.Option(help="Column of a chat's messages.", rich_help_panel=ROWS)
     ] = "messages",
@@ -103,7 +105,12 @@ def batch(
         str, typer.Option(help="Column for the answer in the output.", rich_help_panel=ROWS)
     ] = "answer",
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=ROWS)
+        int | None,
+        typer.Option(
+            min=1,
+            help="Most tokens of an answer; without it a completion ends after 16, as OpenAI's.",
+            rich_help_panel=ROWS,
+        ),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(min=0.0, help="0 = always the likeliest token.", rich_help_panel=ROWS)

@@ -4,6 +4,7 @@ import pytest
 
 from cluster.batch.plain_rows import ColumnOptions
 from cluster.batch.rows import SourceRow
+from cluster.batch.sources.source import open_source
 from cluster.batch.tasks import RowKind, kind_of, task_maker
 from engine.errors import ConfigError
 
@@ -122,6 +123,20 @@ def test_a_prompt_asks_for_a_completion():
     assert plain({"prompt": ""}).body["prompt"] == ""
 
 
+def test_rows_of_text_files_have_their_prompt_in_the_column_that_they_have(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "two"}\n{"text": "three"}\n')
+    found = list(open_source([str(tmp_path)], tmp_path).rows())
+
+    def asked(**options):
+        maker = task_maker(RowKind.PLAIN, "demo", ColumnOptions(**options))
+        return [maker.task(one).body.get("prompt") for one in found]
+
+    assert asked() == ["one", "two", None]
+    assert asked(prompt_column="text") == ["one", None, "three"]
+    assert asked(template="{{ text }}!") == ["one!", None, "three!"]
+
+
 def test_messages_ask_for_a_chat():
     messages = [{"role": "user", "content": "hi"}]
     task = plain({"messages": messages})
@@ -171,7 +186,7 @@ def test_a_template_that_fails_on_a_row_is_the_rows_problem(fields, template, sa
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"text": "x"}, "prompt", "nothing in a column 'prompt' or 'messages'; it has 'text'"),
+        ({"text": "x"}, "prompt", "'prompt' or 'messages'; it has 'text': name one with --prompt-column or"),
         ({}, "prompt", "it has none"),
         ({"x" * 10**6: 1}, "prompt", "it has 'xxx"),
         ({f"{i}": 1 for i in range(10**5)}, "prompt", "it has '0', '1', "),

@@ -222,6 +222,14 @@ def test_a_dry_run_of_columns(squadron, tmp_path):
     assert "at most 14 of output" in text
 
 
+def test_a_dry_run_of_text_takes_lines_as_prompts_of_as_few_tokens_as_openai_answers(squadron, tmp_path):
+    (tmp_path / "lines.txt").write_text("def double(x):\n\ndef half(x):\n")
+    code, text = squadron("lines.txt", "out.jsonl", *DEMO, "--dry-run")
+    assert code == 0, text
+    assert "rows 2, of which 0 would fail" in text
+    assert "at most 32 of output" in text
+
+
 def test_fields_of_every_request_come_as_json_or_one_by_one():
     options = ColumnOptions(max_tokens=5, params=body_fields('{"top_p": 0.9, "max_tokens": 3}'))
     assert options.body == {"top_p": 0.9, "max_tokens": 5}

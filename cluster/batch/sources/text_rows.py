@@ -13,7 +13,7 @@ COLUMN = "text"
 
 
 def read_text_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRow]:
-    """Yield a row per line that is not blank, numbered from `first`: its column `text` is the line."""
+    """Yield a row per line that is not blank, numbered from `first`: its column `text`, the prompt, is the line."""
     with open_bytes(file) as data:
         for number, line in enumerate(read_lines(data, limit), start=first):
             yield _row(f"{file.name}:{line.number}", line, number, limit)
@@ -23,6 +23,6 @@ def _row(place: str, line: Line, number: int, limit: int) -> SourceRow:
     if line.too_long:
         return SourceRow(number, place, None, line.text, f"the line is longer than {limit} bytes")
     try:
-        return SourceRow(number, place, {COLUMN: line.text.decode()}, line.text)
+        return SourceRow(number, place, {COLUMN: line.text.decode()}, line.text, prompt_column=COLUMN)
     except UnicodeDecodeError as error:
         return SourceRow(number, place, None, line.text, f"the line is not UTF-8: {error}")
