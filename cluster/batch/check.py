@@ -13,6 +13,7 @@ import numpy as np
 
 from cluster.batch.errors import InputError, RowFault, RowFaultsError, UnreachableError
 from cluster.batch.rows import Source, SourceRow, quoted
+from cluster.batch.sources.source import FileSource
 from cluster.batch.tasks import TaskMaker
 
 SHOWN = 10
@@ -34,7 +35,7 @@ class Checked:
     unreadable: int
 
 
-def check_input(source: Source, tasks: TaskMaker, folder: Path, reserved: Collection[str] = ()) -> Checked:
+def check_input(source: FileSource, tasks: TaskMaker, folder: Path, reserved: Collection[str] = ()) -> Checked:
     """Read all rows once, and return what they are.
 
     folder: for files of ids while this runs, so that memory stays the same whatever the number of rows. reserved:
@@ -77,10 +78,10 @@ class _Checking:
         if self._ids is not None:
             self._take_id(self._ids, row)
 
-    def finish(self, source: Source) -> None:
+    def finish(self, source: FileSource) -> None:
         """Raise `InputError` when the rows cannot be used."""
         if not self.rows:
-            raise InputError("the input has no rows")
+            raise InputError(f"the input has no rows: there is none in {source.named}")
         repeated = self._ids.repeated() if self._ids is not None else _Repeated({}, 0)
         self._num_faults += repeated.count
         self._faults.update(self._named(source, repeated.pairs))

@@ -137,8 +137,16 @@ def test_columns_that_the_output_adds_are_refused(tmp_path):
 def test_an_input_without_rows_is_refused(tmp_path):
     for text in ("", "\n \n"):
         (tmp_path / "data.jsonl").write_text(text)
-        with pytest.raises(InputError, match="no rows"):
+        with pytest.raises(InputError, match=r"no rows: there is none in .*/data\.jsonl$"):
             checked(tmp_path / "data.jsonl")
+
+
+def test_of_many_files_without_rows_the_first_are_named(tmp_path):
+    (tmp_path / "data").mkdir()
+    for number in range(9):
+        (tmp_path / "data" / f"{number}.csv").write_text("prompt\n")
+    with pytest.raises(InputError, match=r"none in .*/0\.csv, .*/1\.csv, .*/2\.csv and 6 more$"):
+        checked(tmp_path / "data")
 
 
 def test_what_a_killed_run_left_behind_counts_for_nothing(tmp_path):

@@ -36,6 +36,7 @@ READERS: Mapping[str, Reader] = {**LINE_READERS, **COLUMN_READERS}
 # What names may end in.
 ENDINGS = (*(f"{suffix}{packed}" for suffix in LINE_READERS for packed in ("", *COMPRESSIONS)), *COLUMN_READERS)
 STANDARD_INPUT = "-"
+MAX_NAMED = 3  # files that a message names
 
 
 class FileSource:
@@ -48,6 +49,13 @@ class FileSource:
         self.files = tuple(files)
         self._limit = limit
         self._seen = {file: version_of(file) for file in self.files}
+
+    @property
+    def named(self) -> str:
+        """The files by name, as a message can hold them."""
+        names = [file.name for file in self.files[:MAX_NAMED]]
+        more = len(self.files) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
 
     @property
     def needs_ray(self) -> bool:
