@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from cluster.batch.errors import BusyError, FencedError, LedgerError
 from cluster.batch.ledger import ledger as ledger_module
 from cluster.batch.ledger import token_file
+from cluster.batch.ledger.difference import difference
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.frame_file import FrameWriter, framed, read_frames
 from cluster.batch.ledger.ledger import Ledger, remove_left
@@ -203,6 +204,20 @@ def test_an_epoch_that_died_while_it_began_is_passed_over(folder):
     assert rows_of(ledger) == [0, 1]
     ledger.close()
     assert rows_of(written(folder)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "told"),
+    [
+        ('{"seed":1,"columns":{"chat":true}}', '{"columns":{"chat":true},"seed":1}', "begun by Squadron 1, which"),
+        ('{"columns":{}}', '{"columns":{"answers":[1]}}', "--answers was not set and is '[1]'"),
+        ("of old", "{}", "--settings was 'of old' and is not set"),
+    ],
+)
+def test_settings_of_other_versions_differ_in_words_too(was, now, told):
+    first, job = (msgspec.structs.replace(JOB, settings=settings) for settings in (was, now))
+    assert told in difference(first, job)
+    assert difference(first, msgspec.structs.replace(first, created=5, version="9")) is None
 
 
 def test_another_job_is_refused_by_what_differs(folder):
