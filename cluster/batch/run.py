@@ -41,6 +41,15 @@ class RunLimits:
     max_cost_tokens: int | None = None
     lookahead: int = 1024
 
+    def refuse_errors(self, ledger: Ledger) -> None:
+        """Raise `TooManyErrorsError` where more rows have failed than are tolerated."""
+        errors, most = ledger.totals.num_errors, self.max_errors
+        if most is not None and errors > most:
+            raise TooManyErrorsError(
+                f"{errors} rows failed, more than --max-errors {most}; raise it and go on with --resume, or mend the "
+                f"input and delete {ledger.folder} to begin anew"
+            )
+
 
 class BatchRun:
     """Runs the rows of `source` that the ledger does not have. Made and used on one event loop."""
@@ -166,9 +175,7 @@ class BatchRun:
         return self._stopped is not None
 
     def _check_errors(self) -> None:
-        errors, most = self._ledger.totals.num_errors, self._limits.max_errors
-        if most is not None and errors > most:
-            self._stopped = TooManyErrorsError(
-                f"{errors} rows failed, more than --max-errors {most}; raise it and go on with --resume, or mend the "
-                f"input and delete {self._ledger.folder} to begin anew"
-            )
+        try:
+            self._limits.refuse_errors(self._ledger)
+        except TooManyErrorsError as error:
+            self._stopped = error

@@ -144,14 +144,16 @@ class Batch:
         """Answer the rows that have no result yet, and put the output in place."""
         began = time.monotonic()
         options, tasks = self._options, asked.tasks
-        if ledger.done.count < ledger.job.rows:
-            model, limits = preparer.model, options.limits
-            work = Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share)
-            try:
-                self._answer(work)
-            except TooManyErrorsError:
-                self._tell_failures(first_failures(asked.source, ledger.totals))
-                raise
+        try:
+            if ledger.done.count < ledger.job.rows:
+                model, limits = preparer.model, options.limits
+                self._answer(
+                    Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share)
+                )
+            options.limits.refuse_errors(ledger)
+        except TooManyErrorsError:
+            self._tell_failures(first_failures(asked.source, ledger.totals))
+            raise
         seconds = time.monotonic() - began
         batch = Finished(ledger.job, asked.source, tasks, ledger.results())
         failures = first_failures(asked.source, ledger.totals)

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.batch.answers import failed
 from cluster.batch.driver import BatchFigures
-from cluster.batch.errors import BatchError, TooManyErrorsError
+from cluster.batch.errors import BatchError
 from cluster.batch.plain_rows import ColumnOptions
 from cluster.errors import ApiError
 from cluster.model_names import resolve_model
@@ -186,8 +186,6 @@ def failing(monkeypatch):
         for row in reversed(range(work.ledger.job.rows)):
             error = ApiError("invalid_value", f"max_tokens is\nwrong in {row}: {'x' * 500}", status=400)
             work.ledger.note_done(failed(row, error))
-        if work.limits.max_errors is not None:
-            raise TooManyErrorsError("too many")
 
     monkeypatch.setattr(command.Batch, "_answer", fail)
 
@@ -199,7 +197,14 @@ def test_the_first_errors_are_told_where_rows_failed(squadron, good, failing, li
     for row in range(3):
         assert f"failed {good}:{row + 1}: max_tokens is wrong in {row}: xxx" in text
     assert text.count("failed ") == 3 and text.count("xxx...") == 3 and len(text) < 1200
-    assert ("Error: too many" in text) == bool(limit)
+    assert ("more than --max-errors 2; raise it and go on with --resume" in text) == bool(limit)
+
+
+def test_a_limit_of_errors_holds_where_all_rows_have_failed_already(squadron, good, failing):
+    for _ in range(2):
+        code, text = squadron(good, "out.jsonl", *DEMO, "--max-errors", 2, "--resume")
+        assert (code, "more than --max-errors 2" in text) == (1, True), text
+    assert squadron(good, "out.jsonl", *DEMO, "--max-errors", 1000, "--resume")[0] == 0
 
 
 def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, monkeypatch):
