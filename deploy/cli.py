@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.batch.flags import batch
+from deploy.batch.flags import BatchCommand, batch
 from deploy.batch_dir import with_batch_dir
-from deploy.environment import Environment, prepare_local_ray
+from deploy.environment import Environment, prepare_local_ray, prepare_ray
 from deploy.flags import OF_A_SERVICE, ServeCommand, in_flags, merge_settings, with_settings
 from deploy.haproxy import prepare_haproxy
 from deploy.keys import keys, with_key_file
@@ -76,21 +76,20 @@ def serve(
 
         print(describe_plans(settings, make_plans(settings)))
         return
-    haproxy = None
-    if environment.ray_address is None:
-        prepare_local_ray()
-        haproxy = prepare_haproxy(with_keys.shared) if with_keys.shared.ingress == "haproxy" else None
+    ray_address = prepare_ray(environment.ray_address)
+    with_haproxy = ray_address is None and with_keys.shared.ingress == "haproxy"
+    haproxy = prepare_haproxy(with_keys.shared) if with_haproxy else None
     try:
         from deploy.serve import Options, serve_app
 
-        serve_app(with_keys, Options(environment.ray_address, wait_for_nodes, verbose, haproxy))
+        serve_app(with_keys, Options(ray_address, wait_for_nodes, verbose, haproxy))
     finally:
         if haproxy is not None:
             haproxy.remove()
 
 
 app.add_typer(keys)
-app.command("batch", cls=ServeCommand)(with_settings(batch, OF_A_SERVICE))
+app.command("batch", cls=BatchCommand)(with_settings(batch, OF_A_SERVICE))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
+from deploy.private_ray import private_ray
 from engine.errors import ConfigError
 
 # What a Ray of our own is started with; a variable that is set already is left alone.
@@ -78,6 +79,18 @@ def prepare_local_ray() -> None:
         os.environ.setdefault(name, value)
     if os.environ["RAY_AUTH_MODE"] == "token" and not any(os.environ.get(name) for name in TOKEN_VARIABLES):
         _ensure_token(Path.home() / ".ray" / "auth_token")
+
+
+def prepare_ray(address: str | None) -> str | None:
+    """Make ready for the Ray that RAY_ADDRESS names, None = one of our own; return the address to join it by.
+
+    Must come before the first import of ray. Raises `ConfigError`.
+    """
+    private = None if address is None else private_ray(address)
+    if address is None or private is not None:
+        # Also to join a Ray on loopback: without the switch, Ray would look for it at the machine's other address.
+        prepare_local_ray()
+    return private or address
 
 
 def _ensure_token(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from typing import NoReturn, Self
 from deploy.local_ray import descendants, kill_all
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+HANDLER_SECONDS = 1.0  # in which Python's own handler may come to its turn
 
 
 class Interrupted(BaseException):
@@ -77,6 +79,39 @@ def bounded(seconds: float, alive: Callable[[], bool] = lambda: True) -> Iterato
     finally:
         done.set()
         watcher.join()
+
+
+@contextmanager
+def while_ray_joins(seconds: float, late: str) -> Iterator[None]:
+    """End the whole command when the body takes longer than `seconds`, saying `late`, or soon after a signal.
+
+    Ray joins a cluster in C++, where it waits for minutes and no handler of Python's runs.
+    """
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    before = signal.set_wakeup_fd(tell.fileno(), warn_on_full_buffer=False)
+    done = threading.Event()
+
+    def watch() -> None:
+        told.settimeout(seconds)
+        try:
+            number = told.recv(1)  # that of a signal; nothing at the end
+        except TimeoutError:
+            print(f"Error: {late}", file=sys.stderr, flush=True)
+            end_now(1)
+        if number and not done.wait(HANDLER_SECONDS):
+            end_now(128 + number[0])
+
+    watcher = threading.Thread(target=watch, name="while_ray_joins", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        signal.set_wakeup_fd(before)
+        tell.close()
+        watcher.join()
+        told.close()
 
 
 def end_now(code: int) -> NoReturn:

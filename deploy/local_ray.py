@@ -1,4 +1,4 @@
-"""The Ray cluster under the app: started on this machine for the life of the command, or joined."""
+"""The Ray cluster under the app: started on this machine for the life of the command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import logging
 import math
 import os
-import socket
 import sys
 from abc import ABC, abstractmethod
 
@@ -20,7 +19,6 @@ from engine.errors import ConfigError
 # Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
 OBJECT_STORE_BYTES = 128 * 2**20
 EXIT_SECONDS = 5.0
-KNOCK_SECONDS = 5.0
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -76,29 +74,6 @@ class LocalRay(RayCluster):
         kill_all(alive)
 
 
-class JoinedRay(RayCluster):
-    """A cluster that was there before and stays. Raises `ConfigError` when it cannot be reached."""
-
-    def __init__(self, address: str, verbose: bool) -> None:
-        try:
-            _knock(address)
-            ray.init(address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"RAY_ADDRESS={address} cannot be joined ({_first_line(error)}); unset it to start Ray here",
-                "address",
-            ) from error
-        self.about = f"joined {address}, {count(len(ray.nodes()), 'node')}"
-
-    def alive(self) -> bool:
-        """The cluster is not ours to judge."""
-        return True
-
-    def stop(self) -> None:
-        """Disconnect."""
-        ray.shutdown()
-
-
 def check_capacity(placement: AppPlacement, free: dict[str, float], total: dict[str, float]) -> None:
     """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
     ranks = [f"{count(one.replicas, 'replica')} x {count(len(one.bundles), 'rank')}" for one in placement.models]
@@ -145,14 +120,3 @@ def _adopt_orphans() -> None:
     """Become the parent of descendants whose parent dies, so that `descendants` never loses one (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _knock(address: str) -> None:
-    """Find out at once that nobody listens: Ray takes minutes. Addresses without a port (auto) are left to Ray."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if separator and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

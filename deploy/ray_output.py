@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ class DeathFilter(io.TextIOBase):
         with self._lock:
             self._below.write(self._line)
             self._line = ""
+
+
+def quiet_serve(verbose: bool) -> None:
+    """Keep what Serve's client logs in this process to errors, unless `verbose`."""
+    logging.getLogger("ray.serve").setLevel(logging.INFO if verbose else logging.ERROR)
 
 
 @contextmanager

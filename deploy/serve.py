@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import time
 from contextlib import nullcontext
@@ -27,10 +26,11 @@ from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.client import client_for, is_guarded
 from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
-from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity, count, descendants
+from deploy.joined_ray import JoinedRay
+from deploy.local_ray import LocalRay, RayCluster, check_capacity, count, descendants
 from deploy.phases import PhaseLog
 from deploy.plan import make_plans
-from deploy.ray_output import without_death_notices
+from deploy.ray_output import quiet_serve, without_death_notices
 from deploy.readiness import Readiness, StartError
 from deploy.replica_log import ReplicaLog, listed_replicas
 from engine.errors import ConfigError
@@ -232,7 +232,7 @@ class Server:
             check_capacity(placement, ray.available_resources(), ray.cluster_resources())
 
     def _start_serve(self) -> None:
-        logging.getLogger("ray.serve").setLevel(logging.INFO if self._options.verbose else logging.ERROR)
+        quiet_serve(self._options.verbose)
         status = serve.status()
         if APP in status.applications:
             raise StartError(f"an app named {APP} already runs in this cluster; delete it first (`serve shutdown`)")

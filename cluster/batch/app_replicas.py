@@ -15,9 +15,11 @@ from cluster.batch.errors import BatchError
 from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
 from cluster.dispatcher import Dispatcher
+from engine.errors import ConfigError
 from engine.fingerprint import vocabulary_fingerprint
 
 ASK_SECONDS = 30.0
+ROUTER = "Router"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +34,29 @@ class AppModel:
 def find_model(app: str, name: str | None) -> AppModel:
     """Return the model that a running app calls `name`, or its only one.
 
-    Raises `BatchError` naming what there is where the app or the model is not there.
+    Raises `ConfigError` naming what there is where the app is not there, `BatchError` where the model is not.
     """
+    _check_app(app)
     try:
-        router: DeploymentHandle[object] = serve.get_deployment_handle("Router", app_name=app)
+        router: DeploymentHandle[object] = serve.get_deployment_handle(ROUTER, app_name=app)
         told = router.models.remote().result(timeout_s=ASK_SECONDS)
     except (RayServeException, RayError, TimeoutError) as error:
-        known = ", ".join(serve.status().applications) or "none"
-        raise BatchError(f"no app {app!r} of Squadron answers in this cluster, which has {known}: {error}") from error
+        raise BatchError(f"the app {app!r} does not answer: {error}") from error
     models = [AppModel(app, deployment, resolve_config(settings)) for deployment, settings in told]
     for model in models:
         if name in model.config.names or (name is None and len(models) == 1):
             return model
     names = ", ".join(model.config.model_id for model in models)
     raise BatchError(f"name one of the models of {app} with --model: {names}")
+
+
+def _check_app(app: str) -> None:
+    applications = serve.status().applications
+    if app not in applications:
+        running = ", ".join(applications) or "none"
+        raise ConfigError(f"app: there is no app {app!r} in this cluster; running: {running}", "app")
+    if ROUTER not in applications[app].deployments:
+        raise ConfigError(f"app: {app!r} is no app of Squadron, which have a deployment {ROUTER}", "app")
 
 
 async def use_app(model: AppModel, dispatcher: Dispatcher) -> None:

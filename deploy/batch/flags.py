@@ -8,12 +8,29 @@ from typing import Annotated, Any
 import typer
 
 from cluster.config import flag
-from deploy.environment import Environment, prepare_local_ray
-from deploy.flags import merge_settings
+from deploy.environment import Environment, prepare_ray
+from deploy.flags import ServeCommand, merge_settings
 from engine.errors import ConfigError
 
 ROWS = "Rows"
 RUN = "Run"
+
+
+class BatchCommand(ServeCommand):
+    """Says of one path alone that OUTPUT is missing: it is taken for OUTPUT, and INPUT missed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual; of one path, name OUTPUT as missing."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # Typer exports no class for missing arguments; their parameter is what tells them from other errors.
+            missing = getattr(getattr(error, "param", None), "name", None)
+            if missing == "inputs" and self.make_parser(ctx).parse_args(given)[0].get("output"):
+                output = next(one for one in self.params if one.name == "output")
+                error.param = output  # type: ignore[attr-defined]  # see above
+            raise
 
 
 def batch(
@@ -24,7 +41,11 @@ def batch(
         ),
     ],
     output: Annotated[
-        str, typer.Argument(help="File of the answers: .jsonl, .csv or .parquet. Failed rows go to a file beside it.")
+        str,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="File of the answers: .jsonl, .csv or .parquet. Failed rows go to a file beside it.",
+        ),
     ],
     model: Annotated[str | None, typer.Option("--model", "-m", help="A folder, a hub id, or 'demo'.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings, as for `squadron serve`.")] = None,
@@ -132,8 +153,7 @@ def batch(
     if settings is None and (chosen or config is not None):
         useless = ", ".join(["--config"] * (config is not None) + [flag(name) for name in chosen])
         raise ConfigError(f"app: its replicas have their own settings; leave out {useless}", "app")
-    if environment.ray_address is None:
-        prepare_local_ray()
+    ray_address = prepare_ray(environment.ray_address)
     from cluster.batch.output.spec import Style
     from cluster.batch.plain_rows import ColumnOptions
     from cluster.batch.run import RunLimits
@@ -165,7 +185,7 @@ def batch(
         limits=RunLimits(max_errors, max_cost_tokens, lookahead),
         resume=resume,
         dry_run=dry_run,
-        ray_address=environment.ray_address,
+        ray_address=ray_address,
         log_interval=log_interval,
         created=environment.source_date_epoch,
         verbose=verbose,

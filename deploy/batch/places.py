@@ -18,9 +18,11 @@ from cluster.dispatcher import Dispatcher
 from cluster.placement import AppPlacement, plan_placement
 from deploy.batch.options import ServedApp
 from deploy.interrupts import Interrupts, bounded
-from deploy.local_ray import JoinedRay, LocalRay, RayCluster, check_capacity
+from deploy.joined_ray import JoinedRay
+from deploy.local_ray import LocalRay, RayCluster, check_capacity
 from deploy.phases import PhaseLog
 from deploy.plan import make_plan
+from deploy.ray_output import quiet_serve
 from engine.errors import ConfigError
 
 EXIT_SECONDS = 20.0
@@ -99,6 +101,7 @@ class AppReplicas(Place):
             raise ConfigError("app: set RAY_ADDRESS to the cluster that the app runs in, such as auto", "app")
         self._cluster = JoinedRay(address, verbose)
         interrupts.listen()
+        quiet_serve(verbose)
         try:
             self._model = find_model(app.name, app.model)
         except BaseException:

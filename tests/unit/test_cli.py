@@ -15,7 +15,8 @@ from cluster.placement import plan_app
 from deploy import cli
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.environment import Environment, prepare_local_ray
-from deploy.local_ray import JoinedRay, check_capacity
+from deploy.joined_ray import JoinedRay
+from deploy.local_ray import check_capacity
 from deploy.plan import describe_plans, make_plan, make_plans
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError

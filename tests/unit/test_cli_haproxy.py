@@ -86,7 +86,7 @@ def test_a_start_that_fails_early_leaves_no_folder(monkeypatch, tmp_path, end) -
         raise end
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cli, "prepare_local_ray", lambda: None)
+    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
     monkeypatch.setattr(cli, "prepare_haproxy", lambda _: setup)
     monkeypatch.setattr("deploy.serve.serve_app", fail)
     CliRunner().invoke(cli.app, ["serve", "demo", "--ingress", "haproxy"])

@@ -44,7 +44,7 @@ def served(monkeypatch):
 
     seen = []
     monkeypatch.setattr(deploy.serve, "serve_app", lambda app, options: seen.append((app.shared, options)))
-    monkeypatch.setattr(cli, "prepare_local_ray", lambda: None)
+    monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
     return seen
 
 

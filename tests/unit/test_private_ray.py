@@ -1,0 +1,119 @@
+"""Which Ray RAY_ADDRESS means, and what becomes of a command that waits for one."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from deploy import private_ray as rays
+from deploy.environment import LOCAL_RAY, prepare_ray
+from engine.errors import ConfigError
+
+
+@pytest.fixture
+def listening():
+    """Opens ports; each call returns one that is open on `host`."""
+    opened = []
+
+    def listen(host):
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        opened.append(server)
+        return server.getsockname()[1]
+
+    yield listen
+    for server in opened:
+        server.close()
+
+
+@pytest.mark.parametrize(("host", "private"), [("127.0.0.1", True), ("", False)])
+def test_a_ray_is_private_where_its_port_is_open_on_loopback_alone(listening, host, private):
+    port = listening(host)
+    for name in ("127.0.0.1", "localhost"):
+        assert rays.private_ray(f"{name}:{port}") == (f"{name}:{port}" if private else None)
+    assert rays.private_ray(f"192.0.2.1:{port}") is None
+    assert rays.private_ray(f"ray://127.0.0.1:{port}") is None
+
+
+def test_a_port_that_is_closed_is_no_private_ray():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        assert rays.private_ray(f"127.0.0.1:{closed.getsockname()[1]}") is None
+
+
+def test_auto_means_the_only_ray_of_this_machine(listening, monkeypatch):
+    first, second = (f"127.0.0.1:{listening('127.0.0.1')}" for _ in range(2))
+    shared = f"127.0.0.1:{listening('')}"
+    for running, meant in (([first], first), ([shared], None), ([first, shared], None), ([], None)):
+        monkeypatch.setattr(rays, "running_rays", lambda running=running: running)
+        assert rays.private_ray("auto") == meant
+    monkeypatch.setattr(rays, "running_rays", lambda: [first, second])
+    with pytest.raises(ConfigError, match=f"any of {first}, {second}, which run here; set it to one of them"):
+        rays.private_ray("auto")
+
+
+def test_a_private_ray_is_joined_as_it_was_started(listening, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    shared, private = (f"127.0.0.1:{listening(host)}" for host in ("", "127.0.0.1"))
+    assert prepare_ray(shared) == shared
+    assert "RAY_AUTH_MODE" not in os.environ
+    assert prepare_ray(private) == private
+    assert os.environ.items() >= LOCAL_RAY.items()
+
+
+@pytest.fixture
+def run():
+    """Runs Python code in a process of its own."""
+    started = []
+
+    def start(code):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_ends_a_command_that_waits_for_ray(run):
+    """Something listens and never answers: Ray waits for it in C++, where Python's handlers do not run."""
+    with socket.create_server(("", 0)) as mute:
+        mute.settimeout(60)
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        process = run(
+            "from deploy.interrupts import Interrupts\n"
+            "from deploy.joined_ray import JoinedRay\n"
+            f"with Interrupts(): JoinedRay({address!r}, False)"
+        )
+        knock, _ = mute.accept()
+        joining, _ = mute.accept()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+        knock.close()
+        joining.close()
+
+
+def test_a_ray_that_does_not_answer_in_time_ends_the_command_with_a_reason(run):
+    process = run(
+        "import threading\n"
+        "from deploy.interrupts import while_ray_joins\n"
+        "with while_ray_joins(0.1, 'no answer'): threading.Event().wait()"
+    )
+    assert process.communicate(timeout=60)[1] == "Error: no answer\n"
+    assert process.returncode == 1
+
+
+def test_a_ray_that_answers_leaves_no_trace_of_the_wait(run):
+    process = run(
+        "import signal, threading\n"
+        "from deploy.interrupts import while_ray_joins\n"
+        "with while_ray_joins(60, 'late'): pass\n"
+        "print(threading.active_count(), signal.set_wakeup_fd(-1))"
+    )
+    assert process.communicate(timeout=60) == ("1 -1\n", "")
