@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from cluster.batch.errors import BatchError
 from cluster.batch.ledger.ledger import Totals
 from cluster.batch.prepare import Prepared
 from cluster.openai.call import Call
@@ -29,16 +30,27 @@ class Cost:
 
     async def admits(self, prepared: Prepared) -> bool:
         """Return whether the row may begin; where that depends on what others take, once they have ended."""
-        if self._limit is None:
-            return True
-        most = self.most(prepared)
-        while self.spent + sum(self._under_way.values()) + most > self._limit:
+        while self.is_beyond(prepared):
             if not self._under_way:
                 return False
             self._change.clear()
             await self._change.wait()
-        self._under_way[prepared.task.row] = most
+        if self._limit is not None:
+            self._under_way[prepared.task.row] = self.most(prepared)
         return True
+
+    def is_beyond(self, prepared: Prepared) -> bool:
+        """Return whether the row, beside those under way, may take more than is left."""
+        return (
+            self._limit is not None and self.spent + sum(self._under_way.values()) + self.most(prepared) > self._limit
+        )
+
+    def refusal(self, prepared: Prepared) -> BatchError:
+        """Return why the row must not begin, while none is under way."""
+        return BatchError(
+            f"{self.spent} tokens are spent, and the next row may take {self.most(prepared)} more, beyond "
+            f"--max-cost-tokens {self._limit}; raise it and go on with --resume"
+        )
 
     def ended(self, prepared: Prepared) -> None:
         """The row is done, and counted among the totals."""

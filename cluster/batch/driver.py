@@ -12,6 +12,7 @@ from typing import Any
 from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import Filler, whole_room
+from cluster.batch.cost import Cost
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.prepare import Preparer
 from cluster.batch.row_tokens import RowSource
@@ -21,8 +22,10 @@ from cluster.batch.ticks import TICK, Ticks
 from cluster.config import ClusterConfig
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.errors import ApiError
 from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.served_model import ServedModel
+from engine.errors import InvalidRequestError
 
 FOREVER = 7 * 86_400.0  # seconds: rows wait for replicas as long as the batch waits
 LOOK_SECONDS = 0.5  # between two looks at the figures
@@ -65,6 +68,23 @@ class Work:
     ledger: Ledger
     limits: RunLimits
     share: float | None = None
+
+
+def refuse_cost(work: Work) -> None:
+    """Look at the first row that is left: cheap, and done before replicas are there.
+
+    Raises `BatchError` where it alone may take more tokens than are left, so that the batch cannot come to its end.
+    """
+    left = next((row for row in work.source.rows() if row.number not in work.ledger.done), None)
+    if left is None or work.limits.max_cost_tokens is None:
+        return
+    cost = Cost(work.limits.max_cost_tokens, work.ledger.totals, work.model.longest_sequence)
+    try:
+        prepared = work.preparer.prepare(work.task_of(left))
+    except (ApiError, InvalidRequestError):
+        return  # the run tells: it costs nothing
+    if cost.is_beyond(prepared):
+        raise cost.refusal(prepared)
 
 
 Replicas = Callable[[Dispatcher], Coroutine[Any, Any, None]]

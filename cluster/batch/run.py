@@ -168,10 +168,7 @@ class BatchRun:
         """Whether a limit is reached, so that the row must not begin."""
         self._check_errors()
         if self._stopped is None and not await self._cost.admits(prepared):
-            self._stopped = BatchError(
-                f"{self._cost.spent} tokens are spent, and the next row may take {self._cost.most(prepared)} more, "
-                f"beyond --max-cost-tokens {self._limits.max_cost_tokens}; raise it and go on with --resume"
-            )
+            self._stopped = self._cost.refusal(prepared)
         return self._stopped is not None
 
     def _check_errors(self) -> None:

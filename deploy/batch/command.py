@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cluster.batch.check import Checked, check_input
 from cluster.batch.decisive import decisive
-from cluster.batch.driver import BatchFigures, Work, drive
+from cluster.batch.driver import BatchFigures, Work, drive, refuse_cost
 from cluster.batch.dry_run import DryRun, dry_run
 from cluster.batch.errors import TooManyErrorsError
 from cluster.batch.failures import first_failures
@@ -109,6 +109,7 @@ class Batch:
         job = self._job(asked)
         preparer = Preparer(served_model(self._config), job.digest, self._config.seed, job.created)
         if self._options.dry_run:
+            try_output(self._options.output)
             self._tell_dry_run(dry_run(asked.source, asked.tasks.task, preparer))
         elif finished(asked.spec, job):
             remove_left(self._ledger_folder, job)  # of a run that was killed in its last moment
@@ -147,9 +148,9 @@ class Batch:
         try:
             if ledger.done.count < ledger.job.rows:
                 model, limits = preparer.model, options.limits
-                self._answer(
-                    Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share)
-                )
+                work = Work(self._config, model, asked.source, tasks.task, preparer, ledger, limits, options.share)
+                refuse_cost(work)
+                self._answer(work)
             options.limits.refuse_errors(ledger)
         except TooManyErrorsError:
             self._tell_failures(first_failures(asked.source, ledger.totals))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,6 +23,7 @@ from cluster.batch.output.places import CLAIM, ERRORS, MANIFEST, TRIAL, Drafts, 
 from cluster.batch.output.spec import LINES, OutputSpec, Style
 from cluster.batch.output.tables import CsvTable, JsonTable, Table
 from cluster.batch.rows import Source, SourceRow
+from cluster.batch.sources.found import is_url, local_path
 from cluster.batch.tasks import TaskMaker
 
 
@@ -60,11 +61,11 @@ def write_output(spec: OutputSpec, batch: Finished, drafts: Path, check: Callabl
 def try_output(target: str) -> None:
     """See whether an output can be put in place: before any work, with an empty file that is removed again.
 
-    Raises `BatchError` where it cannot.
+    Folders that had to be made go with it. Raises `BatchError` where it cannot.
     """
     place = place_of(target)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _made_folders_removed(target):
             draft = Drafts(target, Path(folder)).new(TRIAL)
             try:
                 draft.touch()
@@ -75,6 +76,15 @@ def try_output(target: str) -> None:
     except Exception as error:  # whatever a library for URLs raises
         reason = getattr(error, "strerror", None) or error
         raise BatchError(f"{target} cannot be written ({reason}): name an output that can be") from error
+
+
+@contextmanager
+def _made_folders_removed(target: str) -> Iterator[None]:
+    path = None if is_url(target) else Path(local_path(target))
+    missing = [one for one in path.parents if not one.exists()] if path else []
+    yield
+    for folder in missing:
+        folder.rmdir()
 
 
 def finished(spec: OutputSpec, job: Job) -> bool:
