@@ -3,10 +3,12 @@
 import errno
 import io
 import os
+import re
 import shutil
 import sys
 
 import pytest
+from rich.console import Console
 
 from cluster.batch.answers import failed
 from cluster.batch.driver import BatchFigures
@@ -47,6 +49,16 @@ def good(tmp_path):
     return write_rows(tmp_path / "good.jsonl", rows(60, 10))
 
 
+@pytest.fixture
+def refused(monkeypatch):
+    """Nothing can be written to memory://."""
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refuse)
+
+
 def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -73,6 +85,8 @@ def files(folder):
         (("good.jsonl", "out.jsonl", *DEMO, "--format", "xml"), "--format must be openai or plain, not 'xml'"),
         (("good.jsonl", "out.jsonl", *DEMO, "--promt-column", "x"), "Did you mean --prompt-column?"),
         (("good.jsonl", "out.jsonl", *DEMO, "--port", 1), "No such option"),
+        (("good.jsonl", *DEMO), "Missing argument 'OUTPUT'"),
+        (DEMO, "Missing argument 'INPUT"),
         (("good.jsonl", "out.jsonl", "--app", "squadron"), "set RAY_ADDRESS to the cluster that the app runs in"),
         (("good.jsonl", "out.jsonl", "--app", "squadron", "-tp", 2), "leave out --tensor-parallel-size"),
     ],
@@ -95,6 +109,15 @@ def test_a_dry_run_checks_every_row_and_counts(squadron, good):
     assert code == 1
     assert "rows 60, of which 1 would fail" in text
     assert "good.jsonl:18: max_tokens must be between 1 and" in text
+
+
+def test_a_dry_run_tells_of_an_output_that_cannot_be_written_and_makes_no_folder(squadron, good, tmp_path, refused):
+    before = files(tmp_path)
+    code, text = squadron(good, "memory://tried/out.jsonl", *DEMO, "--dry-run")
+    assert (code, "memory://tried/out.jsonl cannot be written (Permission denied)" in text) == (1, True), text
+    assert "rows 60" in squadron(good, "new/folder/out.jsonl", *DEMO, "--dry-run")[1]
+    assert files(tmp_path) == before
+    assert not (tmp_path / "new").exists()
 
 
 def piped(monkeypatch, path):
@@ -207,11 +230,15 @@ def test_a_limit_of_errors_holds_where_all_rows_have_failed_already(squadron, go
     assert squadron(good, "out.jsonl", *DEMO, "--max-errors", 1000, "--resume")[0] == 0
 
 
-def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, monkeypatch):
-    def refused(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+def test_a_batch_whose_next_row_costs_too_much_is_refused_before_ray_starts(squadron, good, stopped):
+    code, text = squadron(good, "out.jsonl", *DEMO, "--max-cost-tokens", 5)
+    assert code == 1
+    assert "the next row may take" in text
+    assert "beyond --max-cost-tokens 5; raise it and go on with --resume" in text
+    assert "stopped here" in squadron(good, "out.jsonl", *DEMO, "--max-cost-tokens", 50_000, "--resume")[1]
 
-    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refused)
+
+def test_an_output_that_cannot_be_written_is_told_before_anything_is_kept(squadron, good, tmp_path, refused):
     before = sorted(tmp_path.iterdir())
     code, text = squadron(good, "memory://tried/out.jsonl", *DEMO)
     assert (code, "memory://tried/out.jsonl cannot be written (Permission denied)" in text) == (1, True), text
@@ -248,8 +275,6 @@ def figures(done, drawn, **more):
 
 
 def test_progress_tells_speed_and_time_left_a_line_an_interval():
-    from rich.console import Console
-
     now = [0.0]
     console = Console(record=True, width=200)
     progress = Progress(console, 10.0, clock=lambda: now[0])
@@ -261,6 +286,44 @@ def test_progress_tells_speed_and_time_left_a_line_an_interval():
     assert lines[-1] == (
         "rows 200/1,000 (20.0 %) | errors 2 | tokens/s 100 | cached 25% | running 3 on 2 | ETA 0:01:20"
     )
+
+
+def test_plain_progress_begins_with_replicas_that_start_and_ends_with_all_rows():
+    console = Console(record=True, width=200)
+    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    with progress.shown():
+        progress.take(figures(done=0, drawn=0, replicas=0, running=0))
+        progress.take(figures(done=990, drawn=5))
+        progress.take(figures(done=1000, drawn=5, replicas=0, running=0))
+    assert console.export_text().splitlines() == [
+        "rows 0/1,000 (0.0 %) | errors 2 | tokens/s 0 | cached 25% | starting replicas | ETA -",
+        "rows 1,000/1,000 (100.0 %) | errors 2 | tokens/s 0 | cached 25%",
+    ]
+
+
+def test_the_end_is_told_once():
+    console = Console(record=True, width=200)
+    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    with progress.shown():
+        progress.take(figures(done=1000, drawn=5))
+    assert len(console.export_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
+@pytest.mark.parametrize("replicas", [0, 12])
+def test_the_live_line_fits_the_terminal_and_keeps_what_matters(width, replicas):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system=None, width=width, height=20, soft_wrap=True)
+    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    with progress.shown():
+        progress.take(figures(done=123_456, drawn=5, rows=1_000_000, errors=1234, running=120, replicas=replicas))
+    shown = [line for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[a-zA-Z]", out.getvalue()) if line.strip()]
+    assert {line for line in shown if "rows" not in line} == set(), shown
+    assert all(len(line) <= width for line in shown), shown
+    assert "rows 123,456/1,000,000 (12.3 %)" in shown[-1]
+    assert ("starting replicas" in shown[-1]) == (replicas == 0 and width > 40)
+    assert ("cached" in shown[-1]) == (width == 140)
+    assert ("ETA" in shown[-1]) == (width > 40 or replicas > 0)
 
 
 def test_a_summary_tells_rows_errors_tokens_and_speed():
