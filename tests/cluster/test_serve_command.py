@@ -17,6 +17,8 @@ import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from deploy.private_ray import on_loopback, running_rays
+from tests.chaos.batch import write_rows
 from tests.cluster.command import LEAK_SECONDS, START_SECONDS, Command, url_of
 from tests.cluster.harness import eventually
 
@@ -84,6 +86,30 @@ def test_chat_from_a_pipe_talks_to_it(served: Command) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert re.search(r"\d+ tokens, \d+ tokens/s", result.stdout), result.stdout
+
+
+def test_a_batch_joins_the_ray_that_it_started_for_itself(served: Command, home: Path, tmp_path: Path) -> None:
+    (address,) = {one for one in running_rays() if on_loopback(one)} & set(_ray_addresses(served))
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": "import os"}, {"prompt": "def f"}])
+    files = (str(tmp_path / "rows.jsonl"), str(tmp_path / "answers.jsonl"))
+    # Not BatchProcess, which imports Ray first.
+    batch = Command("batch", *files, "--app", "squadron", home=home, RAY_ADDRESS=address)
+    assert batch.wait() == 0, batch.text
+    assert "rows      2" in batch.text
+    assert "Started <" not in batch.text
+    wrong = Command("batch", *files, "--app", "nope", home=home, RAY_ADDRESS=address)
+    assert wrong.wait() == 1
+    assert "--app: there is no app 'nope' in this cluster; running: squadron" in wrong.text
+    assert "Traceback" not in wrong.text
+    batch.kill()
+    wrong.kill()
+
+
+def _ray_addresses(served: Command) -> list[str]:
+    """Where the control store of its Ray listens, which is not told to others."""
+    (store,) = [process for process in served.descendants() if process.name() == "gcs_server"]
+    listening = [one.laddr for one in store.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return [f"127.0.0.1:{laddr.port}" for laddr in listening]
 
 
 def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Command) -> None:
