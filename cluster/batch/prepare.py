@@ -42,9 +42,7 @@ class Prepared:
     def tells_its_prompt(self) -> bool:
         """Whether the answer tells more of its tokens than their text, so that it cannot go on from tokens alone."""
         call = self.call
-        return isinstance(call, EmbeddingCall) or (
-            call.params.logprobs is not None or call.params.prompt_logprobs is not None or call.echo
-        )
+        return isinstance(call, EmbeddingCall) or (call.params.prompt_logprobs is not None or call.echo)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from cluster.batch.ledger.records import Progress
 from cluster.batch.ledger.token_file import ChoiceTokens
 from cluster.batch.ticks import Ticks
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
-from cluster.token_log import TokenLog
+from cluster.token_log import ChoiceLog, TokenLog
+from engine.report import TokenLogprob
 from engine.request import Request
 
 READ_TICKS = 20  # between two readings of a row whose end is told by its tokens alone
@@ -70,7 +71,7 @@ class RowTokens:
         known = self._known(request)
         for choice, found in known.items():
             if found.tokens or found.finish:
-                yield TokenChunk(choice, tuple(found.tokens), finish_reason=found.finish)
+                yield TokenChunk(choice, tuple(found.tokens), tuple(found.logprobs), found.finish)
         resumed = self._resumed(request, known)
         if resumed is None:
             return
@@ -84,10 +85,12 @@ class RowTokens:
                         if not self._is_agreed(reading.log):
                             again = True  # it began before a replica was there, and came to another model's
                             break
+                        reading.hold(chunk)
                         self._note(reading)
                         yield chunk
-                        if reading.took(chunk):
+                        if reading.is_over():
                             await self._of.ticks.until(lambda: self._due(reading))
+                            self._note(reading)  # at once before it is taken: chunks on their way can be lost
                 finally:
                     self._note(reading)  # of one that is recalled or told to stop, nothing is drawn again
 
@@ -120,7 +123,7 @@ class RowTokens:
         first = self._first[request.request_id]
         # Copied, for the ledger goes on with the same lists.
         return {
-            c: ChoiceTokens(list(found.tokens), found.finish)
+            c: ChoiceTokens(list(found.tokens), found.finish, list(found.logprobs))
             for c in range(request.params.n)
             for found in [choices.get(first + c, _NOTHING)]
         }
@@ -151,13 +154,15 @@ class RowTokens:
         for choice, its in log.choices.items() if log is not None else ():
             if (name, choice) in self._ended:
                 continue  # its text ended it, not its tokens: read again, they end it again
-            place = reading.places[choice]
-            if len(its.tokens) > place or (its.finish_reason is not None and choice not in reading.told):
-                reading.places[choice] = len(its.tokens)
-                if its.finish_reason is not None:
+            place, logprobs = reading.places[choice], reading.logprobs(its)
+            end = len(its.tokens) if logprobs is None else place + len(logprobs)
+            finish = its.finish_reason if end == len(its.tokens) else None
+            if end > place or (finish is not None and choice not in reading.told):
+                reading.places[choice] = end
+                if finish is not None:
                     reading.told.add(choice)
-                number, new = self._first[name] + choice, tuple(its.tokens[place:])
-                self._of.ledger.note_tokens(Progress(self._row, number, place, new, its.finish_reason))
+                number, new = self._first[name] + choice, tuple(its.tokens[place:end])
+                self._of.ledger.note_tokens(Progress(self._row, number, place, new, finish, logprobs or ()))
 
 
 class _Reading:
@@ -173,14 +178,33 @@ class _Reading:
         self.told: set[int] = set()  # choices whose end is written down
         self.ticks = 0  # since the last reading
         self.patience = WATCH_TICKS if request.params.stop or request.params.structured else READ_TICKS
+        self._wants_logprobs = request.params.logprobs is not None
+        self._begun_at = dict(places)
+        self._read = dict(places)  # tokens of each choice that were read
+        self._held: dict[int, list[TokenLogprob]] = {choice: [] for choice in places}
         self._running = request.params.n if request.resume is None else len(request.resume)
-        self._chunks = 0
 
-    def took(self, chunk: TokenChunk) -> bool:
-        """Note that a chunk was read; return whether the others of its reading were, and some choice runs on."""
+    def hold(self, chunk: TokenChunk) -> None:
+        """Note that a chunk was read; its log has given its log-probabilities away."""
+        self._read[chunk.choice] += len(chunk.token_ids)
+        self._held[chunk.choice] += chunk.logprobs
         self._running -= chunk.finish_reason is not None
-        self._chunks += 1
-        if not self._running or self._chunks < self._running:
+
+    def logprobs(self, its: ChoiceLog) -> tuple[TokenLogprob, ...] | None:
+        """Return those of tokens that are not written down, as far as they are known; None where none are wanted."""
+        if not self._wants_logprobs:
+            return None
+        held = self._held[its.choice]
+        known = held if self._comes(its) else [*held, *its.logprobs]
+        return tuple(known[self.places[its.choice] - self._begun_at[its.choice] :])
+
+    def is_over(self) -> bool:
+        """Whether nothing that was taken is still to be read, and some choice runs on; begins to count ticks then."""
+        if not self._running or self.log is None or any(self._comes(its) for its in self.log.choices.values()):
             return False
-        self._chunks = self.ticks = 0
+        self.ticks = 0
         return True
+
+    def _comes(self, its: ChoiceLog) -> bool:
+        """Whether a chunk of a choice that runs was taken, and is to be read next."""
+        return its.delivered != self._read[its.choice] and not its.finish_told

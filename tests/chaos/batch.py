@@ -36,8 +36,7 @@ STARTER = Path(__file__).with_name("batch_driver.py")
 def rows(count: int, tokens: int, seed: int = 0) -> list[dict[str, Any]]:
     """Requests of every kind, one bad in fifty.
 
-    Greedy and drawn, one choice and two, chats and completions; some with stop strings, a grammar, log-probabilities
-    (which begin anew when their driver dies).
+    Greedy and drawn, one choice and two, chats and completions; some with stop strings, a grammar, log-probabilities.
     """
     rng = Random(seed)
     return [_row(i, rng, tokens) for i in range(count)]

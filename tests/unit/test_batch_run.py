@@ -208,24 +208,43 @@ async def test_stop_strings_of_several_choices_end_them_alike_after_a_kill(model
         assert await batch.results(lab) == undisturbed
 
 
-async def test_log_probabilities_are_whole_after_a_kill(model, tmp_path):
-    body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 30, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({"logprobs": 2}, True),
+        ({"logprobs": 1, "n": 3, "temperature": 1.0}, True),
+        ({"n": 3, "temperature": 1.0}, True),
+        ({"logprobs": 2, "echo": True}, False),
+        ({"prompt_logprobs": 1}, False),
+    ],
+    ids=["logprobs", "of several choices", "none", "echo", "of the prompt"],
+)
+async def test_log_probabilities_are_whole_after_kills(model, tmp_path, fields, kept):
+    """Those of output tokens are kept with them; a row that tells of its prompt begins anew."""
+    body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 60, "temperature": 0, "ignore_eos": True, **fields}
     async with Lab() as lab:
         await lab.start("a")
-        undisturbed = await BatchLab(tmp_path / "quiet", model, [body]).results(lab)
-    batch = BatchLab(tmp_path / "l", model, [body])
-    async with Lab() as lab:
-        replica = await lab.start("a", steps=10)
-        ledger = batch.open()
-        work = asyncio.create_task(batch.run(lab, ledger))
-        await until(lambda: replica.executor.executed == 10)
-        await cut_off(work)
-        assert not ledger.partial  # its tokens alone would not do
-        ledger.close()
+        undisturbed = await BatchLab(tmp_path / "quiet", model, [body] * 4).results(lab)
+        most = lab.dispatcher.counters.tokens
+    batch, drawn = BatchLab(tmp_path / "l", model, [body] * 4), 0
+    for steps in (5, 10, 30):
+        async with Lab() as lab:
+            replica = await lab.start("a", steps=steps)
+            with closing(batch.open()) as ledger:
+                work = asyncio.create_task(batch.run(lab, ledger))
+                await until(lambda r=replica, n=steps, w=work: r.executor.executed == n or w.done())
+                await until(lambda lab=lab, before=ledger, w=work: before.partial or not kept or w.done())
+                await cut_off(work)
+                assert bool(ledger.partial) == kept
+                drawn += lab.dispatcher.counters.tokens
     async with Lab() as lab:
         await lab.start("b")
         assert await batch.results(lab) == undisturbed
-    assert len(json.loads(undisturbed[0].body)["choices"][0]["logprobs"]["token_logprobs"]) == 30
+        drawn += lab.dispatcher.counters.tokens
+    # The first tokens of choices may be on their way to where they are read.
+    assert (most <= drawn <= most + 8) == kept
+    told = json.loads(undisturbed[0].body)["choices"][0]
+    assert len((told["logprobs"] or {"token_logprobs": range(60)})["token_logprobs"]) >= 60
 
 
 async def test_the_replicas_are_kept_full_and_little_waits_in_them(model, tmp_path):
@@ -501,7 +520,7 @@ async def test_rows_that_end_by_their_text_do_not_look_like_clients(model, tmp_p
         texts = [json.loads(one.body)["choices"][0]["text"] for one in await plain.results(lab)]
     bodies = [{**body, "prompt": [i + 3], "stop": [text[i % 20 + 2 : i % 20 + 5]]} for i, text in enumerate(texts)]
     async with Lab() as lab:
-        await lab.start("a", pace=0.01)
+        await lab.start("a", pace=0.03)
         batch = BatchLab(tmp_path / "l", model, bodies)
         ledger = batch.open()
         await batch.run(lab, ledger, share=0.25)

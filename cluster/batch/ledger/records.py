@@ -6,6 +6,8 @@ from hashlib import blake2b
 
 import msgspec
 
+from engine.report import TokenLogprob
+
 OK = 200  # the status of a row that has an answer
 _OF_A_RUN = ("created", "version")  # what may differ between two runs of one job: the first run's is kept
 
@@ -55,7 +57,8 @@ class RowDone(msgspec.Struct, frozen=True, array_like=True):
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one choice of a row that runs.
 
-    start: output tokens that it had before. finish: why it ended, if it did.
+    start: output tokens that it had before. finish: why it ended, if it did. logprobs: one for each token, where the
+    row asks for them.
     """
 
     row: int
@@ -63,6 +66,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     start: int
     tokens: tuple[int, ...]
     finish: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Parts(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from cluster.batch.ledger.frame_file import FrameWriter, read_frames
 from cluster.batch.ledger.records import Progress, decode_progress, encode
+from engine.report import TokenLogprob
 
 COMPACT_FROM = 4 << 20  # bytes: smaller files are not worth it
 COMPACT_FACTOR = 4  # times the size after the last time
@@ -17,10 +18,17 @@ COMPACT_FACTOR = 4  # times the size after the last time
 
 @dataclass(slots=True)
 class ChoiceTokens:
-    """Output tokens of a choice, and why it ended, if it did."""
+    """Output tokens of a choice, why it ended, if it did, and a log-probability for each token, if it wants them."""
 
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def add(self, progress: Progress) -> None:
+        """Take in what came."""
+        self.tokens += progress.tokens
+        self.logprobs += progress.logprobs
+        self.finish = progress.finish
 
 
 Partial = dict[int, ChoiceTokens]  # choice -> its tokens
@@ -45,8 +53,7 @@ class TokenFile:
     def note(self, progress: Progress) -> None:
         """Take in new tokens; `flush` writes them."""
         choice = self.partial.setdefault(progress.row, {}).setdefault(progress.choice, ChoiceTokens())
-        choice.tokens += progress.tokens
-        choice.finish = progress.finish
+        choice.add(progress)
         self._pending.append(encode(progress))
 
     def forget(self, row: int) -> None:
@@ -103,7 +110,7 @@ class TokenFile:
 def _progress(partial: Mapping[int, Partial]) -> Iterable[Progress]:
     for row, choices in partial.items():
         for number, choice in choices.items():
-            yield Progress(row, number, 0, tuple(choice.tokens), choice.finish)
+            yield Progress(row, number, 0, tuple(choice.tokens), choice.finish, tuple(choice.logprobs))
 
 
 def read_partial(folder: Path, epoch: int) -> dict[int, Partial]:
@@ -113,9 +120,7 @@ def read_partial(folder: Path, epoch: int) -> dict[int, Partial]:
     for frame in read_frames(paths[-1]) if paths else ():
         one = decode_progress(frame.payload)
         choices = found.setdefault(one.row, {})
-        choice = choices.setdefault(one.choice, ChoiceTokens())
         if one.start == 0:  # begun anew
-            choice.tokens.clear()
-        choice.tokens += one.tokens
-        choice.finish = one.finish
+            choices[one.choice] = ChoiceTokens()
+        choices.setdefault(one.choice, ChoiceTokens()).add(one)
     return found
