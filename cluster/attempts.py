@@ -127,8 +127,6 @@ class Attempts:
         attempt = live.attempt
         if attempt is not None:
             self.send(attempt.member, Abort(attempt.stream))
-            member, streams = attempt.member, [attempt.stream + choice for choice in live.log.choices]
-            member.note_end(sum([stream in member.streams for stream in streams]))
             self.detach(live)
 
     def detach(self, live: LiveRequest) -> None:

@@ -118,7 +118,7 @@ class Dispatcher:
 
     @property
     def num_of_others(self) -> int:
-        """Sequences that the replicas have of others, as they last said."""
+        """Requests that the replicas have of others, as they last said."""
         return sum([member.num_of_others for member in self._fleet.members])
 
     def replicas(self) -> list[ReplicaView]:
@@ -184,7 +184,6 @@ class Dispatcher:
             live.log.wake()
         elif still_runs and attempt is not None:
             attempt.member.streams.pop(attempt.stream + choice, None)
-            attempt.member.note_end()
             self._attempts.send(attempt.member, FinishChoice(attempt.stream, choice))
 
     def on_message(self, member: Member, message: Down) -> None:
@@ -277,7 +276,7 @@ class Dispatcher:
             self._fleet.lose(member, DAMAGED, f"report {member.next_report} is missing")
             return
         member.next_report += 1
-        member.note_load(report.load)
+        member.note_load(report.load, report.others)
         self.counters.reports += 1
         watched, misplaced = member.read(report, self.counters)
         for choice in watched:

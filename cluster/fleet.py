@@ -145,7 +145,7 @@ class Fleet:
 
     def note_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
         """Take in what a replica says when it has nothing to report."""
-        member.note_load(heartbeat.load)
+        member.note_load(heartbeat.load, heartbeat.others)
         self.caches.note_count(member.replica_id, heartbeat.block_updates, self._loop.time())
 
     def model_changed(self, live: LiveRequest) -> bool:

@@ -88,7 +88,7 @@ class Member:
         self.gone = False
         self.live: dict[int, LiveRequest] = {}
         self.streams: dict[int, ChoiceLog] = {}
-        self._let_go = [0, 0]  # choices that were ended from here, since the last report and before it
+        self.num_of_others = 0  # requests here of other routers, as the replica last said
         self.probe: LiveRequest | None = None
         self.submitted = 0
         self.uncomputed = 0
@@ -128,19 +128,9 @@ class Member:
         said = load.num_running + load.num_waiting
         return said if said > ours else ours
 
-    @property
-    def num_of_others(self) -> int:
-        """Sequences here of other routers, as the replica last said; it may not know yet what was ended from here."""
-        said = self.load.num_running + self.load.num_waiting
-        return max(0, said - len(self.streams) - sum(self._let_go))
-
-    def note_end(self, choices: int = 1) -> None:
-        """Note that choices were ended from here, of which the replica's figures do not know yet."""
-        self._let_go[0] += choices
-
-    def note_load(self, load: Load) -> None:
-        """Take in the replica's figures."""
-        self._let_go = [0, self._let_go[0]]
+    def note_load(self, load: Load, others: int) -> None:
+        """Take in the replica's figures. others: requests of other routers there."""
+        self.num_of_others = others
         self.load = load
         self.kv_usage = load.kv_usage
 

@@ -16,7 +16,7 @@ from msgspec import Meta
 from engine.errors import SquadronError
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -195,6 +195,7 @@ class Report(_Message, tag=12, frozen=True):
 
     Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
     cached: (stream key, prompt tokens found in the prefix cache) with the first token of an attempt, where not 0.
+    others: requests of other routers here.
     """
 
     sequence: Count
@@ -210,6 +211,7 @@ class Report(_Message, tag=12, frozen=True):
     blocks: BlockUpdate | None = None
     prompts: list[PromptRow] = []
     pooled: list[PooledRow] = []
+    others: Count = 0
 
     def __post_init__(self) -> None:
         rows = len(self.streams)
@@ -230,11 +232,15 @@ class Rejected(_Message, tag=13, frozen=True):
 
 
 class Heartbeat(_Message, tag=14, frozen=True):
-    """The replica is alive although it had nothing to report. `block_updates`: those sent on this link so far."""
+    """The replica is alive although it had nothing to report.
+
+    block_updates: those sent on this link so far. others: as in `Report`.
+    """
 
     incarnation: Count
     load: Load
     block_updates: Count = 0
+    others: Count = 0
 
 
 class Draining(_Message, tag=15, frozen=True):

@@ -151,7 +151,7 @@ class ReplicaCore:
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
             if blocks is not None or session.has_rows:
-                session.flush(report.step, load, now, blocks)
+                session.flush(report.step, load, now, self._others(session), blocks)
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
@@ -189,7 +189,7 @@ class ReplicaCore:
     def _tell_blocks(self, session: RouterSession, now: float) -> None:
         """Tell a router all that the prefix cache holds."""
         for changes in self._cached.snapshot():
-            session.flush(0, self._load(), now, changes)
+            session.flush(0, self._load(), now, self._others(session), changes)
 
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
@@ -254,6 +254,10 @@ class ReplicaCore:
     def _reject(self, session: RouterSession, stream: int, error: InvalidRequestError) -> None:
         session.send(Rejected(stream, error.code, clipped(str(error)), error.param), self._loop.time())
 
+    def _others(self, session: RouterSession) -> int:
+        """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
+        return len(self._runs) - len(session.runs)
+
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)
 
@@ -274,4 +278,5 @@ class ReplicaCore:
         if now - session.last_heard > self._times.router_timeout:
             self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
-            session.send(Heartbeat(self.incarnation, self._load(), session.num_block_updates), now)
+            told = Heartbeat(self.incarnation, self._load(), session.num_block_updates, self._others(session))
+            session.send(told, now)

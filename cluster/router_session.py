@@ -71,9 +71,12 @@ class RouterSession:
         self.logprobs.append(LogprobRow(len(self.streams) - 1, entry.logprob, ids, values))
 
     def flush(
-        self, step: int, load: Load, now: float, blocks: tuple[list[int], list[int], bool] | None = None
+        self, step: int, load: Load, now: float, others: int, blocks: tuple[list[int], list[int], bool] | None = None
     ) -> None:
-        """Send what was gathered as one report. blocks: (stored, removed, cleared) of the prefix cache."""
+        """Send what was gathered as one report.
+
+        others: requests of other routers here. blocks: (stored, removed, cleared) of the prefix cache.
+        """
         update = None
         if blocks is not None:
             update = BlockUpdate(self.num_block_updates, *blocks)
@@ -92,6 +95,7 @@ class RouterSession:
             update,
             self.prompts,
             self.pooled,
+            others,
         )
         self._num_reports += 1
         self.streams, self.indices, self.tokens = [], [], []

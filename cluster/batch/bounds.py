@@ -24,7 +24,7 @@ def whole_room(dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_tokens
 class Filler:
     """Bounds of a batch behind clients: all of `room` while nobody else asks, else a `share` of it, 0 to 1.
 
-    Others are what the replicas report beside the sequences of `dispatcher`, which is the batch's own. Between two
+    Others are what the replicas tell of requests beside those of `dispatcher`, which is the batch's own. Between two
     requests of theirs nothing is taken back at once: what is recalled has its prompt computed again.
     """
 
