@@ -520,7 +520,7 @@ async def test_rows_that_end_by_their_text_do_not_look_like_clients(model, tmp_p
         texts = [json.loads(one.body)["choices"][0]["text"] for one in await plain.results(lab)]
     bodies = [{**body, "prompt": [i + 3], "stop": [text[i % 20 + 2 : i % 20 + 5]]} for i, text in enumerate(texts)]
     async with Lab() as lab:
-        await lab.start("a", pace=0.03)
+        await lab.start("a", pace=0.01)
         batch = BatchLab(tmp_path / "l", model, bodies)
         ledger = batch.open()
         await batch.run(lab, ledger, share=0.25)
