@@ -72,7 +72,7 @@ def serve(
     settings = merge_settings(config, chosen)
     with_keys = with_key_file(with_batch_dir(settings), local=environment.ray_address is None)
     if dry_run:
-        from deploy.plan import describe_plans, make_plans
+        from deploy.dry_run import describe_plans, make_plans
 
         print(describe_plans(settings, make_plans(settings)))
         return
