@@ -17,8 +17,9 @@ from rich.text import Text
 
 from deploy.batch.flags import BatchCommand, batch
 from deploy.batch_dir import with_batch_dir
+from deploy.capacity.flags import plan
 from deploy.environment import Environment, prepare_local_ray, prepare_ray
-from deploy.flags import OF_A_SERVICE, ServeCommand, in_flags, merge_settings, with_settings
+from deploy.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.haproxy import prepare_haproxy
 from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
@@ -90,6 +91,7 @@ def serve(
 
 app.add_typer(keys)
 app.command("batch", cls=BatchCommand)(with_settings(batch, OF_A_SERVICE))
+app.command("plan", cls=ServeCommand)(with_settings(plan, all_but(PLANNED)))
 
 
 @app.command()
