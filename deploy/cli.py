@@ -136,6 +136,26 @@ def status(
     raise typer.Exit(show_status(address, api_key or Environment.read().api_key, as_json, watch))
 
 
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="Address that the server is to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Its gRPC port.", show_default="none")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look whether this machine is fit to serve: each line ok, a warning, or what to fix and how.
+
+    Looks at versions, shadowed packages, the Ray cluster of RAY_ADDRESS, GPUs, NCCL, ports, shared memory, open
+    files, disks and the hub. Exit code: 1 = something must be fixed.
+    """
+    from deploy.doctor.command import Where, all_checks, run_doctor
+
+    checks = all_checks(Where(host, port, grpc_port), Environment.read())
+    raise typer.Exit(run_doctor(checks, as_json))
+
+
 @app.command("demo-failover")
 def demo_failover(
     kills: Annotated[int | None, typer.Option(min=1, help="Stop after so many kills.")] = None,
