@@ -9,6 +9,7 @@ import socket
 from cluster.config import ClusterConfig, flag
 from engine.errors import ConfigError
 
+KNOCK_SECONDS = 5.0
 PROMPT = "What does os.path.join do?"
 
 
@@ -28,6 +29,16 @@ def free_port(host: str, port: int, setting: str = "port") -> int:
                 setting,
             ) from error
         return int(probe.getsockname()[1])
+
+
+def knock(address: str) -> None:
+    """Raise `OSError` at once where nobody listens at a Ray address: Ray takes minutes.
+
+    Addresses without a port (auto) are left to Ray.
+    """
+    host, separator, port = address.removeprefix("ray://").rpartition(":")
+    if separator and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def is_loopback(host: str) -> bool:

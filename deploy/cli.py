@@ -17,8 +17,9 @@ from rich.text import Text
 
 from deploy.batch.flags import BatchCommand, batch
 from deploy.batch_dir import with_batch_dir
+from deploy.capacity.flags import plan
 from deploy.environment import Environment, prepare_local_ray, prepare_ray
-from deploy.flags import OF_A_SERVICE, ServeCommand, in_flags, merge_settings, with_settings
+from deploy.flags import OF_A_SERVICE, PLANNED, ServeCommand, all_but, in_flags, merge_settings, with_settings
 from deploy.haproxy import prepare_haproxy
 from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
@@ -72,7 +73,7 @@ def serve(
     settings = merge_settings(config, chosen)
     with_keys = with_key_file(with_batch_dir(settings), local=environment.ray_address is None)
     if dry_run:
-        from deploy.plan import describe_plans, make_plans
+        from deploy.dry_run import describe_plans, make_plans
 
         print(describe_plans(settings, make_plans(settings)))
         return
@@ -90,6 +91,7 @@ def serve(
 
 app.add_typer(keys)
 app.command("batch", cls=BatchCommand)(with_settings(batch, OF_A_SERVICE))
+app.command("plan", cls=ServeCommand)(with_settings(plan, all_but(PLANNED)))
 
 
 @app.command()
@@ -132,6 +134,26 @@ def status(
     from deploy.status.command import show_status
 
     raise typer.Exit(show_status(address, api_key or Environment.read().api_key, as_json, watch))
+
+
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="Address that the server is to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Its gRPC port.", show_default="none")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Look whether this machine is fit to serve: each line ok, a warning, or what to fix and how.
+
+    Looks at versions, shadowed packages, the Ray cluster of RAY_ADDRESS, GPUs, NCCL, ports, shared memory, open
+    files, disks and the hub. Exit code: 1 = something must be fixed.
+    """
+    from deploy.doctor.command import Where, all_checks, run_doctor
+
+    checks = all_checks(Where(host, port, grpc_port), Environment.read())
+    raise typer.Exit(run_doctor(checks, as_json))
 
 
 @app.command("demo-failover")

@@ -39,6 +39,8 @@ LOCAL_RAY = {
     CALLBACK_VARIABLE: CALLBACK,
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+# Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
+OBJECT_STORE_BYTES = 128 * 2**20
 TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
@@ -50,11 +52,13 @@ class Environment:
     api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
     source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
     clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
+    ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
     """
 
     ray_address: str | None = None
     api_key: str | None = None
     source_date_epoch: int | None = None
+    ray_tmpdir: str | None = None
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -64,6 +68,7 @@ class Environment:
             ray_address=variables.get("RAY_ADDRESS") or None,
             api_key=variables.get("SQUADRON_API_KEY") or None,
             source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
+            ray_tmpdir=variables.get("RAY_TMPDIR") or None,
         )
 
 

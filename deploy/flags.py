@@ -23,7 +23,7 @@ from cluster.routing.policies import POLICIES
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
 from engine.errors import ConfigError
 
-SHORT = {"tensor_parallel_size": "-tp"}
+SHORT = {"tensor_parallel_size": ("-tp", "--tp")}
 POSITIONAL = "model"
 CHOICES = {
     "dtype": DTYPES,
@@ -157,6 +157,18 @@ OF_A_BATCH = (
     "app",
 )
 QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first group is its quotation mark
+# Flags of `squadron plan` that are no settings, and the settings that change what a model needs of a GPU.
+OF_A_PLAN = ("gpu", "rps", "ttft", "tpot", "input_len", "output_len", "roofline_share")
+PLANNED = (
+    "tensor_parallel_size",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "gpu_memory_utilization",
+)
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (
     *HELP["HTTP"],
@@ -222,6 +234,11 @@ def with_settings(function: Callable[..., None], left_out: Collection[str] = ())
     return command
 
 
+def all_but(kept: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the settings that are not among `kept`."""
+    return tuple(setting.name for setting in settings() if setting.name not in kept)
+
+
 def load_settings(path: Path) -> dict[str, Any]:
     """Read a YAML file of settings. Raises `ConfigError` naming the file where it is no mapping or not readable."""
     try:
@@ -265,7 +282,7 @@ def in_flags(message: str) -> str:
     A setting of one plain word, such as port, is taken for one only before `=`, or at the head of the message before
     `:`, "must be" or "is for". What stands in quotes is a value, and stays as it is.
     """
-    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + list(OF_A_BATCH)
+    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + [*OF_A_BATCH, *OF_A_PLAN]
     compound = "|".join(name for name in words if "_" in name)
     plain = "|".join(name for name in words if "_" not in name)
     found = rf"{QUOTED}|(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
@@ -276,7 +293,7 @@ def _parameter(setting: Setting) -> inspect.Parameter:
     spelt = flag(setting.name)
     names = [spelt] if setting.kind is not bool else [f"{spelt}/--no-{spelt[2:]}"]
     if setting.name in SHORT:
-        names.append(SHORT[setting.name])
+        names.extend(SHORT[setting.name])
     option = typer.Option(
         *names,
         help=f"{setting.help} (default: {setting.shown})",

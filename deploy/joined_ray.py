@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import socket
 
 import ray
 
+from deploy.address import knock
 from deploy.interrupts import while_ray_joins
 from deploy.local_ray import RayCluster, count
 from engine.errors import ConfigError
 
-KNOCK_SECONDS = 5.0
 JOIN_SECONDS = 30.0  # a busy machine takes five
 
 
@@ -21,7 +20,7 @@ class JoinedRay(RayCluster):
     def __init__(self, address: str, verbose: bool) -> None:
         late = _problem(address, f"no answer in {JOIN_SECONDS:g} s")
         try:
-            _knock(address)
+            knock(address)
             with while_ray_joins(JOIN_SECONDS, late):
                 ray.init(
                     address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR
@@ -41,13 +40,6 @@ class JoinedRay(RayCluster):
 
 def _problem(address: str, why: str) -> str:
     return f"RAY_ADDRESS={address} cannot be joined ({why}); unset it to start Ray here"
-
-
-def _knock(address: str) -> None:
-    """Find out at once that nobody listens: Ray takes minutes. Addresses without a port (auto) are left to Ray."""
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
-    if separator and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
 
 
 def _first_line(error: BaseException) -> str:

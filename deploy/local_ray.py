@@ -13,11 +13,10 @@ import psutil
 import ray
 
 from cluster.placement import AppPlacement
+from deploy.environment import OBJECT_STORE_BYTES
 from deploy.orphans import OrphanWatch
 from engine.errors import ConfigError
 
-# Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
-OBJECT_STORE_BYTES = 128 * 2**20
 EXIT_SECONDS = 5.0
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h

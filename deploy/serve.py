@@ -24,12 +24,12 @@ from cluster.ingress.check import UNGUARDED
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.client import client_for, is_guarded
+from deploy.dry_run import make_plans
 from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import LocalRay, RayCluster, check_capacity, count, descendants
 from deploy.phases import PhaseLog
-from deploy.plan import make_plans
 from deploy.ray_output import quiet_serve, without_death_notices
 from deploy.readiness import Readiness, StartError
 from deploy.replica_log import ReplicaLog, listed_replicas

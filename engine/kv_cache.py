@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.kv_room import gpu_budget
 
 
 class KVCache:
@@ -67,4 +68,4 @@ def cuda_budget(config: EngineConfig, device: torch.device, peak: int, current: 
     peak, current: most and present bytes that torch had allocated. What others use counts as used.
     """
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
+    return gpu_budget(config, total, free, peak, current)

@@ -22,6 +22,14 @@ def cpu_budget(config: EngineConfig) -> int:
     return min(free_memory() // CPU_SHARE, CPU_MOST) // config.tensor_parallel_size
 
 
+def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: int) -> int:
+    """Return the bytes that a GPU of `total` bytes can give to one rank's cache; negative where it has none.
+
+    free: bytes that nobody uses. peak, current: most and present bytes of the engine's own.
+    """
+    return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
+
+
 def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: bool) -> EngineConfig:
     """Return the config with `num_kv_blocks` set, given how many `blocks` (null block included) memory holds.
 

@@ -43,12 +43,19 @@ START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start
 def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     """Return the config with device, dtype and max_model_len filled in.
 
-    Raises `ConfigError` for a device that is not there, a context that the model was not made for, or one that
-    `num_kv_blocks` does not hold.
+    Raises `ConfigError` for a device that is not there, and what `resolve_for` raises.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
+    return resolve_for(config, spec, device)
+
+
+def resolve_for(config: EngineConfig, spec: DecoderSpec, device: str) -> EngineConfig:
+    """Return the config as it is on `device`, which need not be in this machine.
+
+    Raises `ConfigError` for a context that the model was not made for, or one that `num_kv_blocks` does not hold.
+    """
     limit = config.max_model_len or spec.max_positions
     if limit > spec.max_positions:
         raise ConfigError(

@@ -17,11 +17,11 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.dispatcher import Dispatcher
 from cluster.placement import AppPlacement, plan_placement
 from deploy.batch.options import ServedApp
+from deploy.dry_run import make_plan
 from deploy.interrupts import Interrupts, bounded
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import LocalRay, RayCluster, check_capacity
 from deploy.phases import PhaseLog
-from deploy.plan import make_plan
 from deploy.ray_output import quiet_serve
 from engine.errors import ConfigError
 

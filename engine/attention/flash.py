@@ -22,14 +22,20 @@ def why_not_flash(spec: AttentionSpec) -> str | None:
     """Return why flash-attn cannot serve this model here, None when it can."""
     if spec.device.type != "cuda":
         return "it needs a CUDA device"
+    unfit = unfit_for_flash(spec)
+    if unfit is None and importlib.util.find_spec("flash_attn") is None:
+        return "the package flash-attn is not installed"
+    return unfit
+
+
+def unfit_for_flash(spec: AttentionSpec) -> str | None:
+    """Return why flash-attn serves no such model on any GPU, None when it does."""
     if spec.dtype not in DTYPES:
-        return f"it computes in float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}; set dtype"
+        return f"it computes in float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}; set dtype=bfloat16"
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if spec.block_size % PAGE_MULTIPLE:
         return f"its pages are multiples of {PAGE_MULTIPLE} tokens; set block_size to {PAGE_MULTIPLE}"
-    if importlib.util.find_spec("flash_attn") is None:
-        return "the package flash-attn is not installed"
     return None
 
 

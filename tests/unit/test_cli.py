@@ -14,10 +14,10 @@ from cluster.config import ClusterConfig, parse_config
 from cluster.placement import plan_app
 from deploy import cli
 from deploy.address import connect_host, curl, free_port, is_loopback
+from deploy.dry_run import describe_plans, make_plan, make_plans
 from deploy.environment import Environment, prepare_local_ray
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import check_capacity
-from deploy.plan import describe_plans, make_plan, make_plans
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 

@@ -18,10 +18,10 @@ from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
 from cluster.models.deployments import deployment_names
 from cluster.placement import plan_app
+from deploy.dry_run import describe_plans, make_plans
 from deploy.flags import merge_settings
 from deploy.keys import with_key_file
 from deploy.local_ray import check_capacity
-from deploy.plan import describe_plans, make_plans
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 

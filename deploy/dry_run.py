@@ -1,4 +1,4 @@
-"""What a command line comes to, worked out before anything is started."""
+"""`--dry-run`: what a command line comes to, worked out before anything is started."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_plan(config: ClusterConfig) -> Plan:
 
     Raises `ConfigError`, `CheckpointError` or `ShardingError`.
     """
-    spec = _read_spec(resolve_model(config.model))
+    spec = read_spec(resolve_model(config.model))
     check_sharding(spec, config.tensor_parallel_size)
     return Plan(config, resolve(config.engine, spec), spec)
 
@@ -94,8 +94,8 @@ def _facts(plan: Plan) -> tuple[str, str]:
     )
 
 
-def _read_spec(model: str) -> DecoderSpec:
-    """Read the config of a folder, or of a hub id without fetching its weights."""
+def read_spec(model: str) -> DecoderSpec:
+    """Read the config of a folder, or of a hub id without fetching its weights. Raises `CheckpointError`."""
     if Path(model).is_dir():
         return open_model(model).spec
     near = difflib.get_close_matches(model, known_models(), n=1)

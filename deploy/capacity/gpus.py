@@ -1,0 +1,96 @@
+"""The GPUs that are known by name.
+
+Figures are the vendor's: memory, its bandwidth, and dense peak rates. Sheets that print rates "with sparsity" are
+halved. fp8 is with accumulation in fp32. Sources, all by NVIDIA:
+
+- A10: "NVIDIA A10 Tensor Core GPU", data sheet. A40: "NVIDIA A40", data sheet.
+- A100-40GB, A100-80GB: "NVIDIA A100 Tensor Core GPU", data sheet (SXM modules).
+- L4: "NVIDIA L4 Tensor Core GPU", data sheet. L40, L40S: data sheets "NVIDIA L40" and "NVIDIA L40S".
+- H100, H100-NVL: "NVIDIA H100 Tensor Core GPU", data sheet (columns SXM and NVL); H100-PCIe: the same, first edition.
+- H200, H200-NVL: "NVIDIA H200 Tensor Core GPU", data sheet.
+- B200: "NVIDIA Blackwell", data sheet, HGX B200, per GPU.
+- RTX-3090: "NVIDIA Ampere GA102 GPU Architecture", white paper, appendix. RTX-4090: "NVIDIA Ada GPU Architecture",
+  white paper, appendix A. RTX-5090: "NVIDIA RTX Blackwell GPU Architecture", white paper, appendix A.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deploy.sizes import GIB
+from engine.errors import ConfigError
+
+# What CUDA reports is less than the sheet's figure, which is in GiB whatever it says: 139.8 GiB of an H200's 141,
+# 79.2 of an H100's 80, 44.5 of an L40S's 48 (whose GDDR gives a sixteenth to error correction), 178.4 of a B200's.
+REPORTED = 0.99
+WITH_ECC = 15 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One kind of GPU, in the units of data sheets.
+
+    memory: GB. bandwidth: GB/s. fp32, bf16, fp8: dense TFLOP/s of matrix products (fp32 without TF32; fp16 is as fast
+    as bf16); fp8 None = it has none. ecc_in_memory: whether error correction takes its bits from the memory.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    fp32: float
+    bf16: float
+    fp8: float | None = None
+    ecc_in_memory: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that CUDA reports, within 1 % of those seen."""
+        return int(self.memory * GIB * REPORTED * (WITH_ECC if self.ecc_in_memory else 1.0))
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Bandwidth of the memory."""
+        return self.bandwidth * 1e9
+
+    def flops(self, dtype: str) -> float:
+        """Return operations a second in a dtype of the engine."""
+        return (self.fp32 if dtype == "float32" else self.bf16) * 1e12
+
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("RTX-3090", 24, 936, 35.6, 71),
+        Gpu("RTX-4090", 24, 1008, 82.6, 165.2, 330.3),
+        Gpu("RTX-5090", 32, 1792, 104.8, 209.5, 419),
+        Gpu("L4", 24, 300, 30.3, 121, 242.5, ecc_in_memory=True),
+        Gpu("A10", 24, 600, 31.2, 125, ecc_in_memory=True),
+        Gpu("A40", 48, 696, 37.4, 149.7, ecc_in_memory=True),
+        Gpu("L40", 48, 864, 90.5, 181, 362, ecc_in_memory=True),
+        Gpu("L40S", 48, 864, 91.6, 362, 733, ecc_in_memory=True),
+        Gpu("A100-40GB", 40, 1555, 19.5, 312),
+        Gpu("A100-80GB", 80, 2039, 19.5, 312),
+        Gpu("H100-PCIe", 80, 2000, 51, 756.5, 1513),
+        Gpu("H100", 80, 3350, 67, 989.5, 1979),
+        Gpu("H100-NVL", 94, 3900, 60, 835.5, 1670.5),
+        Gpu("H200", 141, 4800, 67, 989.5, 1979),
+        Gpu("H200-NVL", 141, 4800, 60, 835.5, 1670.5),
+        Gpu("B200", 180, 7700, 75, 2250, 4500),
+    )
+}
+# Names under which one of them goes as well.
+ALIASES: Mapping[str, str] = {"H100-SXM": "H100", "H100-80GB": "H100", "H200-SXM": "H200", "A100": "A100-80GB"}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return a GPU by its name, whatever its case. Raises `ConfigError` with the nearest name, or all of them."""
+    plain = {key.upper(): gpu for key, gpu in GPUS.items()}
+    plain |= {alias: GPUS[target] for alias, target in ALIASES.items()}
+    key = name.upper().replace(" ", "-").replace("_", "-").removeprefix("NVIDIA-")
+    if key in plain:
+        return plain[key]
+    near = difflib.get_close_matches(key, plain, n=1, cutoff=0.75)
+    hint = f"did you mean {plain[near[0]].name}?" if near else "known: " + ", ".join(GPUS)
+    raise ConfigError(f"gpu: {name!r} is not known; {hint}", "gpu")

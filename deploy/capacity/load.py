@@ -1,0 +1,177 @@
+"""How many replicas a load takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.config import flag
+from deploy.capacity.fit import Fit
+from deploy.capacity.roofline import Roofline
+from engine.errors import ConfigError
+
+USUAL_INPUT, USUAL_OUTPUT = 1024, 256  # tokens of a request of which nothing else is said
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is to be served, and how well.
+
+    input_len, output_len: tokens of one request. rps: requests a second of all replicas, None = as many as one does.
+    ttft, tpot: most seconds to the first token and between tokens, None = any. share: part of the roofline's speed
+    that is counted on, above 0 and at most 1.
+
+    Raises `ConfigError` naming the flag.
+    """
+
+    input_len: int
+    output_len: int
+    rps: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("input_len", "output_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1 token, not {getattr(self, name)}", name)
+        for name, unit in (("rps", "requests a second"), ("ttft", "seconds"), ("tpot", "seconds")):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be above 0 {unit}, not {value:g}", name)
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"roofline_share must be above 0 and at most 1, not {self.share:g}", "roofline_share")
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A load as it is asked for, with lengths that may be left open. Fields are those of `Load`."""
+
+    input_len: int | None = None
+    output_len: int | None = None
+    rps: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    share: float = 0.5
+
+    def within(self, context: int) -> Load:
+        """Return the load with lengths for a context of so many tokens: usual ones, or what there is room for.
+
+        Raises `ConfigError` naming the flag.
+        """
+        input_len, output_len = self.input_len, self.output_len
+        if output_len is None:
+            room = context // 4 if input_len is None else context - input_len
+            output_len = max(min(USUAL_OUTPUT, room), 1)
+        if input_len is None:
+            input_len = max(min(USUAL_INPUT, context - output_len), 1)
+        return Load(input_len, output_len, self.rps, self.ttft, self.tpot, self.share)
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What replicas do under a load, at the share of the roofline that is counted on.
+
+    sequences: that one replica decodes at a time. ttft, tpot: seconds, without a wait for other requests' prompts.
+    rps: of one replica. replicas: None where no rate was asked for. limit: what keeps one replica from doing more.
+    """
+
+    sequences: int
+    ttft: float
+    tpot: float
+    rps: float
+    replicas: int | None
+    limit: str
+
+
+class Replica:
+    """One replica in a steady state: `n` sequences decode, and as many prompts come as sequences end.
+
+    While each of n sequences gets its `output_len` tokens, n prompts are computed beside them. So a token takes
+    D(n) + n / output_len * P, of the roofline's decode step D and prompt P, and the replica does
+    n / (output_len * that) requests a second, which grows with n.
+    """
+
+    def __init__(self, fit: Fit, load: Load) -> None:
+        self._fit = fit
+        self._load = load
+        self._roofline = Roofline(fit)
+        self._prompt = self._roofline.prefill_seconds(load.input_len) / load.share
+
+    def tpot(self, sequences: int) -> float:
+        """Return the seconds between two tokens of a sequence."""
+        load = self._load
+        context = load.input_len + (load.output_len + 1) // 2
+        step = self._roofline.decode(sequences, context).seconds / load.share
+        return step + sequences / load.output_len * self._prompt
+
+    def ttft(self, sequences: int) -> float:
+        """Return the seconds from a request to its first token: the step that runs, then its own prompt."""
+        context = self._load.input_len + (self._load.output_len + 1) // 2
+        return self._roofline.decode(sequences, context).seconds / self._load.share + self._prompt
+
+    def most_sequences(self) -> tuple[int, str]:
+        """Return how many sequences it may decode at a time, and what keeps it from more.
+
+        Raises `ConfigError` naming the target that not even one sequence alone meets.
+        """
+        most, limit = self._room()
+        for name, target, seconds in (
+            ("ttft", self._load.ttft, self.ttft),
+            ("tpot", self._load.tpot, self.tpot),
+        ):
+            if target is None or seconds(most) <= target:
+                continue
+            if seconds(1) > target:
+                raise ConfigError(
+                    f"{name}={target:g} s cannot be met: on {_group(self._fit)} it is {seconds(1):.3g} s for one "
+                    f"request alone, at {self._load.share:.0%} of the roofline",
+                    name,
+                )
+            most, limit = _last(most, seconds, target), flag(name)
+        return most, limit
+
+    def _room(self) -> tuple[int, str]:
+        """Return the sequences that the settings and the cache have room for."""
+        config, load = self._fit.config, self._load
+        whole = load.input_len + load.output_len
+        if whole > config.context_len:
+            raise ConfigError(
+                f"input_len={load.input_len} and output_len={load.output_len} come to {whole} tokens, more than the "
+                f"max_model_len={config.context_len} of a sequence here; {_remedy(self._fit, whole)}",
+                "input_len",
+            )
+        held = (self._fit.num_blocks - 1) // -(-whole // config.block_size)
+        return (held, "KV cache") if held < config.max_num_seqs else (config.max_num_seqs, flag("max_num_seqs"))
+
+
+def serve_load(fit: Fit, load: Load) -> Service:
+    """Return what a load takes. Raises `ConfigError` naming the target or length that cannot be had."""
+    replica = Replica(fit, load)
+    most, limit = replica.most_sequences()
+    tpot = replica.tpot(most)
+    rate = most / (load.output_len * tpot)
+    replicas = None if load.rps is None else math.ceil(load.rps / rate)
+    return Service(most, replica.ttft(most), tpot, rate, replicas, limit)
+
+
+def _last(most: int, seconds: Callable[[int], float], target: float) -> int:
+    """Return the largest number below `most` that takes at most `target`; 1 does, `most` does not."""
+    low = 1
+    while low < most - 1:
+        middle = (low + most) // 2
+        low, most = (middle, most) if seconds(middle) <= target else (low, middle)
+    return low
+
+
+def _remedy(fit: Fit, tokens: int) -> str:
+    if tokens > fit.spec.max_positions:
+        return f"the model has {fit.spec.max_positions} positions: lower input_len or output_len"
+    if fit.lowered_unasked:
+        return "no more fits the memory"
+    return f"raise max_model_len to {tokens}"
+
+
+def _group(fit: Fit) -> str:
+    return f"{fit.config.tensor_parallel_size} x {fit.gpu.name}"

@@ -1,0 +1,1 @@
+"""`squadron doctor`: whether this machine is fit to serve, and what to do where it is not."""

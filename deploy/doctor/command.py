@@ -1,0 +1,97 @@
+"""`squadron doctor`: all checks, as lines or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+
+from rich.console import Console
+from rich.text import Text
+
+from deploy.doctor.examine import Check, examine
+from deploy.doctor.finding import Finding, Level, exit_code
+from deploy.environment import Environment
+
+STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FIX: "bold red"}
+PROBE_SECONDS = 70.0  # more than a process has that is asked for Ray or torch
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where the server is to listen. grpc_port: None = nowhere."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None
+
+
+def all_checks(where: Where, environment: Environment) -> list[Check]:
+    """Return every check, in the order of the report."""
+    checks = [
+        Check("packages", in_module("packages", "check_versions")),
+        Check("shadowed", in_module("packages", "check_shadowed")),
+        Check("ray cluster", in_module("network", "check_ray", environment.ray_address), PROBE_SECONDS),
+        Check("gpus", in_module("devices", "check_devices"), PROBE_SECONDS),
+        Check("port", in_module("network", "check_port", where.host, where.port, "port")),
+        Check("shared memory", in_module("machine", "check_shared_memory")),
+        Check("open files", in_module("machine", "check_open_files")),
+        Check("disks", in_module("machine", "check_disks", environment.ray_tmpdir)),
+        Check("hub", in_module("network", "check_hub")),
+    ]
+    if where.grpc_port is not None:
+        checks.insert(
+            5, Check("grpc port", in_module("network", "check_port", where.host, where.grpc_port, "grpc_port"))
+        )
+    return checks
+
+
+def in_module(module: str, function: str, *arguments: object) -> Callable[[], Sequence[Finding]]:
+    """Return a check of `deploy.doctor.<module>` that imports it when it is run.
+
+    Where a package is missing that this one check needs, the others still say what they find.
+    """
+
+    def look() -> Sequence[Finding]:
+        findings: Sequence[Finding] = getattr(import_module(f"deploy.doctor.{module}"), function)(*arguments)
+        return findings
+
+    return look
+
+
+def run_doctor(checks: Sequence[Check], as_json: bool) -> int:
+    """Run the checks, print what they find, and return the exit code."""
+    console = Console(highlight=False, soft_wrap=True)
+    findings: list[Finding] = []
+    for finding in examine(checks):
+        findings.append(finding)
+        if not as_json:
+            console.print(line(finding))
+    if as_json:
+        print(json.dumps(report(findings)))
+    else:
+        console.print(summary(findings))
+    return exit_code(findings)
+
+
+def line(finding: Finding) -> Text:
+    """Return a finding as a line, and its remedy as a second one."""
+    text = Text.assemble((f"{finding.level:8}", STYLES[finding.level]), f"{finding.check}: {finding.text}")
+    if finding.remedy:
+        text.append(f"\n{'':8}-> {finding.remedy}")
+    return text
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """Return the last line."""
+    levels = [finding.level for finding in findings]
+    to_fix, warnings = levels.count(Level.FIX), levels.count(Level.WARNING)
+    if to_fix:
+        return f"{to_fix} to fix, {warnings} to know of."
+    return f"Ready to serve; {warnings} to know of." if warnings else "Ready to serve."
+
+
+def report(findings: Sequence[Finding]) -> dict[str, object]:
+    """Return all findings for JSON."""
+    return {"ready": exit_code(findings) == 0, "findings": [asdict(finding) for finding in findings]}

@@ -1,0 +1,1 @@
+"""Scripts that `deploy.doctor.probe` runs in processes of their own."""

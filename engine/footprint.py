@@ -1,0 +1,183 @@
+"""What one rank of a model takes, without a weight, a GPU or the memory: the engine's own decoder on torch's device
+`meta`, whose tensors have shapes and no contents. So the sizes are those of the code that runs, not of a formula.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, StepTensors
+from engine.attention.flash import unfit_for_flash
+from engine.config import EngineConfig
+from engine.kv_cache import block_bytes
+from engine.live_bytes import LiveBytes
+from engine.model_folder import check_sharding
+from engine.models.decoder import Attention, Decoder
+from engine.models.registry import ARCHITECTURES
+from engine.models.spec import DecoderSpec
+from engine.runner import LOGIT_ROWS
+from engine.step_tensors import dummy_step
+from parallel.group import Group
+from parallel.linear import ParallelLinear
+
+META = torch.device("meta")
+LAYERS_RUN = 2  # all layers of a decoder take as much; the second has what the first one leaves behind
+# Bytes beside each logit that is drawn from, where top-p looks at whole rows; tests/unit/test_footprint.py measures.
+SAMPLER_BYTES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Sizes of the rank that holds most.
+
+    parameters: of the whole model, over all ranks. weight_bytes: weights and tables. step_bytes: most that a step of
+    `max_num_batched_tokens` prompt tokens and `max_num_seqs` sequences holds beside them, as eager torch runs it.
+    layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
+    read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
+    num_heads, num_kv_heads: of this rank. block_bytes: of one KV block. no_flash: why flash-attn, the attention for
+    GPUs, does not take this model so, None where it does.
+    """
+
+    parameters: int
+    weight_bytes: int
+    step_bytes: int
+    layer_products: int
+    head_products: int
+    read_bytes: int
+    num_heads: int
+    num_kv_heads: int
+    block_bytes: int
+    no_flash: str | None
+
+
+def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
+    """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises `ShardingError`."""
+    check_sharding(spec, config.tensor_parallel_size)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    decoder = build_blueprint(config, spec)
+    heads, kv_heads = decoder.attention_heads
+    weights = sum(weight.nbytes for weight in decoder.parameters())
+    inside = [part.weight for part in decoder.layers.modules() if isinstance(part, ParallelLinear)]
+    lookup = 0 if spec.tied_embeddings else decoder.embedding.weight.nbytes
+    return Footprint(
+        parameters=sum(math.prod(rule.shape) for rule in ARCHITECTURES[spec.architecture].weights(spec)),
+        weight_bytes=weights + _table_bytes(decoder),
+        step_bytes=step_bytes(config, spec),
+        layer_products=sum(weight.numel() for weight in inside),
+        head_products=decoder.head.weight.numel(),
+        read_bytes=weights - lookup,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        block_bytes=block_bytes(spec.num_layers, config.block_size, kv_heads, spec.head_dim, dtype),
+        no_flash=unfit_for_flash(attention_spec(config, spec, decoder)),
+    )
+
+
+def build_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
+    """Return rank 0's decoder on `meta`. config: resolved."""
+    with META:
+        group = BlueprintGroup(config.tensor_parallel_size)
+        decoder = Decoder(spec, config.context_len, group, getattr(torch, config.dtype))
+        decoder.finish_loading()
+    return decoder.requires_grad_(False).eval()
+
+
+def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
+    """Return the most bytes of activations and logits at one time in the warm-up step of a GPU. config: resolved."""
+    layers = min(spec.num_layers, LAYERS_RUN)
+    short = replace(spec, num_layers=layers, sliding_windows=spec.sliding_windows[:layers])
+    decoder = build_blueprint(config, short)
+    step = dummy_step(config.max_num_batched_tokens, config.max_num_seqs, config.context_len, config.block_size)
+    rows = len(step.logits_indices)
+    with META, torch.inference_mode():
+        ids = torch.empty(step.num_tokens, dtype=torch.int32)
+        empty = torch.empty(0)
+        backend = BlueprintAttention(attention_spec(config, spec, decoder))
+        context = AttentionContext(backend, None, ((empty, empty),) * layers)
+        with LiveBytes() as inside:
+            decoder(ids, ids, context)
+        hidden = torch.empty(rows, spec.hidden_size, dtype=backend.spec.dtype)
+        with LiveBytes() as after:
+            decoder.logits(hidden[:LOGIT_ROWS])
+    copies = 1 if rows <= LOGIT_ROWS else 2  # pieces of the logits, and all of them joined
+    return max(inside.peak, after.peak, rows * spec.vocab_size * (4 * copies + SAMPLER_BYTES))
+
+
+class BlueprintGroup(Group):
+    """Rank 0 of a group whose other ranks are nowhere: tensors keep or get the shapes that they have in a group."""
+
+    def __init__(self, size: int) -> None:
+        self.rank = 0
+        self.size = size
+        self.device = META
+
+    @override
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    @override
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x if self.size == 1 else torch.cat([x] * self.size, dim)
+
+    @override
+    def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
+        return x
+
+    @override
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+    @override
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+class BlueprintAttention(AttentionBackend):
+    """Attention that makes its result's tensor and nothing else, as kernels without scratch memory do."""
+
+    name = "blueprint"
+
+    @override
+    def prepare(self, step: StepTensors) -> NoReturn:
+        raise RuntimeError("a blueprint attends to no step")
+
+    @override
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: tuple[Tensor, Tensor],
+        metadata: object,
+        window: int,
+    ) -> Tensor:
+        return query.new_empty(query.shape)
+
+
+def attention_spec(config: EngineConfig, spec: DecoderSpec, decoder: Decoder) -> AttentionSpec:
+    """Return what a decoder on `meta` asks of attention."""
+    heads, kv_heads = decoder.attention_heads
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
+        windows=tuple(sorted(set(spec.sliding_windows))),
+        softcap=spec.attention_softcap,
+        block_size=config.block_size,
+        dtype=getattr(torch, config.dtype),
+        device=META,
+    )
+
+
+def _table_bytes(decoder: Decoder) -> int:
+    """Return the bytes of what is made beside the weights: angles of positions, norms laid out per head."""
+    norms = [part.head_norms for part in decoder.modules() if isinstance(part, Attention)]
+    angles = 0 if decoder.rotary is None else decoder.rotary.table.nbytes
+    return angles + sum(norm.nbytes for norm in norms if norm is not None)

@@ -1,0 +1,120 @@
+"""What `squadron plan` counts with against what the engine then allocates."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
+
+import pytest
+import torch
+
+from deploy.demo import demo_model_path
+from engine.attention.base import AttentionContext
+from engine.config import EngineConfig
+from engine.footprint import BlueprintAttention, attention_spec, build_blueprint, footprint_of
+from engine.live_bytes import LiveBytes
+from engine.loader import load_model
+from engine.model_folder import open_model
+from engine.models.decoder import Attention
+from engine.runner import ModelRunner, resolve
+from parallel.group import SoloGroup
+from parallel.rendezvous import Rendezvous
+from parallel.torch_group import connect
+from tests.parity.tiny_models import CONFIGS, make
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+KINDS = (*CONFIGS, "demo")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
+    for name, folder in made.items():
+        make(name, folder)
+    return made | {"demo": demo_model_path()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    with ThreadPoolExecutor(2) as threads:
+        rendezvous = Rendezvous.create()
+        places = (rendezvous, rendezvous.address)
+        joining = [threads.submit(connect, rank, 2, places[rank], "cpu", 60.0) for rank in range(2)]
+        groups = [each.result() for each in joining]
+        yield lambda function, *values: list(threads.map(function, groups, *map(repeat, values)))
+        for group in groups:
+            group.close()
+
+
+def settings(folder, size, dtype="float32"):
+    return EngineConfig(
+        str(folder), device="cpu", dtype=dtype, tensor_parallel_size=size, kv_cache_memory_bytes=12 << 20
+    )
+
+
+def held_weights(group, folder, config):
+    """Bytes of weights, angles and laid-out norms of a loaded decoder."""
+    model = load_model(folder, folder.spec, config.context_len, group, getattr(torch, config.dtype))
+    norms = [part.head_norms for part in model.modules() if isinstance(part, Attention)]
+    tables = [norm for norm in norms if norm is not None]
+    if model.rotary is not None:
+        tables.append(model.rotary.table)
+    storages = {held.untyped_storage().data_ptr(): held.untyped_storage().nbytes() for held in model.parameters()}
+    return sum(storages.values()) + sum(table.untyped_storage().nbytes() for table in tables)
+
+
+def held_cache(group, config):
+    runner = ModelRunner(config, group)
+    return runner.config.num_kv_blocks, runner._cache.tensor.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_are_what_one_rank_loads(folders, name, dtype):
+    folder, config = open_model(str(folders[name])), settings(folders[name], 1, dtype)
+    full = resolve(config, folder.spec)
+    assert held_weights(SoloGroup(), folder, full) == footprint_of(full, folder.spec).weight_bytes
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_are_what_each_of_two_ranks_loads(folders, two_ranks, name):
+    folder = open_model(str(folders[name]))
+    full = resolve(settings(folders[name], 2), folder.spec)
+    held = two_ranks(held_weights, folder, full)
+    assert held == [footprint_of(full, folder.spec).weight_bytes] * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_cache_is_what_one_rank_allocates(folders, name):
+    config, spec = settings(folders[name], 1), open_model(str(folders[name])).spec
+    found = footprint_of(resolve(config, spec), spec)
+    blocks = config.kv_cache_memory_bytes // found.block_bytes
+    assert held_cache(SoloGroup(), config) == (blocks, blocks * found.block_bytes)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_cache_is_what_each_of_two_ranks_allocates(folders, two_ranks, name):
+    config, spec = settings(folders[name], 2), open_model(str(folders[name])).spec
+    found = footprint_of(resolve(config, spec), spec)
+    blocks = config.kv_cache_memory_bytes // found.block_bytes
+    assert two_ranks(held_cache, config) == [(blocks, blocks * found.block_bytes)] * 2
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2", "qwen3"])
+def test_the_layers_take_as_much_on_a_device_with_memory_as_on_one_without(folders, name):
+    folder = open_model(str(folders[name]))
+    config = resolve(settings(folders[name], 1), folder.spec)
+    blueprint = build_blueprint(config, folder.spec)
+    loaded = load_model(folder, folder.spec, config.context_len, SoloGroup(), torch.float32)
+    attention = BlueprintAttention(attention_spec(config, folder.spec, blueprint))
+    assert peak(blueprint, attention) == peak(loaded, attention) > 500 * folder.spec.hidden_size * 4
+
+
+def peak(model, attention):
+    """Most bytes alive in the layers and the output head of 500 tokens."""
+    ids = torch.zeros(500, dtype=torch.int32, device=model.embedding.weight.device)
+    nothing = torch.empty(0)
+    context = AttentionContext(attention, None, ((nothing, nothing),) * model.spec.num_layers)
+    with torch.inference_mode(), LiveBytes() as seen:
+        model.logits(model(ids, ids, context))
+    return seen.peak
