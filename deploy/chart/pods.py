@@ -104,6 +104,9 @@ class ModelCache(Part):
         default="none",
         description="none = each pod has its own; pvc = a claim of the release; existingClaim = one that is there.",
     )
+    fetch: bool = Field(
+        default=True, description="Whether worker pods fetch their models and look at them before Ray starts there."
+    )
     existingClaim: OptionalName = Field(default="", description="Name of the claim, for type existingClaim.")
     size: Quantity = Field(default="200Gi", description="Size, for type pvc, and most of what type none may hold.")
     storageClassName: str | None = Field(

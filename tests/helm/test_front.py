@@ -90,6 +90,26 @@ def test_a_claim_that_is_there_is_used_and_none_is_made(helm4):
     assert volume["persistentVolumeClaim"] == {"claimName": "models"}
 
 
+def test_workers_fetch_the_models_of_their_group_into_the_cache_that_ray_reads(helm4):
+    (cluster, *_) = clusters(rendered("two-models"))
+    fetched = {}
+    for group in cluster["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        (first,) = spec["initContainers"]
+        assert first["command"][:3] == ["python", "-m", "deploy.fetch"]
+        fetched[group["groupName"]] = first["command"][3:]
+        (container,) = spec["containers"]
+        for key in ("env", "volumeMounts", "image"):
+            assert first[key] == container[key]
+    assert fetched == {"large": ["Qwen/Qwen3-32B"], "small": ["Qwen/Qwen3-Embedding-0.6B"]}
+    assert "initContainers" not in cluster["headGroupSpec"]["template"]["spec"]
+
+
+def test_fetching_can_be_left_to_the_replicas(helm4):
+    (cluster,) = clusters(helm4.template(None, "--set", "modelCache.fetch=false"))
+    assert "initContainers" not in cluster["workerGroupSpecs"][0]["template"]["spec"]
+
+
 def test_the_ingress_leads_to_the_service_that_kuberay_makes_with_tls(helm4):
     (service,) = of_kind(rendered("tp4"), "RayService")
     (ingress,) = of_kind(rendered("tp4"), "Ingress")

@@ -67,7 +67,9 @@ def test_a_misspelt_field_is_found_in_a_pod(helm4):
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_names_of_digits_stay_texts(helm4, version):
-    names = "hub.existingSecret=11,apiKeys.existingSecret=12,modelCache.type=existingClaim,modelCache.existingClaim=13"
+    names = (
+        "hub.existingSecret=11,apiKeys.existingSecret=12,modelCache.type=existingClaim,modelCache.existingClaim=13"
+    )
     given = ["--set-string", f"{names},image.pullSecrets[0]=14,head.memory=4000000000"]
     result = helm4.run("template", "15", str(CHART), "--set", "fullnameOverride=llm", *given)
     assert result.returncode == 0, result.stderr

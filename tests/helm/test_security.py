@@ -12,8 +12,9 @@ OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squa
 
 def containers(name):
     for template in pod_templates(rendered(name)):
-        for container in template["spec"]["containers"]:
-            yield template["spec"], container
+        spec = template["spec"]
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            yield spec, container
 
 
 @each_example
@@ -68,11 +69,10 @@ def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
 def test_secrets_are_named_and_never_held(helm4, name):
     for one in rendered(name):
         assert one["kind"] != "Secret"
-    for template in pod_templates(rendered(name)):
-        for container in template["spec"]["containers"]:
-            for variable in container["env"]:
-                if variable["name"] == "HF_TOKEN":
-                    assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+    for _, container in containers(name):
+        for variable in container["env"]:
+            if variable["name"] == "HF_TOKEN":
+                assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 
 
 @each_example

@@ -135,6 +135,22 @@ metadata:
   {{- include "squadron.podMetadata" $pod | nindent 2 }}
 spec:
   {{- include "squadron.podSpec" $pod | nindent 2 }}
+  {{- if $root.Values.modelCache.fetch }}
+  initContainers:
+    - name: fetch-models
+      image: {{ include "squadron.image" $root | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ concat (list "python" "-m" "deploy.fetch") $group.models | toJson }}
+      env:
+        {{- include "squadron.env" $root | nindent 8 }}
+      resources:
+        requests: {cpu: 500m, memory: 1Gi}
+        limits: {memory: 2Gi}
+      securityContext:
+        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+      volumeMounts:
+        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+  {{- end }}
   containers:
     - name: ray-worker
       image: {{ include "squadron.image" $root | quote }}

@@ -108,7 +108,9 @@
 {{- $beside := max 1 (ceil (mulf 0.25 (add 1 (int (default 1 .root.Values.app.routers))))) -}}
 {{- $cpu := default (addf (mulf $ranks $cpus) $beside | toString) (toString (default "" $group.cpu)) -}}
 {{- $numCpus := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) | ceil -}}
-{{- $sized := dict "ranks" $ranks "hosts" $hosts "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
+{{- $names := list -}}
+{{- range .models }}{{ $names = append $names .model.model }}{{ end -}}
+{{- $sized := dict "models" (uniq $names) "ranks" $ranks "hosts" $hosts "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
 {{- range $key, $value := $sized }}{{ $_ := set $group $key $value }}{{ end -}}
 {{- toJson $group -}}
 {{- end -}}
