@@ -42,7 +42,7 @@ class FaultTolerance(Part):
     )
     redisAddress: str = Field(default="", description="Address of Redis, such as redis:6379 or rediss://redis:6380.")
     redisPort: int = Field(
-        default=6379, ge=1, le=65535, description="Its port, which the NetworkPolicy lets the head reach."
+        default=6379, ge=1, le=65535, description="Its port, which the NetworkPolicy lets pods reach."
     )
     existingSecret: OptionalName = Field(default="", description="Secret with the password of Redis.")
     passwordKey: str = Field(default="password", min_length=1, description="Key of the password.")

@@ -72,6 +72,14 @@ BY_TEMPLATE = {
         {"batch": {"enabled": True, "inputs": ["a"], "output": "b", "model": 1}},
         "batch.model",
     ),
+    "a label by which KubeRay finds its head": (
+        {"head": {"labels": {"app.kubernetes.io/name": "llm"}}},
+        "head.labels: app.kubernetes.io/name",
+    ),
+    "a label by which KubeRay finds its workers": (
+        {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/created-by": "us"}}]},
+        'workerGroups "gpu".labels: app.kubernetes.io/created-by',
+    ),
     "a name that begins with a number": ({"fullnameOverride": "7b"}, "fullnameOverride"),
 }
 CASES = BY_SCHEMA | BY_TEMPLATE

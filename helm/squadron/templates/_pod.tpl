@@ -115,6 +115,13 @@ terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
 
 {{/* root; of: head or worker group; component: label by which policies and budgets know the pod. */}}
 {{- define "squadron.podMetadata" -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/created-by" -}}
+{{- if hasKey (default dict $.of.labels) $label -}}
+{{- $whose := "head" -}}
+{{- with $.of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- fail (printf "%s.labels: %s is KubeRay's, which finds pods by it; take another, such as example.com/team" $whose $label) -}}
+{{- end -}}
+{{- end -}}
 labels:
   {{- include "squadron.selector" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
