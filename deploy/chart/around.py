@@ -76,7 +76,7 @@ class Upgrade(Part):
         default=100, description="Share of the capacity that the new cluster may have beyond the old one."
     )
     deletionDelaySeconds: NotNegative = Field(
-        default=60, description="Seconds that the old cluster stays, for its streams to end."
+        default=600, description="Seconds that the old cluster stays, for its streams to end."
     )
 
 

