@@ -6,8 +6,18 @@ from tests.helm.rendered import RELEASE, VALUES, clusters, of_kind, pod_template
 
 each_example = pytest.mark.parametrize("name", VALUES)
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
+VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 WRITTEN = {"/tmp", "/var/lib/squadron", "/dev/shm", "/var/cache/squadron"}
 OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squadron"}
+
+
+def assert_restricted(security):
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["runAsNonRoot"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not security.get("privileged")
 
 
 def containers(name):
@@ -25,12 +35,9 @@ def test_pods_are_restricted(helm4, name):
         assert pod["securityContext"]["runAsUser"] > 0
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
-        assert all("hostPath" not in volume for volume in pod["volumes"])
-        own = container["securityContext"]
-        assert own["allowPrivilegeEscalation"] is False
-        assert own["readOnlyRootFilesystem"] is True
-        assert own["capabilities"] == {"drop": ["ALL"]}
-        assert not own.get("privileged")
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} < VOLUMES
+        assert_restricted(container["securityContext"])
         assert "hostPort" not in str(container.get("ports"))
         assert container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["cpu"]
@@ -63,6 +70,8 @@ def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
         mounts = cluster.get("autoscalerOptions", {}).get("volumeMounts", [])
         assert (TOKEN in [mount["mountPath"] for mount in mounts]) == cluster["enableInTreeAutoscaling"]
         assert {mount["name"] for mount in mounts} <= set(volumes)
+        if cluster["enableInTreeAutoscaling"]:
+            assert_restricted(cluster["autoscalerOptions"]["securityContext"])
 
 
 @each_example
