@@ -10,7 +10,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
-ALONGSIDE := tests/unit tests/parity
+ALONGSIDE := tests/unit tests/parity tests/helm
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
 .PHONY: install serve test lint bench soak clean

@@ -1,0 +1,1 @@
+"""The Helm chart's values: their one description, from which schema, defaults and table are written."""

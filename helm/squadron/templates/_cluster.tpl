@@ -1,0 +1,181 @@
+{{/* A RayCluster's spec. root; groups: of squadron.groups; batch: whether it is that of the RayJob. */}}
+{{- define "squadron.cluster" -}}
+{{- $root := .root -}}
+{{- $values := .root.Values -}}
+rayVersion: {{ $values.rayVersion | quote }}
+authOptions:
+  mode: {{ ternary "token" "disabled" $values.rayToken.enabled }}
+  {{- if and $values.rayToken.enabled $values.rayToken.existingSecret }}
+  secretName: {{ quote $values.rayToken.existingSecret }}
+  {{- end }}
+{{- if and $values.faultTolerance.enabled (not .batch) }}
+gcsFaultToleranceOptions:
+  {{- include "squadron.faultTolerance" $values.faultTolerance | nindent 2 }}
+{{- end }}
+enableInTreeAutoscaling: {{ $values.autoscaling.enabled }}
+{{- if $values.autoscaling.enabled }}
+autoscalerOptions:
+  {{- include "squadron.autoscaler" . | nindent 2 }}
+{{- end }}
+headGroupSpec:
+  rayStartParams:
+    dashboard-host: "0.0.0.0"
+    num-cpus: "0"
+    num-gpus: "0"
+    object-store-memory: {{ int64 $values.head.objectStoreBytes | quote }}
+  template:
+    {{- include "squadron.headPod" . | nindent 4 }}
+workerGroupSpecs:
+  {{- range .groups }}
+  - groupName: {{ .name }}
+    replicas: {{ int .replicas }}
+    minReplicas: {{ int .minReplicas }}
+    maxReplicas: {{ int .maxReplicas }}
+    numOfHosts: {{ int .hosts }}
+    rayStartParams:
+      num-cpus: {{ int .numCpus | quote }}
+      num-gpus: {{ ternary (int .ranks) 0 (not (empty .accelerator.resource)) | quote }}
+      object-store-memory: {{ int64 .objectStoreBytes | quote }}
+    template:
+      {{- include "squadron.workerPod" (dict "root" $root "group" . "batch" $.batch) | nindent 6 }}
+  {{- end }}
+{{- end -}}
+
+{{- define "squadron.faultTolerance" -}}
+redisAddress: {{ required "faultTolerance.redisAddress: give the address of Redis, such as redis:6379" .redisAddress | quote }}
+{{- if .existingSecret }}
+redisPassword:
+  valueFrom: {secretKeyRef: {name: {{ quote .existingSecret }}, key: {{ quote .passwordKey }}}}
+{{- if .usernameKey }}
+redisUsername:
+  valueFrom: {secretKeyRef: {name: {{ quote .existingSecret }}, key: {{ quote .usernameKey }}}}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* The autoscaler is the one container that speaks with Kubernetes: the token is mounted here and nowhere else. */}}
+{{- define "squadron.autoscaler" -}}
+{{- $autoscaling := .root.Values.autoscaling -}}
+version: v2
+idleTimeoutSeconds: {{ int $autoscaling.idleTimeoutSeconds }}
+upscalingMode: {{ $autoscaling.upscalingMode }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+resources:
+  requests: {cpu: {{ $autoscaling.cpu | quote }}, memory: {{ quote $autoscaling.memory }}}
+  limits: {memory: {{ quote $autoscaling.memory }}}
+securityContext:
+  {{- include "squadron.containerSecurity" .root | nindent 2 }}
+env:
+  - {name: HOME, value: /var/lib/squadron}
+volumeMounts:
+  - {name: tmp, mountPath: /tmp}
+  - {name: home, mountPath: /var/lib/squadron}
+  - {name: kubernetes-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+{{- end -}}
+
+{{- define "squadron.headPod" -}}
+{{- $root := .root -}}
+{{- $head := .root.Values.head -}}
+{{- $pod := dict "root" $root "of" $head "component" (ternary "batch-head" "head" .batch) -}}
+metadata:
+  {{- include "squadron.podMetadata" $pod | nindent 2 }}
+spec:
+  {{- include "squadron.podSpec" $pod | nindent 2 }}
+  containers:
+    - name: ray-head
+      image: {{ include "squadron.image" $root | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      ports:
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        - {name: metrics, containerPort: 8080}
+        - {name: serve, containerPort: {{ int $root.Values.service.port }}}
+      env:
+        {{- include "squadron.env" $root | nindent 8 }}
+      resources:
+        requests: {cpu: {{ $head.cpu | quote }}, memory: {{ quote $head.memory }}}
+        limits: {memory: {{ quote $head.memory }}}
+      securityContext:
+        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+      {{- $looks := list "raylet" "gcs" }}
+      startupProbe:
+        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.startupFailures) | nindent 8 }}
+      livenessProbe:
+        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
+      readinessProbe:
+        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
+      volumeMounts:
+        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+        {{- if .batch }}
+        - {name: batch, mountPath: /etc/squadron/batch, readOnly: true}
+        {{- end }}
+  volumes:
+    {{- include "squadron.volumes" (dict "root" $root "sharedMemory" $head.sharedMemory) | nindent 4 }}
+    {{- if .batch }}
+    - {name: batch, configMap: {name: {{ include "squadron.batchName" $root }}}}
+    {{- end }}
+    {{- if $root.Values.autoscaling.enabled }}
+    - name: kubernetes-token
+      projected:
+        sources:
+          - serviceAccountToken: {path: token, expirationSeconds: 3607}
+          - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+          - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
+    {{- end }}
+{{- end -}}
+
+{{- define "squadron.workerPod" -}}
+{{- $root := .root -}}
+{{- $group := .group -}}
+{{- $pod := dict "root" $root "of" $group "component" (ternary "batch-worker" "worker" .batch) -}}
+{{- $accelerators := dict -}}
+{{- with $group.accelerator.resource }}{{ $accelerators = dict . (int $group.ranks) }}{{ end -}}
+{{- $port := printf "--port=%d" (int $root.Values.service.port) -}}
+metadata:
+  {{- include "squadron.podMetadata" $pod | nindent 2 }}
+spec:
+  {{- include "squadron.podSpec" $pod | nindent 2 }}
+  {{- if $root.Values.modelCache.fetch }}
+  initContainers:
+    - name: fetch-models
+      image: {{ include "squadron.image" $root | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      command: {{ concat (list "python" "-m" "deploy.fetch") $group.models | toJson }}
+      env:
+        {{- include "squadron.env" $root | nindent 8 }}
+      resources:
+        requests: {cpu: 500m, memory: 1Gi}
+        limits: {memory: 2Gi}
+      securityContext:
+        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+      volumeMounts:
+        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+  {{- end }}
+  containers:
+    - name: ray-worker
+      image: {{ include "squadron.image" $root | quote }}
+      imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+      ports:
+        - {name: metrics, containerPort: 8080}
+        - {name: serve, containerPort: {{ int $root.Values.service.port }}}
+      env:
+        {{- include "squadron.env" $root | nindent 8 }}
+      resources:
+        requests:
+          {{- merge (dict "cpu" $group.cpu "memory" $group.memory) $accelerators | toYaml | nindent 10 }}
+        limits:
+          {{- merge (dict "memory" $group.memory) $accelerators | toYaml | nindent 10 }}
+      securityContext:
+        {{- include "squadron.containerSecurity" $root | nindent 8 }}
+      startupProbe:
+        {{- include "squadron.probe" (dict "root" $root "looks" (list "raylet") "failures" $root.Values.probes.startupFailures) | nindent 8 }}
+      livenessProbe:
+        {{- include "squadron.probe" (dict "root" $root "looks" (list "raylet") "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
+      readinessProbe:
+        {{- $looks := ternary (list "raylet") (list "raylet" "app" $port) .batch }}
+        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
+      volumeMounts:
+        {{- include "squadron.volumeMounts" $root | nindent 8 }}
+  volumes:
+    {{- include "squadron.volumes" (dict "root" $root "sharedMemory" $group.sharedMemory) | nindent 4 }}
+{{- end -}}

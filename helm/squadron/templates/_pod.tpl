@@ -1,0 +1,135 @@
+{{/* Environment of every Ray container. What Ray is started with is what `squadron serve` starts it with. */}}
+{{- define "squadron.env" -}}
+- {name: HOME, value: /var/lib/squadron}
+- {name: HF_HOME, value: /var/cache/squadron}
+- {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+{{- if .Values.hub.offline }}
+- {name: HF_HUB_OFFLINE, value: "1"}
+{{- end }}
+{{- with .Values.hub.existingSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ quote . }}, key: {{ quote $.Values.hub.tokenKey }}}}
+{{- end }}
+- {name: GOMP_SPINCOUNT, value: "1000"}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_kill_worker_timeout_milliseconds, value: "1000"}
+- {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "0.5"}
+- {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
+- {name: RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S, value: "0.5"}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.ingress.guard:proxy_middlewares"}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "squadron.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ int .Values.security.runAsUser }}
+runAsGroup: {{ int .Values.security.runAsGroup }}
+fsGroup: {{ int .Values.security.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "squadron.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "squadron.volumeMounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: home, mountPath: /var/lib/squadron}
+- {name: shared-memory, mountPath: /dev/shm}
+- {name: models, mountPath: /var/cache/squadron}
+{{- if .Values.apiKeys.existingSecret }}
+- {name: keys, mountPath: /etc/squadron/keys, readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* root; sharedMemory: size of /dev/shm. */}}
+{{- define "squadron.volumes" -}}
+{{- $values := .root.Values -}}
+- {name: tmp, emptyDir: {}}
+- {name: home, emptyDir: {}}
+- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .sharedMemory }}}}
+{{- $claim := include "squadron.cacheClaim" .root }}
+{{- if $claim }}
+- {name: models, persistentVolumeClaim: {claimName: {{ quote $claim }}}}
+{{- else }}
+- {name: models, emptyDir: {sizeLimit: {{ quote $values.modelCache.size }}}}
+{{- end }}
+{{- with $values.apiKeys.existingSecret }}
+- name: keys
+  secret:
+    secretName: {{ quote . }}
+    defaultMode: 0440
+    items:
+      - {key: {{ quote $values.apiKeys.fileKey }}, path: keys.yaml}
+      - {key: {{ quote $values.apiKeys.probeKey }}, path: probe-key}
+{{- end }}
+{{- with $values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* A look at the pod from within, without a shell, wget or curl. root; looks: what is looked at; failures. */}}
+{{- define "squadron.probe" -}}
+exec:
+  command: [python, -m, deploy.probe, {{ join ", " .looks }}]
+periodSeconds: {{ int .root.Values.probes.periodSeconds }}
+timeoutSeconds: {{ int .root.Values.probes.timeoutSeconds }}
+failureThreshold: {{ int .failures }}
+{{- end -}}
+
+{{/* Where all pods may be placed, and as whom they run. root; of: head or worker group. */}}
+{{- define "squadron.podSpec" -}}
+{{- $values := .root.Values -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with $values.serviceAccountName }}
+serviceAccountName: {{ quote . }}
+{{- end }}
+{{- with $values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ quote . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  {{- include "squadron.podSecurity" .root | nindent 2 }}
+terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- with get $.of $key }}
+{{ $key }}: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* root; of: head or worker group; component: label by which policies and budgets know the pod. */}}
+{{- define "squadron.podMetadata" -}}
+{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/created-by" -}}
+{{- if hasKey (default dict $.of.labels) $label -}}
+{{- $whose := "head" -}}
+{{- with $.of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- fail (printf "%s.labels: %s is KubeRay's, which finds pods by it; take another, such as example.com/team" $whose $label) -}}
+{{- end -}}
+{{- end -}}
+labels:
+  {{- include "squadron.selector" .root | nindent 2 }}
+  app.kubernetes.io/component: {{ .component }}
+  {{- with .of.labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with .of.annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,84 @@
+"""Runs `helm` on the chart and holds what it renders."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.app_config import AppConfig, parse_app
+from tests.helm.tools import tools
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "squadron"
+EXAMPLES = {path.stem: path for path in sorted((ROOT / "helm" / "examples").glob("*.yaml"))}
+EVERYTHING = Path(__file__).with_name("everything.yaml")
+VALUES = {**EXAMPLES, "everything": EVERYTHING}
+RELEASE = "llm"
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Helm:
+    """One version of the command."""
+
+    major: str
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run it; what it says is in the result, be it well or ill."""
+        binary = str(tools(self.major) / "helm")
+        return subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
+
+    def template(self, values: Path | None = None, *more: str) -> list[Object]:
+        """Return the objects that the chart renders. Fails with helm's message where it does not."""
+        given = [] if values is None else ["--values", str(values)]
+        result = self.run("template", RELEASE, str(CHART), "--namespace", "serving", *given, *more)
+        assert result.returncode == 0, result.stderr
+        return [one for one in yaml.safe_load_all(result.stdout) if one is not None]
+
+
+@cache
+def rendered(name: str, major: str = "4") -> tuple[Object, ...]:
+    """Return what the chart renders of one of `VALUES`."""
+    return tuple(Helm(major).template(VALUES[name]))
+
+
+def of_kind(objects: tuple[Object, ...] | list[Object], kind: str) -> list[Object]:
+    """Return the objects of a kind."""
+    return [one for one in objects if one["kind"] == kind]
+
+
+def clusters(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
+    """Yield the RayCluster specs of service and job."""
+    for service in of_kind(objects, "RayService"):
+        yield service["spec"]["rayClusterConfig"]
+    for job in of_kind(objects, "RayJob"):
+        yield job["spec"]["rayClusterSpec"]
+
+
+def pod_templates(objects: tuple[Object, ...] | list[Object]) -> Iterator[Object]:
+    """Yield the templates of all pods, that of the job's submitter included."""
+    for cluster in clusters(objects):
+        yield cluster["headGroupSpec"]["template"]
+        for group in cluster["workerGroupSpecs"]:
+            yield group["template"]
+    for job in of_kind(objects, "RayJob"):
+        yield job["spec"]["submitterPodTemplate"]
+
+
+def serve_config(objects: tuple[Object, ...] | list[Object]) -> Object:
+    """Return the Serve config of the RayService."""
+    (service,) = of_kind(objects, "RayService")
+    config: Object = yaml.safe_load(service["spec"]["serveConfigV2"])
+    return config
+
+
+def app_of(objects: tuple[Object, ...] | list[Object]) -> AppConfig:
+    """Return the app as `cluster.app:build` reads it from the Serve config."""
+    (application,) = serve_config(objects)["applications"]
+    return parse_app(application["args"])

@@ -1,0 +1,217 @@
+"""What stands before and beside the pods: probes, budgets, claims, Ingress, route, monitor, notes."""
+
+import pytest
+
+from deploy.probe import LOOKS
+from tests.helm.rendered import CHART, RELEASE, VALUES, clusters, of_kind, rendered
+
+
+def probes(name, batch=False):
+    (cluster, *_) = clusters(
+        tuple(one for one in rendered(name) if one["kind"] == ("RayJob" if batch else "RayService"))
+    )
+    for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = pod["template"]["spec"]["containers"]
+        yield (
+            container["name"],
+            {key: container[f"{key}Probe"]["exec"]["command"] for key in ("startup", "liveness", "readiness")},
+        )
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_probes_look_with_the_command_that_the_image_has(helm4, name):
+    for _, commands in probes(name, batch=name == "batch"):
+        for command in commands.values():
+            assert command[:3] == ["python", "-m", "deploy.probe"]
+            assert set(command[3:]) - {"--port=8000", "--port=9000"} <= LOOKS.keys()
+
+
+def test_a_worker_gets_requests_when_ready_says_so_and_lives_while_ray_does(helm4):
+    (_, head), *workers = probes("everything")
+    assert all("app" not in command for command in head.values()), "the app is deployed only when the head is ready"
+    for _, commands in workers:
+        assert commands["readiness"][3:] == ["raylet", "app", "--port=9000"]
+        assert commands["liveness"][3:] == ["raylet"]
+
+
+def test_workers_of_a_batch_wait_for_no_app(helm4):
+    for _, commands in probes("batch", batch=True):
+        assert "app" not in commands["readiness"]
+
+
+def test_keys_lie_where_the_app_and_the_probe_read_them(helm4):
+    (cluster,) = clusters(rendered("tp4"))
+    spec = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    (volume,) = [one["secret"] for one in spec["volumes"] if one["name"] == "keys"]
+    assert volume["secretName"] == "llm-keys"
+    assert {item["key"]: item["path"] for item in volume["items"]} == {
+        "keys.yaml": "keys.yaml",
+        "probe-key": "probe-key",
+    }
+    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "keys"]
+    assert mount["mountPath"] == "/etc/squadron/keys"
+
+
+def test_one_pod_of_a_group_may_be_evicted_at_a_time_and_the_head_never(helm4):
+    budgets = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered("multi-node"), "PodDisruptionBudget")}
+    assert {name: budget["minAvailable"] for name, budget in budgets.items()} == {
+        "llm-squadron-h200": 3,
+        "llm-squadron-head": 1,
+    }
+    for budget in budgets.values():
+        assert "maxUnavailable" not in budget, "Kubernetes knows no scale of a RayCluster"
+    (cluster,) = clusters(rendered("multi-node"))
+    chosen = budgets["llm-squadron-h200"]["selector"]["matchLabels"]
+    (group,) = cluster["workerGroupSpecs"]
+    labels = {
+        **group["template"]["metadata"]["labels"],
+        "ray.io/group": group["groupName"],
+    }  # the latter from KubeRay
+    assert chosen.items() <= labels.items()
+
+
+def test_a_group_of_one_pod_has_no_budget_which_would_hold_up_every_drain(helm4):
+    names = [one["metadata"]["name"] for one in of_kind(rendered("one-gpu"), "PodDisruptionBudget")]
+    assert names == ["llm-squadron-head"]
+
+
+def test_the_claim_of_the_cache_is_the_one_that_pods_mount(helm4):
+    (claim,) = of_kind(rendered("one-gpu"), "PersistentVolumeClaim")
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    (cluster,) = clusters(rendered("one-gpu"))
+    (volume,) = [one for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+
+
+def test_a_claim_that_is_there_is_used_and_none_is_made(helm4):
+    assert of_kind(rendered("tp4"), "PersistentVolumeClaim") == []
+    (cluster,) = clusters(rendered("tp4"))
+    (volume,) = [one for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "models"}
+
+
+def test_workers_fetch_the_models_of_their_group_into_the_cache_that_ray_reads(helm4):
+    (cluster, *_) = clusters(rendered("two-models"))
+    fetched = {}
+    for group in cluster["workerGroupSpecs"]:
+        spec = group["template"]["spec"]
+        (first,) = spec["initContainers"]
+        assert first["command"][:3] == ["python", "-m", "deploy.fetch"]
+        fetched[group["groupName"]] = first["command"][3:]
+        (container,) = spec["containers"]
+        for key in ("env", "volumeMounts", "image"):
+            assert first[key] == container[key]
+    assert fetched == {"large": ["Qwen/Qwen3-32B"], "small": ["Qwen/Qwen3-Embedding-0.6B"]}
+    assert "initContainers" not in cluster["headGroupSpec"]["template"]["spec"]
+
+
+def test_fetching_can_be_left_to_the_replicas(helm4):
+    (cluster,) = clusters(helm4.template(None, "--set", "modelCache.fetch=false"))
+    assert "initContainers" not in cluster["workerGroupSpecs"][0]["template"]["spec"]
+
+
+def test_the_ingress_leads_to_the_service_that_kuberay_makes_with_tls(helm4):
+    (service,) = of_kind(rendered("tp4"), "RayService")
+    (ingress,) = of_kind(rendered("tp4"), "Ingress")
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example.com"], "secretName": "llm-tls"}]
+    (path,) = ingress["spec"]["rules"][0]["http"]["paths"]
+    assert path["backend"]["service"] == {
+        "name": f"{service['metadata']['name']}-serve-svc",
+        "port": {"name": "serve"},
+    }
+    head = service["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert {"name": "serve", "containerPort": 8000} in head["ports"], "KubeRay takes the Service's port from the head"
+
+
+def test_the_route_leads_there_without_a_limit_of_time(helm4):
+    (route,) = of_kind(rendered("multi-node"), "HTTPRoute")
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+    assert route["spec"]["parentRefs"] == [{"name": "public", "namespace": "gateways"}]
+    assert route["spec"]["hostnames"] == ["llm.example.com"]
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"] == [{"name": "llm-squadron-serve-svc", "port": 8000}]
+    assert rule["timeouts"] == {"request": "0s"}
+
+
+def test_prometheus_finds_the_metrics_port_of_every_pod(helm4):
+    (monitor,) = of_kind(rendered("everything"), "PodMonitor")
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    chosen = monitor["spec"]["selector"]["matchLabels"]
+    for cluster in clusters(rendered("everything")):
+        for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            assert chosen.items() <= pod["template"]["metadata"]["labels"].items()
+            assert endpoint["port"] in [port["name"] for port in pod["template"]["spec"]["containers"][0]["ports"]]
+
+
+def test_redis_keeps_the_control_store_under_a_name_of_its_own_for_each_cluster(helm4):
+    (service,) = of_kind(rendered("everything"), "RayService")
+    options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert options["redisAddress"] == "rediss://redis:6380"
+    assert options["redisPassword"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "password"}
+    assert options["redisUsername"]["valueFrom"]["secretKeyRef"] == {"name": "redis", "key": "username"}
+    assert "externalStorageNamespace" not in options, "during an update two clusters would share it"
+
+
+def test_updates_step_by_step_say_how(helm4):
+    (service,) = of_kind(rendered("everything"), "RayService")
+    assert service["spec"]["upgradeStrategy"] == {
+        "type": "NewClusterWithIncrementalUpgrade",
+        "clusterUpgradeOptions": {
+            "gatewayClassName": "istio",
+            "stepSizePercent": 10,
+            "intervalSeconds": 10,
+            "maxSurgePercent": 100,
+        },
+    }
+
+
+def test_extra_objects_may_be_templates(helm4):
+    (extra,) = [
+        one for one in of_kind(rendered("everything"), "ConfigMap") if one["metadata"]["name"] == f"{RELEASE}-more"
+    ]
+    assert extra["data"] == {"name": "everything"}
+
+
+def test_an_image_is_named_by_its_digest_where_there_is_one(helm4):
+    (cluster, *_) = clusters(rendered("everything"))
+    image = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]["image"]
+    assert image.startswith("registry.example.com/squadron@sha256:0123")
+
+
+def notes(helm, name):
+    """Return what an installation would say. Helm 3 wants a cluster for it."""
+    result = helm.run("install", RELEASE, str(CHART), "--dry-run=client", "--values", str(VALUES[name]))
+    assert result.returncode == 0, result.stderr
+    return result.stdout.partition("NOTES:")[2]
+
+
+def test_notes_tell_the_next_command(helm4):
+    said = notes(helm4, "two-models")
+    assert "get rayservice llm-squadron --watch" in said
+    assert "port-forward svc/llm-squadron-serve-svc 8000" in said
+    assert '"model": "qwen"' in said
+    assert "Warning: everybody" in said
+    assert "llm-squadron-gateway" in said
+
+
+def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
+    said = notes(helm4, "tp4")
+    assert "Authorization: Bearer $KEY" in said
+    assert '"model": "llama-70b"' in said
+    assert "https://llm.example.com/v1" in said
+    assert "Warning" not in said
+
+
+def test_notes_of_a_batch_tell_how_to_follow_it(helm4):
+    (job,) = of_kind(rendered("batch"), "RayJob")
+    said = notes(helm4, "batch")
+    assert f"logs --follow job/{job['metadata']['name']}" in said
+    assert "rayservice" not in said
+
+
+def test_notes_warn_where_the_ingress_is_kept_out(helm4):
+    result = helm4.run(
+        "install", RELEASE, str(CHART), "--dry-run=client", "--set", "ingress.enabled=true,ingress.host=a.example.com"
+    )
+    assert "Warning: networkPolicy.clients" in result.stdout

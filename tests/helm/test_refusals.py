@@ -1,0 +1,101 @@
+"""Values that cannot work are refused before anything is applied, by the name of the field."""
+
+import pytest
+import yaml
+
+from tests.helm.rendered import CHART, RELEASE
+
+GPU = {"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}
+DEMO = [{"model": "demo"}]
+FOUR = [{"model": "demo", "tensor_parallel_size": 4}]
+INCREMENTAL = {"type": "NewClusterWithIncrementalUpgrade"}
+# Values, and what the message must say.
+BY_SCHEMA = {
+    "a misspelt setting": ({"models": [{"model": "demo", "tensor_paralel_size": 2}]}, "tensor_paralel_size"),
+    "a word for a number": ({"models": [{"model": "demo", "tensor_parallel_size": "two"}]}, "tensor_parallel_size"),
+    "no ranks": ({"models": [{"model": "demo", "tensor_parallel_size": 0}]}, "tensor_parallel_size"),
+    "more memory than there is": (
+        {"models": [{"model": "demo", "gpu_memory_utilization": 1.5}]},
+        "gpu_memory_utilization",
+    ),
+    "an unknown type": ({"models": [{"model": "demo", "dtype": "float8"}]}, "dtype"),
+    "an unknown policy": ({"models": [{"model": "demo", "routing_policy": "best"}]}, "routing_policy"),
+    "no models": ({"models": []}, "models"),
+    "a model without a name": ({"models": [{"replicas": 2}]}, "model"),
+    "a setting that is the chart's": ({"app": {"host": "127.0.0.1"}}, "host"),
+    "a key in plain text": ({"app": {"api_key": "secret"}}, "api_key"),
+    "a model's setting for the app": ({"app": {"max_model_len": 100}}, "max_model_len"),
+    "too little to upload": ({"app": {"max_body_bytes": 1}}, "max_body_bytes"),
+    "a misspelt value": ({"modles": DEMO}, "modles"),
+    "no quantity": ({"head": {"memory": "lots"}}, "memory"),
+    "an unknown pull policy": ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+    "a group without a name": ({"workerGroups": [{"memory": "1Gi"}]}, "name"),
+    "a misspelt option of a group": ({"workerGroups": [{"name": "a", "nodeSelektor": {}}]}, "nodeSelektor"),
+    "an unknown cache": ({"modelCache": {"type": "s3"}}, "modelCache"),
+    "an unknown update": ({"upgrade": {"type": "Recreate"}}, "upgrade"),
+}
+BY_TEMPLATE = {
+    "an unknown group": (
+        {"models": [{"model": "demo", "workerGroup": "gpus"}]},
+        "models[0].workerGroup: there is no worker group",
+    ),
+    "two groups of one name": ({"workerGroups": [GPU, GPU]}, "workerGroups[1].name"),
+    "a group without models": ({"workerGroups": [GPU, {"name": "cpu"}]}, "workerGroups[1].name"),
+    "ranks that fill no pods": (
+        {"models": FOUR, "workerGroups": [{**GPU, "ranksPerPod": 3}]},
+        "models[0].tensor_parallel_size: 4 ranks",
+    ),
+    "one pod and several in a group": (
+        {"models": [*FOUR, {"model": "demo", "served_model_name": "b"}], "workerGroups": [{**GPU, "ranksPerPod": 2}]},
+        "models[1].workerGroup",
+    ),
+    "fewer pods than at the start": (
+        {
+            "models": [{"model": "demo", "replicas": 3, "max_replicas": 4}],
+            "workerGroups": [{**GPU, "maxReplicas": 2}],
+            "autoscaling": {"enabled": True},
+        },
+        "maxReplicas",
+    ),
+    "an Ingress without a host": ({"ingress": {"enabled": True}}, "ingress.host"),
+    "a route without a Gateway": ({"gateway": {"enabled": True}}, "gateway.parentRefs"),
+    "a claim without a name": ({"modelCache": {"type": "existingClaim"}}, "modelCache.existingClaim"),
+    "no address of Redis": ({"faultTolerance": {"enabled": True}}, "faultTolerance.redisAddress"),
+    "steps without autoscaling": ({"upgrade": INCREMENTAL}, "autoscaling.enabled"),
+    "steps without a Gateway class": (
+        {"upgrade": INCREMENTAL, "autoscaling": {"enabled": True}},
+        "upgrade.gatewayClassName",
+    ),
+    "a batch of nothing": ({"batch": {"enabled": True, "output": "/data/out.jsonl"}}, "batch.inputs"),
+    "a batch to nowhere": ({"batch": {"enabled": True, "inputs": ["/data/in.jsonl"]}}, "batch.output"),
+    "a batch of a model that is not there": (
+        {"batch": {"enabled": True, "inputs": ["a"], "output": "b", "model": 1}},
+        "batch.model",
+    ),
+    "a label by which KubeRay finds its head": (
+        {"head": {"labels": {"app.kubernetes.io/name": "llm"}}},
+        "head.labels: app.kubernetes.io/name",
+    ),
+    "a label by which KubeRay finds its workers": (
+        {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/created-by": "us"}}]},
+        'workerGroups "gpu".labels: app.kubernetes.io/created-by',
+    ),
+    "a name that begins with a number": ({"fullnameOverride": "7b"}, "fullnameOverride"),
+}
+CASES = BY_SCHEMA | BY_TEMPLATE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_refused_by_the_name_of_the_field(helm, case, tmp_path):
+    values, said = CASES[case]
+    given = tmp_path / "values.yaml"
+    given.write_text(yaml.safe_dump(values))
+    result = helm.run("template", RELEASE, str(CHART), "--values", str(given))
+    assert result.returncode != 0, result.stdout
+    assert said in result.stderr
+
+
+def test_a_number_on_the_command_line_is_taken(helm4):
+    result = helm4.run("template", RELEASE, str(CHART), "--set", "models[0].model=demo,models[0].replicas=3")
+    assert result.returncode == 0, result.stderr
+    assert "replicas: 3" in result.stdout

@@ -1,0 +1,137 @@
+"""Pods keep to the restricted Pod Security standard, and talk to nobody but those that they need."""
+
+import pytest
+
+from tests.helm.rendered import RELEASE, VALUES, clusters, of_kind, pod_templates, rendered
+
+each_example = pytest.mark.parametrize("name", VALUES)
+TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
+VOLUMES = {"configMap", "downwardAPI", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+WRITTEN = {"/tmp", "/var/lib/squadron", "/dev/shm", "/var/cache/squadron"}
+OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squadron"}
+
+
+def assert_restricted(security):
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["runAsNonRoot"] is True
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not security.get("privileged")
+
+
+def containers(name):
+    for template in pod_templates(rendered(name)):
+        spec = template["spec"]
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            yield spec, container
+
+
+@each_example
+def test_pods_are_restricted(helm4, name):
+    """Source: kubernetes.io, Pod Security Standards, restricted; and what it leaves open."""
+    for pod, container in containers(name):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        for volume in pod["volumes"]:
+            assert set(volume) - {"name"} < VOLUMES
+        assert_restricted(container["securityContext"])
+        assert "hostPort" not in str(container.get("ports"))
+        assert container["resources"]["limits"]["memory"]
+        assert container["resources"]["requests"]["cpu"]
+
+
+@each_example
+def test_a_read_only_root_leaves_ray_and_the_models_somewhere_to_write(helm4, name):
+    for cluster in clusters(rendered(name)):
+        for pod in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+            spec = pod["template"]["spec"]
+            volumes = {volume["name"]: volume for volume in spec["volumes"]}
+            mounts = {mount["mountPath"]: mount for mount in spec["containers"][0]["volumeMounts"]}
+            assert mounts.keys() >= WRITTEN
+            for path in WRITTEN:
+                assert not mounts[path].get("readOnly")
+                assert {"emptyDir", "persistentVolumeClaim"} & volumes[mounts[path]["name"]].keys()
+            assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+            env = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
+            assert env["HOME"] in WRITTEN
+            assert env["HF_HOME"] in WRITTEN
+
+
+@each_example
+def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
+    for pod, container in containers(name):
+        assert pod["automountServiceAccountToken"] is False
+        assert TOKEN not in [mount["mountPath"] for mount in container["volumeMounts"]]
+    for cluster in clusters(rendered(name)):
+        volumes = [volume["name"] for volume in cluster["headGroupSpec"]["template"]["spec"]["volumes"]]
+        mounts = cluster.get("autoscalerOptions", {}).get("volumeMounts", [])
+        assert (TOKEN in [mount["mountPath"] for mount in mounts]) == cluster["enableInTreeAutoscaling"]
+        assert {mount["name"] for mount in mounts} <= set(volumes)
+        if cluster["enableInTreeAutoscaling"]:
+            assert_restricted(cluster["autoscalerOptions"]["securityContext"])
+
+
+@each_example
+def test_secrets_are_named_and_never_held(helm4, name):
+    for one in rendered(name):
+        assert one["kind"] != "Secret"
+    for _, container in containers(name):
+        for variable in container["env"]:
+            if variable["name"] == "HF_TOKEN":
+                assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+
+
+@each_example
+def test_a_policy_covers_every_pod_both_ways(helm4, name):
+    (policy,) = of_kind(rendered(name), "NetworkPolicy")
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == OWN
+    for template in pod_templates(rendered(name)):
+        assert OWN.items() <= template["metadata"]["labels"].items()
+
+
+def ports(rule):
+    return [(port["protocol"], port["port"], port.get("endPort")) for port in rule["ports"]]
+
+
+def test_strangers_reach_the_endpoint_alone_and_the_operator_ray_too(helm4):
+    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    among, clients, operator, monitoring = policy["spec"]["ingress"]
+    assert among["from"] == [{"podSelector": {"matchLabels": OWN}}]
+    assert ports(among) == [("TCP", 1024, 65535)]
+    assert ports(clients) == [("TCP", 8000, None)]
+    assert clients["from"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "ingress-nginx"}
+    assert ports(operator) == [("TCP", 8265, None), ("TCP", 8000, None)]
+    assert ports(monitoring) == [("TCP", 8080, None)]
+
+
+def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
+    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    assert [ports(rule) for rule in policy["spec"]["egress"]] == [
+        [("TCP", 1024, 65535)],
+        [("UDP", 53, None), ("TCP", 53, None)],
+        [("TCP", 443, None)],
+    ]
+    assert policy["spec"]["egress"][0]["to"] == [{"podSelector": {"matchLabels": OWN}}]
+
+
+def test_without_hub_and_autoscaler_nothing_outside_is_reached(helm4):
+    objects = helm4.template(None, "--set", "networkPolicy.hub=false")
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    assert [443 in [port["port"] for port in rule["ports"]] for rule in policy["spec"]["egress"]] == [False, False]
+
+
+def test_the_autoscaler_and_the_head_reach_kubernetes_and_redis(helm4):
+    (policy,) = of_kind(rendered("everything"), "NetworkPolicy")
+    reached = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
+    assert {443, 6443, 6380, 9000} <= set(reached)
+
+
+def test_the_submitter_of_a_batch_has_no_secrets(helm4):
+    (job,) = of_kind(rendered("everything"), "RayJob")
+    (container,) = job["spec"]["submitterPodTemplate"]["spec"]["containers"]
+    assert [variable["name"] for variable in container["env"]] == ["HOME"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {"tmp", "home"}

@@ -1,0 +1,153 @@
+"""What the chart tells Serve is what `serve deploy` would be told, and its pods have room for it."""
+
+import math
+import shlex
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.app_config import parse_app
+from cluster.placement import plan_app, plan_placement
+from deploy.environment import LOCAL_RAY
+from tests.helm.rendered import VALUES, app_of, clusters, of_kind, rendered, serve_config
+
+SERVING = [name for name in VALUES if name != "batch"]
+each_service = pytest.mark.parametrize("name", SERVING)
+# Of what `squadron serve` starts Ray with: put every server on loopback, and KubeRay's own way to have tokens.
+NOT_IN_PODS = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE"}
+
+
+def on_gpu(config):
+    assert config.device in ("cpu", "cuda"), "Serve must not guess from the nodes that are there"
+    return config.device == "cuda"
+
+
+@each_service
+def test_serve_and_the_app_take_the_config(helm4, name):
+    config = ServeDeploySchema(**serve_config(rendered(name)))
+    (application,) = config.applications
+    assert application.import_path == "cluster.app:build"
+    app = app_of(rendered(name))
+    assert config.http_options.host == "0.0.0.0"
+    assert config.http_options.port == app.shared.port
+    given = yaml.safe_load(VALUES[name].read_text())
+    assert [one.model for one in app.models] == [one["model"] for one in given["models"]]
+    for config, one in zip(app.models, given["models"], strict=True):
+        assert config.tensor_parallel_size == one.get("tensor_parallel_size", 1)
+        assert config.replicas == one.get("replicas", 1)
+
+
+def test_large_and_broken_numbers_arrive_as_they_were_given(helm4):
+    app = app_of(rendered("everything"))
+    assert app.shared.max_file_bytes == 209715200
+    assert app.shared.drain_timeout == 120.5
+    assert app.models[0].kv_cache_memory_bytes == 4294967296
+    assert app.models[1].tokenizer is None
+
+
+@each_service
+def test_pods_have_room_for_all_replicas_and_routers(helm4, name):
+    (cluster, *_) = [one["spec"]["rayClusterConfig"] for one in of_kind(rendered(name), "RayService")]
+    groups = cluster["workerGroupSpecs"]
+    app = app_of(rendered(name))
+    placement = plan_app(app, on_gpu)
+    for kind, param in (("CPU", "num-cpus"), ("GPU", "num-gpus")):
+        offered = sum(one["maxReplicas"] * one["numOfHosts"] * int(one["rayStartParams"][param]) for one in groups)
+        needed = placement.cpus if kind == "CPU" else placement.gpus
+        assert offered >= needed
+
+
+@each_service
+def test_each_replica_fits_its_pods(helm4, name):
+    (cluster, *_) = [one["spec"]["rayClusterConfig"] for one in of_kind(rendered(name), "RayService")]
+    given = yaml.safe_load(VALUES[name].read_text())
+    groups = {one["groupName"]: one for one in cluster["workerGroupSpecs"]}
+    for config, one in zip(app_of(rendered(name)).models, given["models"], strict=True):
+        group = groups[one.get("workerGroup", given["workerGroups"][0]["name"])]
+        bundles = plan_placement(config, on_gpu(config)).bundles
+        per_pod = math.ceil(len(bundles) / group["numOfHosts"])
+        assert per_pod * group["numOfHosts"] == len(bundles)
+        assert per_pod * bundles[0]["CPU"] <= int(group["rayStartParams"]["num-cpus"])
+        assert per_pod * bundles[0].get("GPU", 0) <= int(group["rayStartParams"]["num-gpus"])
+
+
+@each_service
+def test_pods_ask_kubernetes_for_what_ray_is_told_of(helm4, name):
+    for cluster in clusters(rendered(name)):
+        for group in cluster["workerGroupSpecs"]:
+            (container,) = group["template"]["spec"]["containers"]
+            gpus = int(group["rayStartParams"]["num-gpus"])
+            assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == gpus
+            assert container["resources"]["requests"].get("nvidia.com/gpu", 0) == gpus
+        assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_several_pods_make_one_replica_where_it_is_larger(helm4):
+    (cluster,) = clusters(rendered("multi-node"))
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["replicas"], group["numOfHosts"], group["rayStartParams"]["num-gpus"]) == (2, 2, "8")
+
+
+def test_pods_come_and_go_between_the_bounds_of_the_models(helm4):
+    (cluster,) = clusters(rendered("two-models"))
+    assert cluster["enableInTreeAutoscaling"]
+    bounds = {
+        one["groupName"]: [one[f"{bound}eplicas"] for bound in ("minR", "r", "maxR")]
+        for one in cluster["workerGroupSpecs"]
+    }
+    assert bounds == {"large": [1, 1, 4], "small": [0, 1, 4]}
+
+
+def test_without_autoscaling_there_are_pods_for_the_most_replicas(helm4):
+    more = ["--set", "models[0].model=demo,models[0].max_replicas=3"]
+    (cluster,) = clusters(helm4.template(None, *more))
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (3, 3, 3)
+
+
+def test_ray_is_started_with_what_squadron_serve_starts_it_with(helm4):
+    expected = {name: value for name, value in LOCAL_RAY.items() if name not in NOT_IN_PODS}
+    for cluster in clusters(rendered("everything")):
+        assert cluster["authOptions"] == {"mode": "token", "secretName": "ray-token"}
+        pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        for pod in pods:
+            env = {one["name"]: one.get("value") for one in pod["template"]["spec"]["containers"][0]["env"]}
+            assert expected.items() <= env.items()
+            assert env["NCCL_DEBUG"] == "WARN"
+
+
+def test_the_batch_runs_its_model_with_its_settings(helm4):
+    (files,) = of_kind(rendered("batch"), "ConfigMap")
+    app = parse_app(yaml.safe_load(files["data"]["settings.yaml"]))
+    assert (app.shared.model, app.shared.replicas, app.shared.device) == ("Qwen/Qwen3-8B", 4, "cuda")
+    (job,) = of_kind(rendered("batch"), "RayJob")
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["replicas"] == 4
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert job["spec"]["entrypoint"] == "sh /etc/squadron/batch/run.sh"
+    assert {"name": "batch", "mountPath": "/etc/squadron/batch", "readOnly": True} in head["containers"][0][
+        "volumeMounts"
+    ]
+    assert {"name": "batch", "configMap": {"name": files["metadata"]["name"]}} in head["volumes"]
+
+
+def test_a_shell_reads_the_words_of_the_batch_as_they_were_given(helm4):
+    (files,) = of_kind(rendered("batch"), "ConfigMap")
+    command = files["data"]["run.sh"].partition("\n")[2].replace("\\\n", " ")
+    given = yaml.safe_load(VALUES["batch"].read_text())["batch"]
+    words = ["exec", "squadron", "batch", *given["inputs"], given["output"]]
+    assert shlex.split(command) == [
+        *words,
+        "--config",
+        "/etc/squadron/batch/settings.yaml",
+        "--resume",
+        *given["args"],
+    ]
+
+
+def test_a_changed_batch_is_another_job(helm4):
+    changed = helm4.template(VALUES["batch"], "--set", "batch.output=/data/other.jsonl")
+    names = [of_kind(objects, "RayJob")[0]["metadata"]["name"] for objects in (rendered("batch"), changed)]
+    assert len(set(names)) == 2
+    assert all(len(name) <= 47 for name in names)

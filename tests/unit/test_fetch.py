@@ -1,0 +1,28 @@
+"""Models are whole before Ray starts in a pod."""
+
+import shutil
+
+from deploy.demo import demo_model_path
+from deploy.fetch import main
+
+
+def test_a_model_that_is_whole_is_told_with_its_size(capsys):
+    assert main(["demo"]) == 0
+    size = (demo_model_path() / "model.safetensors").stat().st_size
+    assert f"demo: {size:,} bytes of weights" in capsys.readouterr().out
+
+
+def test_a_file_that_was_cut_short_is_told_by_name(tmp_path, capsys):
+    folder = tmp_path / "cut"
+    shutil.copytree(demo_model_path(), folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["demo", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert "demo: " in said.out
+    assert "model.safetensors" in said.err
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path / "none")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
