@@ -266,6 +266,8 @@ class Dispatcher:
     def _observe(self, live: LiveRequest) -> None:
         now = self._loop.time()
         self.counters.latency.observe(now - live.accepted_at)
+        self.counters.device_seconds.observe(live.device_seconds)
+        self.counters.block_seconds.observe(live.block_seconds)
         if live.first_token_at is not None and live.log.longest > 1:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
 
@@ -278,6 +280,7 @@ class Dispatcher:
             return
         member.next_report += 1
         member.note_load(report.load)
+        member.note_costs(report.costs)
         self.counters.reports += 1
         watched, misplaced = member.read(report, self.counters)
         for choice in watched:
@@ -348,6 +351,7 @@ class Dispatcher:
     def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
         del member.streams[row.stream]
         choice.finish(row.reason)
+        live.note_use(row.used)
         if live.log.finished:
             self._attempts.detach(live)
         live.log.wake()

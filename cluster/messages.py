@@ -16,12 +16,13 @@ from msgspec import Meta
 from engine.errors import SquadronError
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
+Seconds = Annotated[float, Meta(ge=0)]
 MAX_TEXT = 4096
 
 
@@ -48,6 +49,7 @@ class Submit(_Message, tag=2, frozen=True):
     resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
     scored: prompt tokens whose log-probabilities are known from there.
     timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
+    tenant: whose account it is charged to.
     """
 
     stream: Count
@@ -61,6 +63,7 @@ class Submit(_Message, tag=2, frozen=True):
     pooling: Literal["last", "mean"] | None = None
     scored: Count = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
+    tenant: Name = ""
 
 
 class Abort(_Message, tag=3, frozen=True):
@@ -131,11 +134,26 @@ class Load(_Message, frozen=True):
         return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 
+class Usage(_Message, frozen=True):
+    """Seconds of a device, and of a KV block, that somebody used (`engine.ledger`)."""
+
+    device_seconds: Seconds = 0.0
+    block_seconds: Seconds = 0.0
+
+
+class Costs(_Message, frozen=True):
+    """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats."""
+
+    total: Usage
+    idle: Usage
+    tenants: dict[Name, Usage]
+
+
 class FinishRow(_Message, frozen=True):
     """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
 
     code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
-    by a step without memory. "" = of any other end, of an error inside among them.
+    by a step without memory. "" = of any other end, of an error inside among them. used: by this attempt.
     """
 
     stream: Count
@@ -143,6 +161,7 @@ class FinishRow(_Message, frozen=True):
     num_tokens: Count
     message: Text = ""
     code: Text = ""
+    used: Usage = Usage()
 
 
 class LogprobRow(_Message, frozen=True):
@@ -195,6 +214,7 @@ class Report(_Message, tag=12, frozen=True):
 
     Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
     cached: (stream key, prompt tokens found in the prefix cache) with the first token of an attempt, where not 0.
+    costs: now and then, on whatever message comes next.
     """
 
     sequence: Count
@@ -210,6 +230,7 @@ class Report(_Message, tag=12, frozen=True):
     blocks: BlockUpdate | None = None
     prompts: list[PromptRow] = []
     pooled: list[PooledRow] = []
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.streams)
@@ -235,6 +256,7 @@ class Heartbeat(_Message, tag=14, frozen=True):
     incarnation: Count
     load: Load
     block_updates: Count = 0
+    costs: Costs | None = None
 
 
 class Draining(_Message, tag=15, frozen=True):

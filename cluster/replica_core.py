@@ -16,6 +16,7 @@ from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
     Abort,
+    Costs,
     Draining,
     FinishChoice,
     Heartbeat,
@@ -29,7 +30,7 @@ from cluster.messages import (
 from cluster.replica_facts import ReplicaFacts, ReplicaTimes
 from cluster.router_session import RouterSession, Run
 from cluster.runs import Runs
-from cluster.translation import clipped, load_of, submitted_request
+from cluster.translation import clipped, costs_of, load_of, submitted_request
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
@@ -151,7 +152,7 @@ class ReplicaCore:
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
             if blocks is not None or session.has_rows:
-                session.flush(report.step, load, now, blocks)
+                session.flush(report.step, load, now, blocks, self._costs_for(session, now))
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
@@ -254,6 +255,13 @@ class ReplicaCore:
     def _reject(self, session: RouterSession, stream: int, error: InvalidRequestError) -> None:
         session.send(Rejected(stream, error.code, clipped(str(error)), error.param), self._loop.time())
 
+    def _costs_for(self, session: RouterSession, now: float) -> Costs | None:
+        """Return the accounts where it is time to tell them."""
+        if now < session.costs_due:
+            return None
+        session.costs_due = now + self._times.costs
+        return costs_of(self._engine.costs)
+
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)
 
@@ -274,4 +282,5 @@ class ReplicaCore:
         if now - session.last_heard > self._times.router_timeout:
             self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
-            session.send(Heartbeat(self.incarnation, self._load(), session.num_block_updates), now)
+            told, costs = session.num_block_updates, self._costs_for(session, now)
+            session.send(Heartbeat(self.incarnation, self._load(), told, costs), now)

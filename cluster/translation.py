@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from cluster.messages import MAX_TEXT, Load, PooledRow, PromptRow, Submit
+from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, Usage
 from engine.errors import InvalidRequestError
+from engine.ledger import NANOS
+from engine.ledger import Costs as EngineCosts
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -40,6 +42,7 @@ def submit_message(
         request.pooling,
         request.num_scored_tokens if scored is None else scored,
         None if request.deadline is None else max(0.0, request.deadline - now),
+        request.tenant,
     )
 
 
@@ -63,6 +66,7 @@ def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Reque
         pooling=submit.pooling,
         num_scored_tokens=submit.scored,
         deadline=None if submit.timeout is None else now + submit.timeout,
+        tenant=submit.tenant,
     )
 
 
@@ -113,6 +117,18 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
         stats.generated_tokens,
         progress_age,
     )
+
+
+def usage_of(device_ns: int, block_ns: int) -> Usage:
+    """Return nanoseconds of usage as they travel."""
+    return Usage(device_ns / NANOS, block_ns / NANOS)
+
+
+def costs_of(costs: EngineCosts) -> Costs:
+    """Return an engine's accounts as they travel."""
+    total, idle = usage_of(costs.total.device_ns, costs.total.block_ns), costs.idle
+    tenants = {name: usage_of(used.device_ns, used.block_ns) for name, used in costs.tenants.items()}
+    return Costs(total, usage_of(idle.device_ns, idle.block_ns), tenants)
 
 
 def stats_of(load: Load) -> EngineStats:

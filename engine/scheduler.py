@@ -116,6 +116,10 @@ class Scheduler:
         """Return what ended since the last call."""
         return self._roster.take_finished()
 
+    def batch(self) -> tuple[list[Sequence], Index]:
+        """Return the running sequences, which hold all blocks, and their slots."""
+        return self._roster.running, self._roster.slots
+
     # ---- before the step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule | None:

@@ -20,6 +20,7 @@ from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar
+from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 from tests.unit.cluster_lab import GatedExecutor, LabReplica, until
@@ -339,6 +340,9 @@ class BrittleCore:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def costs(self) -> Costs:
+        return Costs()
 
     @property
     def has_unfinished(self) -> bool:
