@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
@@ -51,6 +52,11 @@ class Core(Protocol):
         ...
 
     @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for. From any thread."""
+        ...
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a step would have anything to do."""
         ...
@@ -82,6 +88,10 @@ class Engine(Protocol):
     @property
     def costs(self) -> Costs:
         """Who has used what, as of a moment ago."""
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
 
     @property
     def progress_age(self) -> float:
@@ -143,6 +153,11 @@ class EngineThread:
     def costs(self) -> Costs:
         """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
         return self._costs
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for, also while a step hangs."""
+        return self._core.flight
 
     @property
     def last_progress(self) -> float:

@@ -2,8 +2,8 @@
 
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
-Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync. Coming down: Welcome, Report,
-Rejected, Heartbeat, Draining.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain. Coming down: Welcome, Report,
+Rejected, Heartbeat, Draining, Explained.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import SquadronError
+from engine.flight import Wait
 from engine.sampling_params import MAX_N
 
 PROTOCOL_VERSION = 5
@@ -41,6 +42,14 @@ class Hello(_Message, tag=1, frozen=True):
     protocol: Count = PROTOCOL_VERSION
 
 
+class Waited(_Message, frozen=True):
+    """An event of a request's life that began `age` seconds ago (`engine.flight`). Ages, since clocks differ."""
+
+    age: Seconds
+    what: Wait
+    detail: Text = ""
+
+
 class Submit(_Message, tag=2, frozen=True):
     """Run a request. Choice c of it reports under the key `stream + c`.
 
@@ -49,7 +58,7 @@ class Submit(_Message, tag=2, frozen=True):
     resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
     scored: prompt tokens whose log-probabilities are known from there.
     timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
-    tenant: whose account it is charged to.
+    tenant: whose account it is charged to. story: what it has waited for in the router, earlier attempts included.
     """
 
     stream: Count
@@ -64,6 +73,7 @@ class Submit(_Message, tag=2, frozen=True):
     scored: Count = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
     tenant: Name = ""
+    story: tuple[Waited, ...] = ()
 
 
 class Abort(_Message, tag=3, frozen=True):
@@ -90,6 +100,13 @@ class Ping(_Message, tag=5, frozen=True):
 
 class Resync(_Message, tag=6, frozen=True):
     """Tell again all that the prefix cache holds: an update of it did not arrive."""
+
+
+class Explain(_Message, tag=7, frozen=True):
+    """Tell what a request waited for; the answer bears the same ticket. name: of the request, to its client."""
+
+    ticket: Count
+    name: Name
 
 
 class Welcome(_Message, tag=11, frozen=True):
@@ -263,8 +280,15 @@ class Draining(_Message, tag=15, frozen=True):
     """The replica finishes what it has and takes nothing new."""
 
 
-Up = Hello | Submit | Abort | FinishChoice | Ping | Resync
-Down = Welcome | Report | Rejected | Heartbeat | Draining
+class Explained(_Message, tag=16, frozen=True):
+    """What the replica knows of a request's waiting, the oldest first; nothing of one that did not have to wait."""
+
+    ticket: Count
+    events: list[Waited]
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain
+Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained
 Message = Up | Down
 
 _ENCODER = msgspec.msgpack.Encoder()

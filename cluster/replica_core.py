@@ -18,6 +18,8 @@ from cluster.messages import (
     Abort,
     Costs,
     Draining,
+    Explain,
+    Explained,
     FinishChoice,
     Heartbeat,
     Load,
@@ -30,8 +32,9 @@ from cluster.messages import (
 from cluster.replica_facts import ReplicaFacts, ReplicaTimes
 from cluster.router_session import RouterSession, Run
 from cluster.runs import Runs
-from cluster.translation import clipped, costs_of, load_of, submitted_request
+from cluster.translation import clipped, costs_of, load_of, submitted_request, waited
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request
@@ -81,6 +84,11 @@ class ReplicaCore:
     def stats(self) -> EngineStats:
         """The engine's latest figures."""
         return self._engine.stats
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
+        return self._engine.flight
 
     @property
     def num_requests(self) -> int:
@@ -207,6 +215,10 @@ class ReplicaCore:
                 self._abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
                 self._finish_choice(session.runs.get(stream), choice)
+            case Explain(ticket, name):
+                flight, now = self._engine.flight, self._clock()
+                events = [waited(event, now) for event in flight.of(name)]
+                session.send(Explained(ticket, events), self._loop.time())
             case Resync():
                 self._tell_blocks(session, self._loop.time())
             case Ping(requests, tokens, age, rate):
@@ -228,6 +240,8 @@ class ReplicaCore:
         except InvalidRequestError as error:
             self._reject(session, submit.stream, error)
             return
+        for event in submit.story:
+            self._engine.flight.note(engine_id, event.what, event.detail, self._clock() - event.age)
         self._runs.start(session, submit.stream, request)
         if request.params.structured is None:
             self._engine.add(request)

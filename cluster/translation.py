@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
-from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, Usage
+from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, Usage, Waited
 from engine.errors import InvalidRequestError
+from engine.flight import Event
 from engine.ledger import NANOS
 from engine.ledger import Costs as EngineCosts
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
@@ -25,10 +28,11 @@ def submit_message(
     resume: dict[int, tuple[int, ...]] | None = None,
     scored: int | None = None,
     now: float = 0.0,
+    story: Sequence[Event] = (),
 ) -> Submit:
     """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own.
 
-    now: seconds on the clock of its deadline.
+    now: seconds on the clock of its deadline and of its `story`.
     """
     return Submit(
         stream,
@@ -43,6 +47,7 @@ def submit_message(
         request.num_scored_tokens if scored is None else scored,
         None if request.deadline is None else max(0.0, request.deadline - now),
         request.tenant,
+        tuple(waited(event, now) for event in story),
     )
 
 
@@ -117,6 +122,11 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
         stats.generated_tokens,
         progress_age,
     )
+
+
+def waited(event: Event, now: float) -> Waited:
+    """Return an event as it travels. now: seconds on its clock."""
+    return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 
 
 def usage_of(device_ns: int, block_ns: int) -> Usage:

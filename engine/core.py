@@ -20,6 +20,7 @@ from engine.errors import (
     StepMemoryError,
 )
 from engine.executor import Executor
+from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder
@@ -78,7 +79,9 @@ class EngineCore:
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
         self._ledger = Ledger(config.tensor_parallel_size, tables, self._blocks, clock())
         rows = Rows(tables, params, self._blocks, stops, self._ledger)
-        self._scheduler = Scheduler(config, rows, stops, self._admission)
+        self._flight = FlightRecorder(clock)
+        self._waits = WaitLog(self._flight, clock())
+        self._scheduler = Scheduler(config, rows, stops, self._admission, self._waits)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size)
         self._inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
         self._executor = executor
@@ -125,6 +128,7 @@ class EngineCore:
         self._check_alive()
         began = self._clock()
         self._ledger.idle(began)
+        self._waits.now = began
         self._scheduler.expire(began)
         computed = self._compute()
         if computed is None:
@@ -145,6 +149,11 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
         return self._scheduler.stats()
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for. From any thread."""
+        return self._flight
 
     def costs(self) -> Costs:
         """Return who has used the devices and the blocks until now. Between steps only."""
@@ -242,6 +251,8 @@ class EngineCore:
         report.finished = self._scheduler.take_finished()
         if report.finished:
             self._ledger.settle()
+            for finish in report.finished:
+                self._waits.ended(finish.sequence.request.request_id, finish.told)
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report

@@ -57,6 +57,7 @@ class LiveModel:
             metrics.of(model.model_id, self._figures),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
+            explain=self._dispatcher.explain,
         )
 
     def ready(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from cluster.engine_thread import Core, EngineListener
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
@@ -49,6 +50,11 @@ class SimulatedEngine:
     def costs(self) -> Costs:
         """The accounts now."""
         return self._core.costs()
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
+        return self._core.flight
 
     @property
     def progress_age(self) -> float:

@@ -19,6 +19,7 @@ from cluster.replica_facts import ReplicaTimes
 from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
@@ -343,6 +344,10 @@ class BrittleCore:
 
     def costs(self) -> Costs:
         return Costs()
+
+    @property
+    def flight(self) -> FlightRecorder:
+        return FlightRecorder(time.monotonic)
 
     @property
     def has_unfinished(self) -> bool:
