@@ -16,6 +16,7 @@ from cluster.member import LiveRequest, Member
 from cluster.messages import Abort, Up
 from cluster.translation import submit_message
 from cluster.waiting_room import WaitingRoom
+from engine.flight import FlightRecorder, Wait
 from engine.sampling_params import MAX_N
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,11 @@ logger = logging.getLogger(__name__)
 class Attempts:
     """A request has one attempt at a time, or waits for a replica, or has ended. Used on one event loop."""
 
-    def __init__(self, config: DispatcherConfig, fleet: Fleet, counters: DispatcherCounters) -> None:
+    def __init__(
+        self, config: DispatcherConfig, fleet: Fleet, counters: DispatcherCounters, flight: FlightRecorder
+    ) -> None:
         self._config = config
+        self._flight = flight
         self._fleet = fleet
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -51,7 +55,9 @@ class Attempts:
         self._next_stream += MAX_N
         try:
             resume = log.resume() if live.was_submitted else None
-            member.link.send(submit_message(log.request, stream, resume, log.num_scored, self._loop.time()))
+            story = self._flight.story(live.request_id)
+            message = submit_message(log.request, stream, resume, log.num_scored, self._loop.time(), story)
+            member.link.send(message)
         except MessageTooLargeError as error:
             self.fail(live, ApiError("body_too_large", str(error), param="prompt"))
         except OverflowError as error:
@@ -60,6 +66,8 @@ class Attempts:
             return False  # whoever reads the link gives it up
         else:
             self._waiting_room.leave(live)
+            if story:
+                self._flight.note(live.request_id, Wait.SENT, f"to replica {member.replica_id}")
             member.attach(live, stream)
             if self._fleet.is_suspect(live):
                 member.probe = live
@@ -70,6 +78,8 @@ class Attempts:
             message = "the model was replaced while it ran the request; sent again, it starts anew on the new one"
             self.fail(live, ApiError("model_changed", message))
             return
+        if not self._waiting_room.holds(live):
+            self._flight.note(live.request_id, Wait.REPLICA, "none takes it now")
         self._waiting_room.enter(live, self._patience(live))
         self.on_waiting()
 
@@ -99,10 +109,11 @@ class Attempts:
             self.last_given_up = self._loop.time()
             self.fail(live, ApiError("no_replica", "no replica is ready to take the request"))
 
-    def move(self, live: LiveRequest) -> None:
-        """Go on with a request whose replica was lost, unless it looks like the cause."""
+    def move(self, live: LiveRequest, reason: str) -> None:
+        """Go on with a request whose replica was lost, unless it looks like the cause. reason: in words."""
         if live.log.error is not None or live.log.finished:
             return
+        self._flight.note(live.request_id, Wait.MIGRATION, reason)
         if live.strikes >= self._config.quarantine_deaths:
             logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
             message = "replicas died each time they took up this request; it is not tried again"

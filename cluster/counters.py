@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+BLOCK_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2.0)
 
 
@@ -56,3 +57,5 @@ class DispatcherCounters:
     ttft: Histogram = field(default_factory=Histogram)  # seconds from generate() to the first token
     tpot: Histogram = field(default_factory=lambda: Histogram(TOKEN_SECONDS))  # seconds per later token, per request
     latency: Histogram = field(default_factory=Histogram)  # seconds from generate() to the end, completed requests
+    device_seconds: Histogram = field(default_factory=Histogram)  # used by a completed request, as far as is known
+    block_seconds: Histogram = field(default_factory=lambda: Histogram(BLOCK_SECONDS))  # the same, of KV blocks

@@ -16,11 +16,13 @@ from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet, ReplicaView
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
+from cluster.inquiries import Explanation, Inquiries, explanation
 from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
 from cluster.member import LiveRequest, Member
 from cluster.messages import (
     Down,
     Draining,
+    Explained,
     FinishChoice,
     FinishRow,
     Heartbeat,
@@ -30,7 +32,8 @@ from cluster.messages import (
 )
 from cluster.routing.cache_reports import CacheReports
 from cluster.token_log import ChoiceLog, TokenLog
-from cluster.translation import pooled_state, prompt_logprobs
+from cluster.translation import pooled_state, prompt_logprobs, waited
+from engine.flight import FlightRecorder, Wait
 from engine.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -57,7 +60,9 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._fleet = Fleet(self._config, self, rng or Random())
         self._live: dict[str, LiveRequest] = {}
-        self._attempts = Attempts(self._config, self._fleet, self.counters)
+        self._flight = FlightRecorder(self._loop.time)
+        self._attempts = Attempts(self._config, self._fleet, self.counters, self._flight)
+        self._inquiries = Inquiries(self._attempts.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
         self._queue_before: Callable[[], QueueFigures] = QueueFigures
@@ -110,6 +115,12 @@ class Dispatcher:
         """Of the model that the replicas run, where there is a replica and all run the same."""
         found = {member.fingerprint for member in self._fleet.members}
         return found.pop() if len(found) == 1 else None
+
+    async def explain(self, name: str) -> Explanation:
+        """Return what this router and the replicas know of a request's waiting. name: as its client knows it."""
+        now = self._loop.time()
+        own = [waited(event, now) for event in self._flight.of(name)]
+        return explanation(own, await self._inquiries.ask(self._fleet.members, name))
 
     def log_of(self, request_id: str) -> TokenLog | None:
         """Return the token log of a live request, to be looked at, not changed."""
@@ -196,6 +207,8 @@ class Dispatcher:
                     self._fleet.note_heartbeat(member, message)
             case Rejected():
                 self._on_rejected(member, message)
+            case Explained():
+                self._inquiries.on_answer(member, message)
             case Draining():
                 member.draining = True
                 self._attempts.retire_if_idle(member)
@@ -213,7 +226,7 @@ class Dispatcher:
                 live.strikes += 1
             self._attempts.detach(live)
         for live in stranded:
-            self._attempts.move(live)
+            self._attempts.move(live, f"replica {member.replica_id} is lost: {code}")
         if self._on_link_lost is not None:
             self._loop.call_soon(self._on_link_lost, member.replica_id, code)
 
@@ -222,7 +235,7 @@ class Dispatcher:
         for live in list(member.live.values()):
             if self._fleet.has_successor(live):
                 self._attempts.withdraw(live)
-                self._attempts.move(live)
+                self._attempts.move(live, f"replica {member.replica_id} is to go")
 
     def _accept(self, request: Request, context: CallContext) -> LiveRequest:
         if self._closing:
@@ -238,6 +251,10 @@ class Dispatcher:
         self._quiet.clear()
         self.counters.accepted += 1
         self.counters.prompt_tokens += len(request.prompt_token_ids)
+        if context.waited:
+            began = self._loop.time() - context.waited
+            self._flight.note(request.request_id, Wait.TURN, f"of tenant {request.tenant}", began)
+            self._flight.note(request.request_id, Wait.LET_IN)
         if live.log.finished:
             live.log.wake()
         else:
@@ -249,13 +266,14 @@ class Dispatcher:
         self._attempts.end(live)
         self._deadlines.forget(live)
         del self._live[live.request_id]
+        outcome = "completed" if live.log.finished else "aborted"
         if live.log.error is not None:
-            self.counters.outcomes[live.log.error.code] += 1
+            outcome = live.log.error.code
         elif live.log.finished:
-            self.counters.outcomes["completed"] += 1
             self._observe(live)
-        else:
-            self.counters.outcomes["aborted"] += 1
+        self.counters.outcomes[outcome] += 1
+        if live.request_id in self._flight:
+            self._flight.note(live.request_id, Wait.DONE, outcome)
         if not self._live:
             self._quiet.set()
 
@@ -265,6 +283,8 @@ class Dispatcher:
     def _observe(self, live: LiveRequest) -> None:
         now = self._loop.time()
         self.counters.latency.observe(now - live.accepted_at)
+        self.counters.device_seconds.observe(live.device_seconds)
+        self.counters.block_seconds.observe(live.block_seconds)
         if live.first_token_at is not None and live.log.longest > 1:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
 
@@ -277,6 +297,7 @@ class Dispatcher:
             return
         member.next_report += 1
         member.note_load(report.load, report.others)
+        member.note_costs(report.costs)
         self.counters.reports += 1
         watched, misplaced = member.read(report, self.counters)
         for choice in watched:
@@ -334,7 +355,7 @@ class Dispatcher:
         live = self._live[choice.log.request.request_id]
         if row.reason == FinishReason.ABORT:
             self._attempts.detach(live)
-            self._attempts.move(live)
+            self._attempts.move(live, f"replica {member.replica_id} gave it up")
         elif row.reason == FinishReason.ERROR and row.code:
             self._attempts.fail(live, ApiError(row.code, row.message))
         elif row.reason == FinishReason.ERROR:
@@ -347,6 +368,7 @@ class Dispatcher:
     def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
         del member.streams[row.stream]
         choice.finish(row.reason)
+        live.note_use(row.used)
         if live.log.finished:
             self._attempts.detach(live)
         live.log.wake()

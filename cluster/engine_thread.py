@@ -11,13 +11,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
+from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 
 logger = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
+COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
 MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
 
@@ -42,6 +45,15 @@ class Core(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the present figures."""
+        ...
+
+    def costs(self) -> Costs:
+        """Return the present accounts."""
+        ...
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for. From any thread."""
         ...
 
     @property
@@ -72,6 +84,14 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats:
         """Figures after the latest step or command."""
+
+    @property
+    def costs(self) -> Costs:
+        """Who has used what, as of a moment ago."""
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
 
     @property
     def progress_age(self) -> float:
@@ -119,6 +139,8 @@ class EngineThread:
         self._dead = False
         self._broken = False  # a report was lost on its way: nothing that follows is passed on
         self._stats = core.stats()
+        self._costs = core.costs()
+        self._costs_due = 0.0
         self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -126,6 +148,16 @@ class EngineThread:
     def stats(self) -> EngineStats:
         """Figures after the latest step or command."""
         return self._stats
+
+    @property
+    def costs(self) -> Costs:
+        """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
+        return self._costs
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for, also while a step hangs."""
+        return self._core.flight
 
     @property
     def last_progress(self) -> float:
@@ -195,7 +227,9 @@ class EngineThread:
         else:
             self._stats = self._core.stats()
             self._park()
-        self._last_progress = time.monotonic()
+        self._last_progress = now = time.monotonic()
+        if now >= self._costs_due:
+            self._costs, self._costs_due = self._core.costs(), now + COSTS_AGE
 
     def _park(self) -> None:
         # A command that came before `clear` is seen by the check after it; one that comes later sets the event.

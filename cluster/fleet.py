@@ -13,7 +13,7 @@ from cluster.admission.room import ReplicaRoom
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
 from cluster.member import LiveRequest, Member
-from cluster.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Resync, Up
+from cluster.messages import BlockUpdate, Costs, Down, Heartbeat, Load, Ping, Resync, Up
 from cluster.routing.cache_reports import CacheReports
 from cluster.routing.chooser import Chooser
 
@@ -27,7 +27,10 @@ POOL_AGE = 0.05  # seconds for which the replicas that take requests are not loo
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """One replica as a router sees it now. `age`: seconds since its engine is known to have moved."""
+    """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
+
+    costs: None until it has told them.
+    """
 
     replica_id: str
     incarnation: int
@@ -36,6 +39,7 @@ class ReplicaView:
     num_requests: int
     age: float
     load: Load
+    costs: Costs | None = None
 
 
 class FleetListener(Protocol):
@@ -126,6 +130,7 @@ class Fleet:
                 len(member.live),
                 member.progress_age(now),
                 member.load,
+                member.costs,
             )
             for member in self._members.values()
         ]
@@ -146,6 +151,7 @@ class Fleet:
     def note_heartbeat(self, member: Member, heartbeat: Heartbeat) -> None:
         """Take in what a replica says when it has nothing to report."""
         member.note_load(heartbeat.load, heartbeat.others)
+        member.note_costs(heartbeat.costs)
         self.caches.note_count(member.replica_id, heartbeat.block_updates, self._loop.time())
 
     def model_changed(self, live: LiveRequest) -> bool:

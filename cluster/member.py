@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.counters import DispatcherCounters
 from cluster.generation import NO_CONTEXT, CallContext
 from cluster.link import ReplicaLink
-from cluster.messages import Load, Report
+from cluster.messages import Costs, Load, Report, Usage
 from cluster.routing.prompt_keys import PromptKeys
 from cluster.token_log import ChoiceLog, TokenLog
 from engine.report import TokenLogprob
@@ -35,13 +35,16 @@ class LiveRequest:
     """A request on its way: its token log, where it runs now, and what befell it.
 
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
+    device_seconds / block_seconds: used by its choices that have ended, where they ended (`note_use`).
     predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
     """
 
     __slots__ = (
         "accepted_at",
         "attempt",
+        "block_seconds",
         "context",
+        "device_seconds",
         "first_token_at",
         "keys",
         "log",
@@ -60,6 +63,13 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.keys: PromptKeys | None = None
         self.predicted: int | None = None
+        self.device_seconds = 0.0
+        self.block_seconds = 0.0
+
+    def note_use(self, used: Usage) -> None:
+        """Take in what a choice used in its last attempt; what it used on replicas that were lost is not known."""
+        self.device_seconds += used.device_seconds
+        self.block_seconds += used.block_seconds
 
     @property
     def request_id(self) -> str:
@@ -94,6 +104,7 @@ class Member:
         self.uncomputed = 0
         self.load = Load()
         self.kv_usage = 0.0
+        self.costs: Costs | None = None
         self.last_heard = now
         self.last_ping = now
         self.next_report = 0
@@ -133,6 +144,11 @@ class Member:
         self.num_of_others = others
         self.load = load
         self.kv_usage = load.kv_usage
+
+    def note_costs(self, costs: Costs | None) -> None:
+        """Take in the replica's accounts, where it tells them."""
+        if costs is not None:
+            self.costs = costs
 
     def attach(self, live: LiveRequest, stream: int) -> None:
         """Note that `live` was submitted here under `stream`."""

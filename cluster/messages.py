@@ -2,8 +2,8 @@
 
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
-Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync. Coming down: Welcome, Report,
-Rejected, Heartbeat, Draining.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain. Coming down: Welcome, Report,
+Rejected, Heartbeat, Draining, Explained.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import SquadronError
+from engine.flight import Wait
 from engine.sampling_params import MAX_N
 
 PROTOCOL_VERSION = 5
@@ -22,6 +23,7 @@ Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
 Name = Annotated[str, Meta(max_length=256)]
 Text = Annotated[str, Meta(max_length=4096)]
+Seconds = Annotated[float, Meta(ge=0)]
 MAX_TEXT = 4096
 
 
@@ -40,6 +42,14 @@ class Hello(_Message, tag=1, frozen=True):
     protocol: Count = PROTOCOL_VERSION
 
 
+class Waited(_Message, frozen=True):
+    """An event of a request's life that began `age` seconds ago (`engine.flight`). Ages, since clocks differ."""
+
+    age: Seconds
+    what: Wait
+    detail: Text = ""
+
+
 class Submit(_Message, tag=2, frozen=True):
     """Run a request. Choice c of it reports under the key `stream + c`.
 
@@ -48,6 +58,7 @@ class Submit(_Message, tag=2, frozen=True):
     resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
     scored: prompt tokens whose log-probabilities are known from there.
     timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
+    tenant: whose account it is charged to. story: what it has waited for in the router, earlier attempts included.
     """
 
     stream: Count
@@ -61,6 +72,8 @@ class Submit(_Message, tag=2, frozen=True):
     pooling: Literal["last", "mean"] | None = None
     scored: Count = 0
     timeout: Annotated[float, Meta(ge=0)] | None = None
+    tenant: Name = ""
+    story: tuple[Waited, ...] = ()
 
 
 class Abort(_Message, tag=3, frozen=True):
@@ -87,6 +100,13 @@ class Ping(_Message, tag=5, frozen=True):
 
 class Resync(_Message, tag=6, frozen=True):
     """Tell again all that the prefix cache holds: an update of it did not arrive."""
+
+
+class Explain(_Message, tag=7, frozen=True):
+    """Tell what a request waited for; the answer bears the same ticket. name: of the request, to its client."""
+
+    ticket: Count
+    name: Name
 
 
 class Welcome(_Message, tag=11, frozen=True):
@@ -131,11 +151,26 @@ class Load(_Message, frozen=True):
         return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 
+class Usage(_Message, frozen=True):
+    """Seconds of a device, and of a KV block, that somebody used (`engine.ledger`)."""
+
+    device_seconds: Seconds = 0.0
+    block_seconds: Seconds = 0.0
+
+
+class Costs(_Message, frozen=True):
+    """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats."""
+
+    total: Usage
+    idle: Usage
+    tenants: dict[Name, Usage]
+
+
 class FinishRow(_Message, frozen=True):
     """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
 
     code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
-    by a step without memory. "" = of any other end, of an error inside among them.
+    by a step without memory. "" = of any other end, of an error inside among them. used: by this attempt.
     """
 
     stream: Count
@@ -143,6 +178,7 @@ class FinishRow(_Message, frozen=True):
     num_tokens: Count
     message: Text = ""
     code: Text = ""
+    used: Usage = Usage()
 
 
 class LogprobRow(_Message, frozen=True):
@@ -195,7 +231,7 @@ class Report(_Message, tag=12, frozen=True):
 
     Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
     cached: (stream key, prompt tokens found in the prefix cache) with the first token of an attempt, where not 0.
-    others: requests of other routers here.
+    others: requests of other routers here. costs: now and then, on whatever message comes next.
     """
 
     sequence: Count
@@ -212,6 +248,7 @@ class Report(_Message, tag=12, frozen=True):
     prompts: list[PromptRow] = []
     pooled: list[PooledRow] = []
     others: Count = 0
+    costs: Costs | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.streams)
@@ -241,14 +278,22 @@ class Heartbeat(_Message, tag=14, frozen=True):
     load: Load
     block_updates: Count = 0
     others: Count = 0
+    costs: Costs | None = None
 
 
 class Draining(_Message, tag=15, frozen=True):
     """The replica finishes what it has and takes nothing new."""
 
 
-Up = Hello | Submit | Abort | FinishChoice | Ping | Resync
-Down = Welcome | Report | Rejected | Heartbeat | Draining
+class Explained(_Message, tag=16, frozen=True):
+    """What the replica knows of a request's waiting, the oldest first; nothing of one that did not have to wait."""
+
+    ticket: Count
+    events: list[Waited]
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain
+Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained
 Message = Up | Down
 
 _ENCODER = msgspec.msgpack.Encoder()

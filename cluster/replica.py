@@ -11,6 +11,7 @@ from ray import serve
 from cluster.announcement import Announcement
 from cluster.autoscaling.figures import replica_stats
 from cluster.config import resolve_config
+from cluster.flight_dump import log_folder
 from cluster.group_start import start_group
 from cluster.life.start import Start
 from cluster.life.start_register import StartRegister, living_actors, version_of
@@ -36,7 +37,8 @@ class Replica:
         start.hold_back()
         try:
             self._config = resolve_config(settings)
-            self._host = ReplicaHost(name, self._config, start_group(self._config, start.phase), start.died)
+            group = start_group(self._config, start.phase)
+            self._host = ReplicaHost(name, self._config, group, start.died, log_folder())
         except (SquadronError, ParallelError) as error:
             start.failed(str(error))
             raise ReplicaStartError.of(error, title) from error

@@ -16,7 +16,10 @@ from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
     Abort,
+    Costs,
     Draining,
+    Explain,
+    Explained,
     FinishChoice,
     Heartbeat,
     Load,
@@ -29,8 +32,9 @@ from cluster.messages import (
 from cluster.replica_facts import ReplicaFacts, ReplicaTimes
 from cluster.router_session import RouterSession, Run
 from cluster.runs import Runs
-from cluster.translation import clipped, load_of, submitted_request
+from cluster.translation import clipped, costs_of, load_of, submitted_request, waited
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request
@@ -80,6 +84,11 @@ class ReplicaCore:
     def stats(self) -> EngineStats:
         """The engine's latest figures."""
         return self._engine.stats
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
+        return self._engine.flight
 
     @property
     def num_requests(self) -> int:
@@ -151,7 +160,8 @@ class ReplicaCore:
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
             if blocks is not None or session.has_rows:
-                session.flush(report.step, load, now, self._others(session), blocks)
+                told = self._others(session), blocks, self._costs_for(session, now)
+                session.flush(report.step, load, now, *told)
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
@@ -206,6 +216,10 @@ class ReplicaCore:
                 self._abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
                 self._finish_choice(session.runs.get(stream), choice)
+            case Explain(ticket, name):
+                flight, now = self._engine.flight, self._clock()
+                events = [waited(event, now) for event in flight.of(name)]
+                session.send(Explained(ticket, events), self._loop.time())
             case Resync():
                 self._tell_blocks(session, self._loop.time())
             case Ping(requests, tokens, age, rate):
@@ -227,6 +241,8 @@ class ReplicaCore:
         except InvalidRequestError as error:
             self._reject(session, submit.stream, error)
             return
+        for event in submit.story:
+            self._engine.flight.note(engine_id, event.what, event.detail, self._clock() - event.age)
         self._runs.start(session, submit.stream, request)
         if request.params.structured is None:
             self._engine.add(request)
@@ -258,6 +274,13 @@ class ReplicaCore:
         """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
         return len(self._runs) - len(session.runs)
 
+    def _costs_for(self, session: RouterSession, now: float) -> Costs | None:
+        """Return the accounts where it is time to tell them."""
+        if now < session.costs_due:
+            return None
+        session.costs_due = now + self._times.costs
+        return costs_of(self._engine.costs)
+
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)
 
@@ -278,5 +301,5 @@ class ReplicaCore:
         if now - session.last_heard > self._times.router_timeout:
             self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_sent >= self._times.heartbeat:
-            told = Heartbeat(self.incarnation, self._load(), session.num_block_updates, self._others(session))
-            session.send(told, now)
+            others, costs = self._others(session), self._costs_for(session, now)
+            session.send(Heartbeat(self.incarnation, self._load(), session.num_block_updates, others, costs), now)

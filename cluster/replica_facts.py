@@ -41,8 +41,9 @@ class ReplicaTimes:
     """Times in seconds.
 
     heartbeat: silence after which a router is told that all is well. router_timeout: silence of a router after
-    which it is taken for dead and its requests are ended.
+    which it is taken for dead and its requests are ended. costs: between two looks of a router at the accounts.
     """
 
     heartbeat: float = 0.5
     router_timeout: float = 10.0
+    costs: float = 1.0

@@ -7,10 +7,12 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import NoReturn
 
 from cluster.announcement import Announcement
 from cluster.config import ClusterConfig
+from cluster.flight_dump import dump_flight
 from cluster.group_start import StartedGroup, listening_host
 from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
@@ -35,12 +37,19 @@ class ReplicaHost:
     """Made on the process's event loop once the group has started; everything in it ends with any rank of it.
 
     on_death: told the reason in a thread of its own, in the last moments of the process.
+    log_folder: where what requests waited for is written then; None = nowhere.
     """
 
     def __init__(
-        self, replica_id: str, config: ClusterConfig, group: StartedGroup, on_death: Callable[[str], None]
+        self,
+        replica_id: str,
+        config: ClusterConfig,
+        group: StartedGroup,
+        on_death: Callable[[str], None],
+        log_folder: Path | None = None,
     ) -> None:
         self._id = replica_id
+        self._log_folder = log_folder
         self._config = config
         self._group = group
         self._on_death = on_death
@@ -96,8 +105,13 @@ class ReplicaHost:
         if self._group.gang is not None:
             self._group.gang.kill()
         # Beside the loop: nothing may hold up the end of this process.
-        threading.Thread(target=self._on_death, args=(reason,), name="last-words", daemon=True).start()
+        threading.Thread(target=self._last_words, args=(reason,), name="last-words", daemon=True).start()
         self._loop.call_later(LAST_WORDS, _end_process)
+
+    def _last_words(self, reason: str) -> None:
+        if self._log_folder is not None:
+            dump_flight(self.core.flight, self._log_folder, self._id, reason)
+        self._on_death(reason)
 
 
 def _end_process() -> NoReturn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from cluster.admission.figures import QueueFigures
 from cluster.link import LinkClosedError, RouterLink
-from cluster.messages import BlockUpdate, Down, FinishRow, Load, LogprobRow, PooledRow, PromptRow, Report
+from cluster.messages import BlockUpdate, Costs, Down, FinishRow, Load, LogprobRow, PooledRow, PromptRow, Report
 from engine.report import TokenLogprob
 from engine.request import Sequence
 
@@ -46,6 +46,7 @@ class RouterSession:
         self.highest_stream = -1
         self.last_heard = now
         self.last_sent = now
+        self.costs_due = now
         self.queue = QueueFigures()  # what waits in the router
         self.streams: list[int] = []
         self.indices: list[int] = []
@@ -71,7 +72,13 @@ class RouterSession:
         self.logprobs.append(LogprobRow(len(self.streams) - 1, entry.logprob, ids, values))
 
     def flush(
-        self, step: int, load: Load, now: float, others: int, blocks: tuple[list[int], list[int], bool] | None = None
+        self,
+        step: int,
+        load: Load,
+        now: float,
+        others: int,
+        blocks: tuple[list[int], list[int], bool] | None = None,
+        costs: Costs | None = None,
     ) -> None:
         """Send what was gathered as one report.
 
@@ -96,6 +103,7 @@ class RouterSession:
             self.prompts,
             self.pooled,
             others,
+            costs,
         )
         self._num_reports += 1
         self.streams, self.indices, self.tokens = [], [], []

@@ -6,7 +6,7 @@ import asyncio
 
 from cluster.messages import FinishRow
 from cluster.router_session import Lane, RouterSession, Run
-from cluster.translation import clipped, pooled_row, prompt_row
+from cluster.translation import clipped, pooled_row, prompt_row, usage_of
 from engine.report import Finish, StepReport
 from engine.request import Request, Sequence
 
@@ -102,7 +102,12 @@ class Runs:
         if lane is None:
             return
         row = FinishRow(
-            lane.key, finish.reason.value, sequence.num_output_tokens, clipped(finish.message), finish.code
+            lane.key,
+            finish.reason.value,
+            sequence.num_output_tokens,
+            clipped(finish.message),
+            finish.code,
+            usage_of(sequence.device_ns, sequence.block_ns),
         )
         lane.session.finishes.append(row)
         self.drop_lane(lane)

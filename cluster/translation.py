@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
-from cluster.messages import MAX_TEXT, Load, PooledRow, PromptRow, Submit
+from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, Usage, Waited
 from engine.errors import InvalidRequestError
+from engine.flight import Event
+from engine.ledger import NANOS
+from engine.ledger import Costs as EngineCosts
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -23,10 +28,11 @@ def submit_message(
     resume: dict[int, tuple[int, ...]] | None = None,
     scored: int | None = None,
     now: float = 0.0,
+    story: Sequence[Event] = (),
 ) -> Submit:
     """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own.
 
-    now: seconds on the clock of its deadline.
+    now: seconds on the clock of its deadline and of its `story`.
     """
     return Submit(
         stream,
@@ -40,6 +46,8 @@ def submit_message(
         request.pooling,
         request.num_scored_tokens if scored is None else scored,
         None if request.deadline is None else max(0.0, request.deadline - now),
+        request.tenant,
+        tuple(waited(event, now) for event in story),
     )
 
 
@@ -63,6 +71,7 @@ def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Reque
         pooling=submit.pooling,
         num_scored_tokens=submit.scored,
         deadline=None if submit.timeout is None else now + submit.timeout,
+        tenant=submit.tenant,
     )
 
 
@@ -113,6 +122,23 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
         stats.generated_tokens,
         progress_age,
     )
+
+
+def waited(event: Event, now: float) -> Waited:
+    """Return an event as it travels. now: seconds on its clock."""
+    return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
+
+
+def usage_of(device_ns: int, block_ns: int) -> Usage:
+    """Return nanoseconds of usage as they travel."""
+    return Usage(device_ns / NANOS, block_ns / NANOS)
+
+
+def costs_of(costs: EngineCosts) -> Costs:
+    """Return an engine's accounts as they travel."""
+    total, idle = usage_of(costs.total.device_ns, costs.total.block_ns), costs.idle
+    tenants = {name: usage_of(used.device_ns, used.block_ns) for name, used in costs.tenants.items()}
+    return Costs(total, usage_of(idle.device_ns, idle.block_ns), tenants)
 
 
 def stats_of(load: Load) -> EngineStats:

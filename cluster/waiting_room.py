@@ -21,6 +21,10 @@ class WaitingRoom:
         if live not in self._timers:
             self._timers[live] = self._loop.call_later(seconds, self._give_up, live)
 
+    def holds(self, live: LiveRequest) -> bool:
+        """Whether a request waits here."""
+        return live in self._timers
+
     def leave(self, live: LiveRequest) -> None:
         """Let a request go, if it is here."""
         timer = self._timers.pop(live, None)

@@ -156,6 +156,26 @@ def doctor(
     raise typer.Exit(run_doctor(checks, as_json))
 
 
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="The `id` of its answer, such as chatcmpl-...")],
+    address: Annotated[
+        str, typer.Option("--address", "--url", help="Where the server listens.")
+    ] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
+    ] = None,
+) -> None:
+    """Say what a request waits or waited for: its turn, a replica, token budget, KV blocks, preemption, migration.
+
+    Exit code: 0 = it is told, 1 = nothing is known of it, 2 = the server cannot be asked. Needs no Ray here.
+    """
+    from deploy.why import show_why
+
+    raise typer.Exit(show_why(address, api_key or Environment.read().api_key, request_id, as_json))
+
+
 @app.command("demo-failover")
 def demo_failover(
     kills: Annotated[int | None, typer.Option(min=1, help="Stop after so many kills.")] = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.errors import IntegrityError
 from engine.prefix_hash import TOKEN_BYTES
@@ -17,6 +17,8 @@ class BlockManager:
 
     A block is in one of three states: held (`refs > 0`), cached (free to take, but found by `match` until it is
     taken), or free. Block 0 is the null block: it pads block tables and is never handed out.
+
+    payer: for whom a block is held, a name that `held` counts by: of those who share a block, the first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -24,6 +26,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
+        self._payers = [""] * num_blocks  # of the blocks that are held
+        self._held: dict[str, int] = {}
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: block 1 is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._index: dict[bytes, int] = {}
@@ -48,18 +52,28 @@ class BlockManager:
         """Blocks that `allocate` can hand out."""
         return len(self._free) + len(self._cached)
 
-    def allocate(self, count: int) -> list[int]:
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Blocks that are held, each counted once, by payer; those that hold none are left out. A live view."""
+        return self._held
+
+    def allocate(self, count: int, payer: str = "") -> list[int]:
         """Take `count` blocks, empty ones first, then the least recently used cached ones.
 
         Raises `ValueError`, having taken nothing, when fewer than `count` are available.
         """
-        if count > self.num_available:
-            raise ValueError(f"{count} KV blocks wanted, {self.num_available} available")
+        return self.allocate_each([payer] * count)
+
+    def allocate_each(self, payers: Sequence[str]) -> list[int]:
+        """Take one block for each payer: `allocate` for several at once."""
+        if len(payers) > self.num_available:
+            raise ValueError(f"{len(payers)} KV blocks wanted, {self.num_available} available")
         free, refs = self._free, self._refs
         taken = []
-        for _ in range(count):
+        for payer in payers:
             block = free.pop() if free else self._evict()
             refs[block] = 1
+            self._charge(block, payer)
             taken.append(block)
         return taken
 
@@ -81,11 +95,12 @@ class BlockManager:
         """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
         return sum(not self._refs[block] for block in blocks)
 
-    def acquire(self, blocks: Iterable[int]) -> None:
+    def acquire(self, blocks: Iterable[int], payer: str = "") -> None:
         """Hold blocks that `match` found, or that another table holds."""
         for block in blocks:
             if not self._refs[block]:
                 del self._cached[block]
+                self._charge(block, payer)
             self._refs[block] += 1
 
     def release(self, table: list[int]) -> None:
@@ -102,7 +117,7 @@ class BlockManager:
         """Whether more than one table holds `block`."""
         return self._refs[block] > 1
 
-    def writable(self, table: list[int], index: int) -> tuple[int, int] | None:
+    def writable(self, table: list[int], index: int, payer: str = "") -> tuple[int, int] | None:
         """Make `table[index]` safe to write. Returns (source, destination) when the block must be copied first.
 
         Raises `ValueError`, having changed nothing, when a copy is needed and no block is available.
@@ -110,7 +125,7 @@ class BlockManager:
         source = table[index]
         if self._refs[source] == 1:
             return None
-        (table[index],) = self.allocate(1)
+        (table[index],) = self.allocate(1, payer)
         self._drop(source)
         return source, table[index]
 
@@ -158,6 +173,8 @@ class BlockManager:
         for block, refs in enumerate(self._refs):
             if refs != held[block]:
                 raise IntegrityError(f"block {block} has {refs} references, but is in {held[block]} tables")
+        if dict(Counter(self._payers[block] for block in held)) != self._held:
+            raise IntegrityError("the blocks held by payer are miscounted")
         if held[0] or self._hashes[0] is not None:
             raise IntegrityError("the null block is in use")
         if sorted([*self._free, *self._cached, *held]) != list(range(1, self.num_blocks)):
@@ -178,10 +195,18 @@ class BlockManager:
         self._refs[block] -= 1
         if self._refs[block]:
             return
+        payer = self._payers[block]
+        self._held[payer] -= 1
+        if not self._held[payer]:
+            del self._held[payer]
         if self._hashes[block] is None:
             self._free.append(block)
         else:
             self._cached[block] = None
+
+    def _charge(self, block: int, payer: str) -> None:
+        self._payers[block] = payer
+        self._held[payer] = self._held.get(payer, 0) + 1
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

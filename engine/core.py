@@ -20,9 +20,11 @@ from engine.errors import (
     StepMemoryError,
 )
 from engine.executor import Executor
+from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder
+from engine.ledger import Costs, Ledger
 from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
 from engine.report import (
     BlockEvents,
@@ -75,8 +77,11 @@ class EngineCore:
         params = SamplingTable(config.max_num_seqs)
         self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
-        rows = Rows(tables, params, self._blocks, stops)
-        self._scheduler = Scheduler(config, rows, stops, self._admission)
+        self._ledger = Ledger(config.tensor_parallel_size, tables, self._blocks, clock())
+        rows = Rows(tables, params, self._blocks, stops, self._ledger)
+        self._flight = FlightRecorder(clock)
+        self._waits = WaitLog(self._flight, clock())
+        self._scheduler = Scheduler(config, rows, stops, self._admission, self._waits)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size)
         self._inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
         self._executor = executor
@@ -122,11 +127,14 @@ class EngineCore:
         """
         self._check_alive()
         began = self._clock()
+        self._ledger.idle(began)
+        self._waits.now = began
         self._scheduler.expire(began)
         computed = self._compute()
         if computed is None:
             return self._report(None, None)
         schedule, outputs = computed
+        self._ledger.ran(schedule, *self._scheduler.batch(), self._clock())
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
         pooled = take_pooled(schedule, outputs, self._scheduler.mark)
         self._scheduler.update(schedule, outputs.token_ids, _failures(schedule, outputs))
@@ -142,6 +150,15 @@ class EngineCore:
         """Return the figures as they are now."""
         return self._scheduler.stats()
 
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for. From any thread."""
+        return self._flight
+
+    def costs(self) -> Costs:
+        """Return who has used the devices and the blocks until now. Between steps only."""
+        return self._ledger.costs(self._clock())
+
     def cached_blocks(self) -> BlockEvents:
         """Return all that the prefix cache holds, as one event for a listener that joins late."""
         return BlockEvents(stored=self._blocks.known_hashes(), cleared=True)
@@ -151,8 +168,9 @@ class EngineCore:
         self._blocks.clear_cache()
 
     def check_integrity(self) -> None:
-        """Check every invariant of queues, tables and blocks. Raises `IntegrityError`. O(everything): for tests."""
+        """Check all invariants of queues, tables, blocks and accounts. Raises `IntegrityError`. O(all): for tests."""
         self._scheduler.check_integrity()
+        self._ledger.check_integrity()
 
     def close(self) -> None:
         """End the executor. Can be called twice; `add` and `step` raise `EngineDeadError` afterwards."""
@@ -231,6 +249,10 @@ class EngineCore:
             report.num_tokens = schedule.num_tokens
             self._fill(report, schedule.samples, outputs)
         report.finished = self._scheduler.take_finished()
+        if report.finished:
+            self._ledger.settle()
+            for finish in report.finished:
+                self._waits.ended(finish.sequence.request.request_id, finish.told)
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report

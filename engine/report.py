@@ -194,6 +194,12 @@ class Finish:
     message: str = ""
     code: str = ""
 
+    def told(self) -> str:
+        """Return the end, and what was used until then, in words."""
+        one = self.sequence
+        used = f"{one.device_ns / 1e9:.3f} s of a device, {one.block_ns / 1e9:.3f} s of a KV block"
+        return f"choice {one.index}: {self.code or self.reason.value} after {one.num_output_tokens} tokens; {used}"
+
 
 @dataclass(slots=True)
 class StepReport:

@@ -50,6 +50,7 @@ class Request:
     pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
     num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
     deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
+    tenant: whose account it is charged to (`engine.ledger`); decides no token.
     """
 
     request_id: str
@@ -63,6 +64,7 @@ class Request:
     pooling: Pooling | None = None
     num_scored_tokens: int = 0
     deadline: float | None = None
+    tenant: str = ""
 
     def reusable_tokens(self, num_outputs: int, num_scored: int) -> int:
         """Return how many tokens need not be computed if the cache has them, of the prompt and `num_outputs` known.
@@ -91,6 +93,7 @@ class Sequence:
     num_scored_tokens: prompt tokens whose log-probabilities are told, where they are wanted.
     pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
     grammar: where its output stands in the grammar that it must match.
+    device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.ledger`).
     order: smaller is admitted earlier and preempted later; unique.
     """
 
@@ -113,6 +116,8 @@ class Sequence:
     num_scored_tokens: int = 0
     pooled: NDArray[np.float64] | None = None
     grammar: GrammarState | None = None
+    device_ns: int = 0
+    block_ns: int = 0
 
     @property
     def reads_prompt(self) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
+from engine.ledger import Ledger
 from engine.prefix_hash import TOKEN_BYTES, block_hash, extend_hashes, root_hash, token_bytes
 from engine.report import Ints
 from engine.request import Sequence
@@ -25,9 +26,12 @@ class Rows:
     inputs. Used by the scheduler only; one thread.
     """
 
-    def __init__(self, tables: Tables, params: SamplingTable, blocks: BlockManager, stops: StopTokens) -> None:
+    def __init__(
+        self, tables: Tables, params: SamplingTable, blocks: BlockManager, stops: StopTokens, ledger: Ledger
+    ) -> None:
         self.tables = tables
         self.blocks = blocks
+        self._ledger = ledger
         self._params = params
         self._stops = stops
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
@@ -66,7 +70,7 @@ class Rows:
         """Give `sequence` a slot with all its tokens, and the blocks of `prefix`; keep slots for its siblings."""
         slot = self._take_slot(sequence)
         self.tables.fill(slot, sequence.request.prompt_token_ids, sequence.resume_tokens, limit)
-        self.blocks.acquire(prefix)
+        self.blocks.acquire(prefix, sequence.request.tenant)
         sequence.block_table = prefix
         self._mirror(sequence, 0)
         sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
@@ -77,13 +81,14 @@ class Rows:
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Give `sequence` blocks until they hold `num_tokens`. Raises `ValueError` when too few are available."""
         held = len(sequence.block_table)
-        sequence.block_table += self.blocks.allocate(self.blocks_for(num_tokens) - held)
+        wanted = self.blocks_for(num_tokens) - held
+        sequence.block_table += self.blocks.allocate(wanted, sequence.request.tenant)
         self._mirror(sequence, held)
 
     def grow_by_one(self, sequences: Items[Sequence], slots: Index) -> None:
         """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
         tables, size = self.tables, self.blocks.block_size
-        taken = self.blocks.allocate(len(sequences))
+        taken = self.blocks.allocate_each([sequence.request.tenant for sequence in sequences])
         for sequence, block in zip(sequences, taken, strict=True):
             sequence.block_table.append(block)
         capacity = tables.capacity[slots]
@@ -107,7 +112,7 @@ class Rows:
         The copy itself is noted in `copies`. Raises `ValueError` when no block is available.
         """
         index = position // self.blocks.block_size
-        copy = self.blocks.writable(sequence.block_table, index)
+        copy = self.blocks.writable(sequence.block_table, index, sequence.request.tenant)
         if copy is not None:
             source, target = copy
             self.copies[target] = source
@@ -144,6 +149,7 @@ class Rows:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""
         if sequence.slot < 0:
             return
+        self._ledger.leaves(sequence)
         self.blocks.release(sequence.block_table)
         self.tables.clear(sequence.slot)
         self._stops.unwatch(sequence.request)

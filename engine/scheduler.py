@@ -12,6 +12,7 @@ from engine.admission import Admission
 from engine.boundary import Boundary
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
+from engine.flight import Wait, WaitLog
 from engine.grammar.base import GrammarState
 from engine.planner import Planner
 from engine.report import EngineStats, Finish, Ints
@@ -49,8 +50,11 @@ class Scheduler:
     A host-side exception on one sequence's account ends its request with ERROR and touches nobody else.
     """
 
-    def __init__(self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission) -> None:
+    def __init__(
+        self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission, waits: WaitLog
+    ) -> None:
         self.counters = Counters()
+        self._waits = waits
         self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
         self._boundary = Boundary(self._roster)
         self._updater = Updater(rows, self._roster, stops, self._boundary)
@@ -116,6 +120,10 @@ class Scheduler:
         """Return what ended since the last call."""
         return self._roster.take_finished()
 
+    def batch(self) -> tuple[list[Sequence], Index]:
+        """Return the running sequences, which hold all blocks, and their slots."""
+        return self._roster.running, self._roster.slots
+
     # ---- before the step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> Schedule | None:
@@ -139,8 +147,12 @@ class Scheduler:
         wanted = np.minimum(left, self._chunk)
         decodes_first = np.argsort(left > 1, kind="stable")
         served = wanted[decodes_first]
+        ends = np.cumsum(served)
         query_lens = np.empty_like(wanted)
-        query_lens[decodes_first] = np.clip(self._budget - (np.cumsum(served) - served), 0, served)
+        query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
+        if ends[-1] > self._budget or self._waits.any_starved:
+            starved = (query_lens == 0).nonzero()[0].tolist()
+            self._waits.starved({roster.running[row].request.request_id for row in starved})
         return query_lens
 
     def _make_room(self, query_lens: Ints) -> Index:
@@ -177,7 +189,7 @@ class Scheduler:
     def _free_blocks(self, sequence: Sequence, wanted: Callable[[], int]) -> bool:
         """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
         while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
-            self._roster.preempt()
+            self._waits.preempted(self._roster.preempt().request.request_id)
             self.counters.preemptions += 1
         return sequence.status is SequenceStatus.RUNNING
 
@@ -198,6 +210,10 @@ class Scheduler:
             granted.append(grant)
             budget -= grant
             promised += self._missing_blocks(sequence)
+        if budget <= 0 and (head := self._roster.waiting.peek()) is not None:
+            self._waits.head_waits(
+                head.request.request_id, Wait.BUDGET, lambda: f"all {self._budget} tokens of a step"
+            )
         return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
 
     def _missing_blocks(self, sequence: Sequence) -> int:
@@ -209,10 +225,13 @@ class Scheduler:
         promised: blocks that sequences in the middle of their prompts have still to take.
         """
         siblings = self._roster.siblings.get(sequence, [])
+        request_id = sequence.request.request_id
         if self._rows.num_free_slots <= len(siblings):
+            self._waits.head_waits(request_id, Wait.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
             return 0
         prefix = self._fitting_prefix(sequence, promised, len(siblings))
         if prefix is None:
+            self._waits.head_waits(request_id, Wait.BLOCKS, lambda: self._lack(sequence))
             return 0
         self._rows.place(sequence, siblings, prefix, self._limit(sequence.request))
         if not sequence.preemptions:
@@ -220,7 +239,12 @@ class Scheduler:
         grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
         self._rows.grow(sequence, sequence.num_computed_tokens + grant)
         self._roster.start(sequence)
+        self._waits.starts(request_id, sequence.arrival_time, bool(sequence.preemptions))
         return grant
+
+    def _lack(self, sequence: Sequence) -> str:
+        wanted, room = self._rows.blocks_for(sequence.num_tokens), self._rows.blocks.num_available
+        return f"{wanted} for its tokens so far; {room} are free, some of them promised to those that run"
 
     def _fitting_prefix(self, sequence: Sequence, promised: int, num_siblings: int) -> list[int] | None:
         """Return the cached blocks to start with, or None if what is free does not hold the rest of `sequence`.

@@ -52,7 +52,7 @@ class Preparer:
     job: in few characters; equal for equal jobs; answers are named by it. seed: rows that bring none draw by it and
     their number. created: seconds since 1970. salt_of: makes a row's salt of the prefix cache that of its tenant.
     priority: in place of the rows' own. None = as the rows say. lot: what sets the draws apart from those of another
-    batch with the same seed; "" = nothing.
+    batch with the same seed; "" = nothing. tenant: who is charged.
     """
 
     model: ServedModel
@@ -62,6 +62,7 @@ class Preparer:
     salt_of: Callable[[bytes], bytes] | None = None
     priority: int | None = None
     lot: str = ""
+    tenant: str = ""
 
     def prepare(self, task: Task) -> Prepared:
         """Check and tokenize; raises `ApiError` or `InvalidRequestError` in the words of the row's own fields."""
@@ -89,6 +90,7 @@ class Preparer:
                 one,
                 cache_salt=one.cache_salt if self.salt_of is None else self.salt_of(one.cache_salt),
                 priority=one.priority if self.priority is None else self.priority,
+                tenant=self.tenant,
             )
             for one in requests
         )

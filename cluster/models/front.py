@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.fleet import ReplicaView
+from cluster.inquiries import Explanation, nothing_known
 from cluster.metrics import ModelMetrics
 from cluster.openai.served_model import ServedModel
 from cluster.tenants.fair_gate import FairGate
@@ -16,7 +17,7 @@ class ModelFront:
     """One model as the ingresses see it.
 
     gate: the fair gate, through which its tokens come. metrics: under its name. ready: whether requests that come now
-    are served. replicas: a snapshot.
+    are served. replicas: a snapshot. explain: tells what a request waited for, by the name that its client knows.
     """
 
     model: ServedModel
@@ -24,6 +25,7 @@ class ModelFront:
     metrics: ModelMetrics
     ready: Callable[[], bool]
     replicas: Callable[[], Sequence[ReplicaView]] = list
+    explain: Callable[[str], Awaitable[Explanation]] = nothing_known
 
     @property
     def model_id(self) -> str:

@@ -8,6 +8,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.admission.start import fair_gate
 from cluster.config import ClusterConfig
+from cluster.cost_figures import CostCollector
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
@@ -49,12 +50,14 @@ class LiveModel:
             RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
         )
         metrics.register(RoutingCollector(model.model_id, self._dispatcher.counters, self._dispatcher.caches))
+        metrics.register(CostCollector(model.model_id, self._dispatcher.replicas, self._dispatcher.counters))
         self.front = ModelFront(
             model,
             fair_gate(config, self._dispatcher),
             metrics.of(model.model_id, self._figures),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
+            explain=self._dispatcher.explain,
         )
 
     def ready(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -37,6 +37,7 @@ from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
 from cluster.tenants.tenancy import Tenancy
 from cluster.ui.page import ui_route
+from cluster.why import why
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 ReadyBody = Mapping[str, Any]
@@ -88,11 +89,16 @@ def build_app(
         *_model_routes(models),
         *_document_routes(),
         *_status_routes(metrics, models, ready),
+        Route("/why/{name}", partial(_why, models)),
         ui_route(),
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
     return Gate(app, metrics, door, names_answers)
+
+
+async def _why(models: Models, request: Request) -> Response:
+    return _json(await why(models, request.path_params["name"]))
 
 
 def _model_routes(models: Models) -> list[Route]:

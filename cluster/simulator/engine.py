@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from cluster.engine_thread import Core, EngineListener
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
+from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 
@@ -18,7 +20,8 @@ Command = Callable[[], object]
 class SimulatedEngine:
     """Implements `Engine`. Commands are carried out between steps; a step's report comes when its time is over.
 
-    step_seconds: how long the core's latest step takes, on the clock of the event loop, virtual or not.
+    step_seconds: how long the core's latest step takes, on the clock of the event loop, virtual or not. To the core
+    it takes no time, so that all of its device seconds are idle.
     """
 
     def __init__(
@@ -42,6 +45,16 @@ class SimulatedEngine:
     def stats(self) -> EngineStats:
         """Figures after the latest step."""
         return self._stats
+
+    @property
+    def costs(self) -> Costs:
+        """The accounts now."""
+        return self._core.costs()
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
+        return self._core.flight
 
     @property
     def progress_age(self) -> float:

@@ -19,6 +19,7 @@ from cluster.errors import ApiError
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
 from engine.errors import ConfigError
+from engine.flight import is_of
 from engine.request import Request
 
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
@@ -111,6 +112,16 @@ class FairGate:
     def waiting(self) -> dict[str, int]:
         """Return how many requests of each tenant wait, of those that have any."""
         return self._queue.lengths()
+
+    def waits_for(self, name: str) -> list[tuple[float, str]]:
+        """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what."""
+        now = asyncio.get_running_loop().time()
+        turns = [turn for turn in self._queue.items() if is_of(turn.request.request_id, name)]
+        ahead = {turn: self._queue.work_ahead(turn.tenant, turn.priority, turn.work) for turn in turns}
+        return [
+            (now - turn.since, f"of tenant {turn.tenant}; at most {work} tokens of work, its own included, go first")
+            for turn, work in ahead.items()
+        ]
 
     def figures(self) -> QueueFigures:
         """Return what waits now."""

@@ -106,6 +106,10 @@ class FairQueue(Generic[T]):
         others = [self._flows[name].work for _, _, name in self._turns if name != tenant]
         return own + sum(min(other, own + work) for other in others)
 
+    def items(self) -> list[T]:
+        """Return what waits, in order of arrival."""
+        return list(self._waiting)
+
     def oldest(self) -> T | None:
         """Return what has waited longest, None where nothing waits."""
         return next(iter(self._waiting), None)

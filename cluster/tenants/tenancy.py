@@ -171,7 +171,7 @@ class _TenantSource:
         """Run a request when it is the tenant's turn; see `TokenSource.generate`. Without a context: the visit's."""
         salt = tenant_salt(self._tenant, request.cache_salt)
         given = self._context if context is NO_CONTEXT else context
-        own = replace(request, cache_salt=salt, deadline=self._deadline)
+        own = replace(request, cache_salt=salt, deadline=self._deadline, tenant=self._tenant.name)
         return self._gate.generate(self._tenant.name, own, given)
 
     def finish_choice(self, request_id: str, choice: int) -> None:

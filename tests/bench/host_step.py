@@ -22,7 +22,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 VOCAB = 32_000
-STAGES = ("schedule", "prepare", "update", "report")
+STAGES = ("schedule", "prepare", "update", "report", "ledger")
 T = TypeVar("T")
 Times = dict[str, list[float]]
 
@@ -83,11 +83,15 @@ class Load:
 
     def _step(self) -> list[float]:
         """Do what `EngineCore.step` does, with a look at the clock in between."""
-        core, marks = self.core, [time.perf_counter()]
+        core, begun = self.core, time.perf_counter()
+        core._ledger.idle(time.monotonic())
+        marks = [time.perf_counter()]
         schedule = _timed(marks, core._scheduler.schedule)
         assert schedule is not None
         inputs, sampling = _timed(marks, lambda: core._inputs.prepare(schedule))
         outputs = core._execute(inputs, sampling)
+        ran = time.perf_counter()
+        core._ledger.ran(schedule, *core._scheduler.batch(), time.monotonic())
         executed = time.perf_counter()
         core._scheduler.update(schedule, outputs.token_ids)
         updated = time.perf_counter()
@@ -95,7 +99,8 @@ class Load:
         reported = time.perf_counter()
         for _ in report.finished:
             self.add()
-        stages = marks[1] - marks[0], marks[2] - marks[1], updated - executed, reported - updated
+        ledger = marks[0] - begun + executed - ran
+        stages = marks[1] - marks[0], marks[2] - marks[1], updated - executed, reported - updated, ledger
         return [seconds * 1e6 for seconds in stages]
 
 

@@ -491,11 +491,12 @@ async def test_a_batch_keeps_to_one_model_while_replicas_of_two_run(model, store
 
 @pytest.mark.parametrize("by_priority", [True, False])
 async def test_rows_use_their_tenants_cache_and_come_behind_clients(model, store, tmp_path, monkeypatch, by_priority):
-    asked = []
+    asked, charged = [], set()
     generate = Dispatcher.generate
 
     def seen(dispatcher, request, *more):
         asked.append((request.cache_salt, request.priority))
+        charged.add(request.tenant)
         return generate(dispatcher, request, *more)
 
     monkeypatch.setattr(Dispatcher, "generate", seen)
@@ -510,6 +511,7 @@ async def test_rows_use_their_tenants_cache_and_come_behind_clients(model, store
     salts = [tenant_salt(Tenant(TENANT), b""), tenant_salt(Tenant(TENANT), b"own")]
     assert sorted(asked[:2]) == sorted((salt, priority) for salt in salts)
     assert sorted(asked[2:]) == [(b"", priority), (b"own", priority)]
+    assert charged == {TENANT}
 
 
 def test_embeddings_use_their_tenants_cache_and_come_behind_clients(model):

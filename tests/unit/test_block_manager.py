@@ -162,6 +162,41 @@ def test_a_copy_without_a_free_block_changes_nothing():
     blocks.check_integrity([a, b])
 
 
+def test_held_blocks_are_counted_once_for_who_took_them_first():
+    blocks = BlockManager(8, SIZE)
+    mine, theirs = blocks.allocate(2, "a"), blocks.allocate_each(["b", "a"])
+    assert blocks.held == {"a": 3, "b": 1}
+    shared = blocks.fork(mine)
+    blocks.acquire(theirs[:1], "c")
+    assert blocks.held == {"a": 3, "b": 1}
+    blocks.writable(shared, 1, "d")
+    assert blocks.held == {"a": 3, "b": 1, "d": 1}
+    blocks.check_integrity([mine, shared, theirs, theirs[:1]])
+    blocks.release(mine)
+    assert blocks.held == {"a": 2, "b": 1, "d": 1}, "the fork still holds the first of them"
+    for table in (shared, theirs, theirs[:1]):
+        blocks.release(table)
+    assert blocks.held == {}
+
+
+def test_cached_block_is_paid_for_by_who_finds_it():
+    blocks = BlockManager(4, SIZE)
+    tokens = [1, 2]
+    table = sealed(blocks, tokens)
+    blocks.release(table)
+    assert blocks.held == {}
+    blocks.acquire(table, "finder")
+    assert blocks.held == {"finder": 1}
+
+
+def test_integrity_notices_a_wrong_payer():
+    blocks = BlockManager(4, SIZE)
+    table = blocks.allocate(1, "a")
+    blocks._payers[table[0]] = "b"
+    with pytest.raises(IntegrityError, match="payer"):
+        blocks.check_integrity([table])
+
+
 @pytest.mark.parametrize("tables", [[], [[1], [1]], [[1], [2]]])
 def test_integrity_notices_wrong_reference_counts(tables):
     blocks = BlockManager(4, SIZE)

@@ -246,12 +246,13 @@ async def test_a_quota_that_is_used_up_says_when_to_come_back(model):
     assert 1 <= refusal.retry_after <= 120
 
 
-async def test_tenants_share_no_cached_prefix(model):
+async def test_tenants_share_no_cached_prefix_and_no_account(model):
     source = saying(model, "fine")
     async with serving_grpc(source, model, door(a=Quota(), b=Quota())) as served:
         for key in "ab":
             await gathered(served.stub.Generate(ask(), **bearing(key)))
     assert len({request.cache_salt for request in source.requests}) == 2
+    assert [request.tenant for request in source.requests] == ["a", "b"]
 
 
 async def test_messages_however_long_and_in_whatever_script_fit_into_the_metadata(model):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from cluster.messages import (
     Abort,
     BlockUpdate,
+    Costs,
     DamagedMessageError,
     Draining,
     FinishChoice,
@@ -22,6 +23,7 @@ from cluster.messages import (
     Rejected,
     Report,
     Resync,
+    Usage,
     Welcome,
     decode_down,
     decode_up,
@@ -34,6 +36,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 LOAD = Load(1, 2, 3, 4, 1, 2, 7, 8, 9, 10, 11, 0.5)
+COSTS = Costs(Usage(4.0, 1e13), Usage(1.5, 0.5), {"team-a": Usage(2.5, 0.25), "": Usage()})
 REPORT = Report(
     3,
     2**62,
@@ -42,10 +45,11 @@ REPORT = Report(
     [0, 4],
     [5, 70000],
     LOAD,
-    [FinishRow(17, "stop", 5, "why")],
+    [FinishRow(17, "stop", 5, "why", "", Usage(0.25, 1e13))],
     [LogprobRow(1, -0.25, [5, 6], [-0.25, -2.0])],
     [(16, 32)],
     BlockUpdate(4, [2**64 - 1], [0], cleared=True),
+    costs=COSTS,
 )
 
 
@@ -61,6 +65,7 @@ def test_messages_going_up_arrive_as_sent(message):
         REPORT,
         Rejected(7, "code", "text", "param", elsewhere=True),
         Heartbeat(9, LOAD),
+        Heartbeat(9, LOAD, 3, COSTS),
         Draining(),
     ],
 )
@@ -72,11 +77,11 @@ def test_request_arrives_whole():
     params = SamplingParams(
         n=3, temperature=0.5, seed=-(2**63), stop=("é", "\x00"), stop_token_ids=(1, 2), logprobs=5
     )
-    request = Request("r", (1, 2**31 - 1), params, seed=2**63 - 1, priority=-3, cache_salt=b"\xff\x00")
+    request = Request("r", (1, 2**31 - 1), params, seed=2**63 - 1, priority=-3, cache_salt=b"\xff\x00", tenant="t")
     submit = decode_up(encode(submit_message(request, 32, {0: (4, 5), 2: ()})))
     arrived = submitted_request(submit, "engine id")
     assert arrived == Request(
-        "engine id", (1, 2**31 - 1), params, request.seed, -3, None, b"\xff\x00", {0: (4, 5), 2: ()}
+        "engine id", (1, 2**31 - 1), params, request.seed, -3, None, b"\xff\x00", {0: (4, 5), 2: ()}, tenant="t"
     )
 
 
@@ -107,6 +112,7 @@ def test_bad_params_harm_only_their_request(params):
         msgspec.msgpack.encode((3, 1, 2)),
         msgspec.msgpack.encode((1, "r" * 257)),
         msgspec.msgpack.encode((4, 0, 16)),
+        encode(submit_message(Request("r", (1,), SamplingParams(), tenant="t" * 257), 0)),
         encode(submit_message(Request("r", (1,), SamplingParams()), 0))[:-1],
         encode(Draining()),
     ],

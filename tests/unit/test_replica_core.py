@@ -19,7 +19,9 @@ from cluster.replica_facts import ReplicaTimes
 from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
 from engine.errors import InvalidRequestError
+from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
+from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 from tests.unit.cluster_lab import GatedExecutor, LabReplica, until
@@ -339,6 +341,13 @@ class BrittleCore:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+    def costs(self) -> Costs:
+        return Costs()
+
+    @property
+    def flight(self) -> FlightRecorder:
+        return FlightRecorder(time.monotonic)
 
     @property
     def has_unfinished(self) -> bool:

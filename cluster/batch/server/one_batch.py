@@ -226,10 +226,10 @@ class OneBatch:
             ).run()
 
     def _preparer(self, record: BatchRecord, job: Job, model: BatchModel) -> Preparer:
-        """Rows use the cache of their tenant alone, and come behind all requests of clients."""
+        """Rows use the cache of their tenant alone, at its cost, and come behind all requests of clients."""
         salt_of = partial(tenant_salt, self._tenant_of(record.tenant))
         priority = MAX_PRIORITY if model.model.by_priority else None
-        return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority, lot=record.id)
+        return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority, record.id, record.tenant)
 
 
 def _named_model(source: FileSource) -> str | None:

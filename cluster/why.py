@@ -1,0 +1,43 @@
+"""What `/why/{id}` says: what a request waited for, in line for its tenant's turn, in routers, and on replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from cluster.errors import ApiError
+from cluster.inquiries import Told
+from cluster.messages import Waited
+from cluster.models.front import ModelFront
+from engine.flight import Wait
+
+LONGEST_NAME = 256
+
+
+async def why(fronts: Iterable[ModelFront], name: str, clock: Callable[[], float] = time.time) -> dict[str, Any]:
+    """Return the body for a request by the id that its answer bears; clock: seconds since 1970.
+
+    Raises `ApiError` (404) where nothing is known: it did not have to wait, or that was long ago, or there is none.
+    """
+    if len(name) > LONGEST_NAME:
+        raise ApiError("invalid_request", f"the id may have at most {LONGEST_NAME} characters", param="id")
+    events: list[Told] = []
+    silent: list[str] = []
+    for front in fronts:
+        found = await front.explain(name)
+        in_line = [Told(Waited(age, Wait.TURN, detail)) for age, detail in front.gate.waits_for(name)]
+        events += [*found.events, *in_line]
+        silent += found.silent
+    if not events:
+        unheard = f"; no answer from {', '.join(silent)}" if silent else ""
+        lost = "it had to wait for nothing, or that was long ago, or on a replica that is lost"
+        raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}")
+    now = clock()
+    return {"id": name, "events": [_shown(told, now) for told in events], "silent": silent}
+
+
+def _shown(told: Told, now: float) -> dict[str, Any]:
+    event = told.event
+    at = now - event.age
+    return {"at": at, "age": event.age, "what": event.what, "detail": event.detail, "replica": told.replica}
