@@ -56,11 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("looks", nargs="+", choices=[*LOOKS], metavar="|".join(LOOKS))
     parser.add_argument("--port", type=int, default=LOOKS["app"].port, help="port of the app")
     parser.add_argument("--key-file", type=Path, default=KEY_FILE, help="file of an API key, where there is one")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time of a look")
     options = parser.parse_args(arguments)
     key = options.key_file.read_text(encoding="ascii").strip() if options.key_file.is_file() else None
     for name in options.looks:
         look = Look(options.port, LOOKS[name].path) if name == "app" else LOOKS[name]
-        if found := trouble(look, key if name == "app" else None):
+        if found := trouble(look, key if name == "app" else None, options.seconds):
             print(found)
             return 1
     return 0

@@ -23,15 +23,16 @@ def test_probes_look_with_the_command_that_the_image_has(helm4, name):
     for _, commands in probes(name, batch=name == "batch"):
         for command in commands.values():
             assert command[:3] == ["python", "-m", "deploy.probe"]
-            assert set(command[3:]) - {"--port=8000", "--port=9000"} <= LOOKS.keys()
+            assert command[-1] == "--seconds=5"
+            assert set(command[3:-1]) - {"--port=8000", "--port=9000"} <= LOOKS.keys()
 
 
 def test_a_worker_gets_requests_when_ready_says_so_and_lives_while_ray_does(helm4):
     (_, head), *workers = probes("everything")
     assert all("app" not in command for command in head.values()), "the app is deployed only when the head is ready"
     for _, commands in workers:
-        assert commands["readiness"][3:] == ["raylet", "app", "--port=9000"]
-        assert commands["liveness"][3:] == ["raylet"]
+        assert commands["readiness"][3:-1] == ["raylet", "app", "--port=9000"]
+        assert commands["liveness"][3:-1] == ["raylet"]
 
 
 def test_workers_of_a_batch_wait_for_no_app(helm4):

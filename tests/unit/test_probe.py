@@ -8,6 +8,8 @@ import pytest
 
 from deploy.probe import LOOKS, Look, main, trouble
 
+PATIENT = "--seconds=60"  # a busy machine is not what is looked for
+
 
 class Answering(BaseHTTPRequestHandler):
     """Answers as the server's `answers` say, by path; a pair wants a key."""
@@ -74,14 +76,14 @@ def test_the_app_is_asked_with_the_key_of_the_file(tmp_path, capsys, held, statu
     if held is not None:
         file.write_text(held)
     with answering(ready=(200, "{}", "secret")) as port:
-        assert main(["app", f"--port={port}", f"--key-file={file}"]) == status
+        assert main(["app", f"--port={port}", f"--key-file={file}", PATIENT]) == status
     assert ("401" in capsys.readouterr().out) == bool(status)
 
 
 def test_the_first_trouble_ends_the_look(tmp_path, monkeypatch, capsys):
     with answering(health=(200, "success", None), ready=(503, "starting", None)) as port:
         monkeypatch.setitem(LOOKS, "raylet", Look(port, "/health", "success"))
-        arguments = [f"--port={port}", f"--key-file={tmp_path / 'none'}"]
+        arguments = [f"--port={port}", f"--key-file={tmp_path / 'none'}", PATIENT]
         assert main(["raylet", "app", *arguments]) == 1
         assert "starting" in capsys.readouterr().out
         assert main(["raylet", *arguments]) == 0

@@ -83,7 +83,7 @@ seccompProfile: {type: RuntimeDefault}
 {{/* A look at the pod from within, without a shell, wget or curl. root; looks: what is looked at; failures. */}}
 {{- define "squadron.probe" -}}
 exec:
-  command: [python, -m, deploy.probe, {{ join ", " .looks }}]
+  command: [python, -m, deploy.probe, {{ join ", " .looks }}, --seconds={{ int .root.Values.probes.timeoutSeconds }}]
 periodSeconds: {{ int .root.Values.probes.periodSeconds }}
 timeoutSeconds: {{ int .root.Values.probes.timeoutSeconds }}
 failureThreshold: {{ int .failures }}
