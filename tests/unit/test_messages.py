@@ -49,6 +49,7 @@ REPORT = Report(
     [LogprobRow(1, -0.25, [5, 6], [-0.25, -2.0])],
     [(16, 32)],
     BlockUpdate(4, [2**64 - 1], [0], cleared=True),
+    others=4,
     costs=COSTS,
 )
 
@@ -65,7 +66,7 @@ def test_messages_going_up_arrive_as_sent(message):
         REPORT,
         Rejected(7, "code", "text", "param", elsewhere=True),
         Heartbeat(9, LOAD),
-        Heartbeat(9, LOAD, 3, COSTS),
+        Heartbeat(9, LOAD, 3, 2, COSTS),
         Draining(),
     ],
 )
