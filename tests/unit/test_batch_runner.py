@@ -2,53 +2,39 @@
 
 import asyncio
 import errno
-import json
-import os
-import stat
-from contextlib import asynccontextmanager, closing
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
 import pytest
 
-from cluster.batch.bounds import whole_room
 from cluster.batch.check import check_input
-from cluster.batch.errors import BusyError, FencedError, InputError, LedgerError, UnreachableError
-from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.ledger import Ledger, read_replicas
+from cluster.batch.errors import BusyError, InputError, UnreachableError
+from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.write import write_output
-from cluster.batch.prepare import Preparer
-from cluster.batch.rows import Task
 from cluster.batch.server import changes
 from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest, line_errors
-from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import LineError, RequestCounts
-from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.pages import Asked
 from cluster.batch.server.root import open_root
-from cluster.batch.server.runner import Runner
-from cluster.batch.server.store import NewBatch, Store
-from cluster.batch.server.sweeper import Sweeper
-from cluster.batch.server.worker import ledger_folder, tenants_of
-from cluster.config import ClusterConfig
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
+from cluster.batch.server.store import Store
 from cluster.errors import ApiError
-from cluster.metrics import ClusterFigures, Metrics
-from cluster.openai.checking import MAX_PRIORITY, unknown_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
-from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
 from engine.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
+from tests.unit.batch_server_lab import (
+    PATIENT,
+    TENANT,
+    Server,
+    created,
+    full,
+    lines,
+    rows,
+)
 from tests.unit.cluster_lab import Lab, until
 from tests.unit.engine_driver import VOCAB
-
-PATIENT = DispatcherConfig(admission_wait=60.0, no_replica_timeout=60.0)
-TENANT = "acme"
-URL = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -59,50 +45,6 @@ def model(tmp_path_factory):
 @pytest.fixture
 def store(tmp_path):
     return Store(open_root(str(tmp_path / "store")), 10**6)
-
-
-def rows(count, **more):
-    body = {"model": "tiny", "max_tokens": 20, "temperature": 1.0, "ignore_eos": True, **more}
-    return [
-        {"custom_id": f"r{i}", "method": "POST", "url": URL, "body": {**body, "prompt": [i % 50 + 3, 5]}}
-        for i in range(count)
-    ]
-
-
-def created(store, requests, endpoint=URL):
-    draft = store.files.draft()
-    draft.write("".join(json.dumps(one) + "\n" for one in requests).encode())
-    stored = store.keep_input(draft, TENANT, "rows.jsonl")
-    return store.create_batch(NewBatch(stored.id, endpoint), TENANT).id
-
-
-def full(*_, **__):
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def lines(store, file_id):
-    with store.files.open(store.file(file_id, TENANT)) as file:
-        return [json.loads(line) for line in file]
-
-
-class Server:
-    """What runs batches, on the replicas of a lab."""
-
-    def __init__(self, lab, store, model, folder, **more):
-        self._lab, self._model = lab, model
-        self.turn = asyncio.Lock()
-        self.fingerprint, self.name, self.decisive = "f", "tiny", {"prompts": "f"}
-        self.one = OneBatch(store, folder, self.model_of, **more)
-
-    def model_of(self, name):
-        if name not in (None, self.name):
-            raise unknown_model(name, [self.name])
-        dispatcher = self._lab.dispatcher
-        metrics = Metrics().of("tiny", ClusterFigures)
-        room = whole_room(dispatcher, 16, 64)
-        return BatchModel(
-            self._model, dispatcher, room, metrics, self.turn, self.fingerprint, 0, decisive=self.decisive
-        )
 
 
 async def test_a_batch_is_run_to_its_output_and_its_errors(model, store, tmp_path):
@@ -304,266 +246,6 @@ async def test_a_huge_id_makes_no_huge_record(model, store, tmp_path):
     assert len(huge.message) < 2000
 
 
-def told(store, batch_id, change):
-    """Write a change of a batch, as its runner does."""
-    store.batches.write(change(store.batches.read(batch_id)))
-
-
-@asynccontextmanager
-async def at_work(server, batch_id):
-    work = asyncio.create_task(server.one.run(batch_id))
-    try:
-        yield work
-    finally:
-        await cut_off(work)
-
-
-async def left_by_a_runner(model, store, ledgers, batch_id, rows_done=5):
-    """A batch of which some rows are done, and whose runner was killed."""
-    async with Lab(PATIENT) as lab:
-        await lab.start("a", pace=0.002)
-        async with at_work(Server(lab, store, model, ledgers), batch_id):
-            await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > rows_done)
-
-
-async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
-    batch_id = created(store, rows(3))
-    epoch = tmp_path / "ledgers" / batch_id / "epoch-00000001"
-    async with Lab() as lab:
-        server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id):
-            await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
-            seen = epoch.stat().st_mtime_ns
-            await until(lambda: epoch.stat().st_mtime_ns > seen)
-
-
-async def test_a_batch_that_waits_writes_nothing_that_is_not_new(model, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.001)
-    batch_id, write, written, looks = created(store, rows(3)), store.batches.write, [], []
-    cancel_asked_at = store.batches.cancel_asked_at
-    monkeypatch.setattr(store.batches, "write", lambda one: (written.append(one), write(one)))
-    monkeypatch.setattr(
-        store.batches, "cancel_asked_at", lambda batch_id: (looks.append(1), cancel_asked_at(batch_id))[1]
-    )
-    async with Lab() as lab:
-        server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id):
-            await until(lambda: len(looks) > 20)
-    assert [one.status for one in written] == ["in_progress"]
-
-
-def test_who_let_go_of_an_epoch_touches_nothing_any_more(tmp_path):
-    epoch = Epoch(tmp_path)
-    epoch.close()
-    other = tmp_path / "other"
-    with other.open("w") as file:
-        os.utime(other, (1, 1))
-        epoch.beat()
-        assert os.fstat(file.fileno()).st_mtime == 1
-
-
-async def test_a_runner_that_another_one_follows_writes_no_record_any_more(model, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
-    batch_id = created(store, rows(3))
-    async with Lab() as lab:
-        server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id) as work:
-            await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
-            (tmp_path / "ledgers" / batch_id / "epoch-00000002").write_bytes(b"")
-            await asyncio.wait([work])
-            with pytest.raises(FencedError):
-                work.result()
-
-
-async def test_a_batch_that_was_about_to_end_and_lost_its_ledger_runs_again(model, store, tmp_path):
-    batch_id = created(store, rows(5))
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
-    told(store, batch_id, lambda one: changes.finalizing(one, one.created_at, RequestCounts(5, 5, 0)))
-    async with Lab() as lab:
-        await lab.start("a")
-        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
-    batch = store.batch(batch_id, TENANT)
-    assert (batch.status, batch.request_counts) == ("completed", RequestCounts(5, 5, 0))
-    assert len(lines(store, batch.output_file_id)) == 5
-
-
-@pytest.mark.parametrize("wanted", ["cancelled", "expired", "failed"])
-async def test_a_batch_ends_though_its_model_is_gone(model, store, tmp_path, monkeypatch, wanted):
-    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
-    batch_id, ledgers = created(store, rows(200, max_tokens=40)), tmp_path / "ledgers"
-    await left_by_a_runner(model, store, ledgers, batch_id)
-    if wanted == "cancelled":
-        store.cancel_batch(batch_id, TENANT)
-    late = store.batch(batch_id, TENANT).expires_at
-    async with Lab() as lab:
-        server = Server(lab, store, model, ledgers, **({"clock": lambda: late} if wanted == "expired" else {}))
-        server.name = "another"
-        await server.one.run(batch_id)
-    batch = store.batch(batch_id, TENANT)
-    assert batch.status == wanted
-    assert not list(ledgers.iterdir())
-    if wanted == "failed":
-        assert batch.errors[0].code == "model_not_found"
-        return
-    assert len(lines(store, batch.output_file_id)) == batch.request_counts.completed > 5
-    assert {line["error"]["code"] for line in lines(store, batch.error_file_id)} == {f"batch_{wanted}"}
-
-
-async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp_path):
-    batch_id = created(store, rows(5))
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
-    store.cancel_batch(batch_id, TENANT)
-    store.files.remove(store.batch(batch_id, TENANT).input_file_id)
-    async with Lab() as lab:
-        await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
-    batch = store.batch(batch_id, TENANT)
-    assert (batch.status, batch.output_file_id, batch.request_counts.total) == ("cancelled", None, 5)
-
-
-async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tmp_path, monkeypatch):
-    batch_id, ledgers = created(store, rows(20)), tmp_path / "ledgers"
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 20, "tiny"))
-    late = store.batch(batch_id, TENANT).expires_at
-    async with Lab() as lab:
-        server = Server(lab, store, model, ledgers, clock=lambda: late)
-        with monkeypatch.context() as broken:
-            broken.setattr(store.files, "add", full)
-            with pytest.raises(OSError, match="No space"):
-                await server.one.run(batch_id)
-        await server.one.run(batch_id)
-    batch = store.batch(batch_id, TENANT)
-    assert (batch.status, len(lines(store, batch.error_file_id))) == ("expired", 20)
-
-
-@pytest.mark.parametrize(
-    "changed", [{"fingerprint": "g"}, {"decisive": {"prompts": "g"}}], ids=["weights", "template"]
-)
-async def test_what_gives_other_answers_begins_a_batch_anew(model, store, tmp_path, monkeypatch, changed):
-    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
-    batch_id, ledgers = created(store, rows(40)), tmp_path / "ledgers"
-    await left_by_a_runner(model, store, ledgers, batch_id)
-    async with Lab() as lab:
-        await lab.start("b")
-        server = Server(lab, store, model, ledgers)
-        vars(server).update(changed)
-        await server.one.run(batch_id)
-        assert lab.dispatcher.counters.tokens == 40 * 20
-    assert store.batch(batch_id, TENANT).status == "completed"
-
-
-async def test_replicas_of_another_model_begin_a_batch_anew(model, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
-    batch_id, ledgers = created(store, rows(40)), tmp_path / "ledgers"
-    async with Lab(PATIENT) as lab:
-        await lab.start("a", pace=0.005, fingerprint="one")
-        work = asyncio.create_task(Server(lab, store, model, ledgers).one.run(batch_id))
-        await until(lambda: lab.dispatcher.counters.tokens > 200 or work.done())
-        await cut_off(work)
-    assert read_replicas(ledgers / batch_id) == "one"
-    async with Lab(PATIENT) as lab:
-        await lab.start("b", fingerprint="two")
-        await Server(lab, store, model, ledgers).one.run(batch_id)
-        assert lab.dispatcher.counters.tokens == 40 * 20
-    assert store.batch(batch_id, TENANT).status == "completed"
-
-
-async def test_a_batch_keeps_to_one_model_while_replicas_of_two_run(model, store, tmp_path, monkeypatch):
-    """Its rows begin without a replica, and are handed to both before one of them draws the first token."""
-    noted, note = set(), Ledger.note_tokens
-    monkeypatch.setattr(Ledger, "note_tokens", lambda own, new: (noted.add(own.replicas), note(own, new)))
-    batch_id = created(store, rows(40))
-    async with Lab(PATIENT) as lab:
-        async with at_work(Server(lab, store, model, tmp_path / "ledgers"), batch_id) as work:
-            await until(lambda: lab.dispatcher.queue().requests > 0)  # which is what asks for a first replica
-            old = await lab.start("old", steps=0, fingerprint="one")
-            new = await lab.start("new", steps=0, fingerprint="two")
-            await until(lambda: all(one.num_requests for one in lab.dispatcher.replicas()))
-            new.executor.allow(3)
-            await until(lambda: read_replicas(tmp_path / "ledgers" / batch_id) == "two")
-            old.executor.allow(10**6)
-            new.executor.allow(10**6)
-            await work
-        assert lab.dispatcher.counters.tokens > 40 * 20, "the other model drew some, which do not count"
-    assert noted == {"two"}
-    assert store.batch(batch_id, TENANT).request_counts == RequestCounts(40, 40, 0)
-
-
-@pytest.mark.parametrize("by_priority", [True, False])
-async def test_rows_use_their_tenants_cache_and_come_behind_clients(model, store, tmp_path, monkeypatch, by_priority):
-    asked, charged = [], set()
-    generate = Dispatcher.generate
-
-    def seen(dispatcher, request, *more):
-        asked.append((request.cache_salt, request.priority))
-        charged.add(request.tenant)
-        return generate(dispatcher, request, *more)
-
-    monkeypatch.setattr(Dispatcher, "generate", seen)
-    requests = rows(2, **({"priority": -5} if by_priority else {}))
-    requests[1]["body"]["cache_salt"] = "own"
-    async with Lab() as lab:
-        await lab.start("a")
-        own = replace(model, by_priority=by_priority)
-        await Server(lab, store, own, tmp_path / "a").one.run(created(store, requests))
-        await Server(lab, store, own, tmp_path / "b", tenant_of=lambda _: OPEN).one.run(created(store, requests))
-    priority = MAX_PRIORITY if by_priority else 0
-    salts = [tenant_salt(Tenant(TENANT), b""), tenant_salt(Tenant(TENANT), b"own")]
-    assert sorted(asked[:2]) == sorted((salt, priority) for salt in salts)
-    assert sorted(asked[2:]) == [(b"", priority), (b"own", priority)]
-    assert charged == {TENANT}
-
-
-def test_embeddings_use_their_tenants_cache_and_come_behind_clients(model):
-    task = Task(0, "r0", "/v1/embeddings", {"model": "tiny", "input": [[3, 5], [4]]})
-    call = Preparer(model, "job", 0, 1, lambda salt: salt + b"-own", 7).prepare(task).call
-    assert [(one.cache_salt, one.priority) for one in call.requests] == [(b"-own", 7)] * 2
-
-
-def test_keys_alone_make_tenants_apart():
-    assert tenants_of(ClusterConfig("demo"))("default") is OPEN
-    assert tenants_of(ClusterConfig("demo", api_key="k"))("default") == Tenant("default")
-    assert tenants_of(ClusterConfig("demo", api_key_file="f"))("a") == Tenant("a")
-
-
-async def test_ledgers_among_other_users_files_are_for_their_own_alone(model, store, tmp_path, monkeypatch):
-    batch_id, folder = created(store, rows(3)), tmp_path / "shared" / "ledgers"
-    folder.mkdir(parents=True, mode=0o755)
-    seen = []
-    monkeypatch.setattr(
-        changes, "begun", lambda *given, real=changes.begun: (seen.append(mode(folder)), real(*given))[1]
-    )
-    async with Lab() as lab:
-        await lab.start("a")
-        server = Server(lab, store, model, folder, private=True)
-        await server.one.run(batch_id)
-        assert (seen, store.batch(batch_id, TENANT).status) == ([0o700], "completed")
-        folder.rmdir()
-        (tmp_path / "else").mkdir()
-        folder.symlink_to(tmp_path / "else")
-        with pytest.raises(LedgerError, match="TMPDIR"):
-            await server.one.run(created(store, rows(3)))
-        folder.unlink()
-        monkeypatch.setattr("cluster.batch.server.private_folder.os.geteuid", lambda: os.getuid() + 1)
-        with pytest.raises(LedgerError, match="no folder of this user's"):
-            await server.one.run(created(store, rows(3)))
-
-
-def test_ledgers_lie_in_the_directory_or_behind_a_url_in_a_folder_of_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.worker.tempfile.gettempdir", lambda: str(tmp_path))
-    assert ledger_folder(str(tmp_path / "kept")) == tmp_path / "kept" / "ledgers"
-    folder = ledger_folder("s3://bucket/squadron")
-    assert (folder.parent, mode(folder)) == (tmp_path, 0o700)
-    folder.chmod(0o755)  # as it was made by an earlier version
-    assert ledger_folder("s3://bucket/squadron") == folder
-    assert mode(folder) == 0o700
-    assert ledger_folder("s3://bucket/other") != folder
-
-
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 async def test_trouble_with_reading_fails_no_batch(model, store, tmp_path, monkeypatch):
     def broken(*_):
         raise OSError(errno.EIO, "Input/output error")
@@ -653,185 +335,3 @@ async def test_a_batch_that_failed_in_the_end_leaves_no_output(model, store, tmp
     batch = store.batch(batch_id, TENANT)
     assert batch.status == "failed"
     assert [one.id for one in store.files.page(TENANT, Asked(10)).items] == [batch.input_file_id]
-
-
-def test_ledgers_of_batches_that_have_ended_are_swept(store, tmp_path):
-    ids = {name: created(store, rows(1)) for name in ("runs", "ended", "is ending")}
-    ids["is gone"] = BATCH_IDS.new(TENANT)
-    for name in ("ended", "is ending"):
-        told(store, ids[name], lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
-    for name in (*ids.values(), "else"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "job.json").write_bytes(b"{}")
-    with closing(Epoch(tmp_path / ids["is ending"])):
-        Sweeper(store, tmp_path).sweep()
-    assert {one.name for one in tmp_path.iterdir()} - {"store"} == {ids["runs"], ids["is ending"], "else"}
-    Sweeper(store, tmp_path / "none").sweep()
-
-
-def test_a_damaged_record_keeps_its_own_ledger_alone(store, tmp_path):
-    ids = [created(store, rows(1)) for _ in range(4)]
-    for batch_id in ids:
-        (tmp_path / "ledgers" / batch_id).mkdir(parents=True)
-        told(store, batch_id, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
-    for damaged in (ids[0], ids[2]):
-        store.batches._root.write(f"batches/{damaged}/batch.json", b"damaged")
-    Sweeper(store, tmp_path / "ledgers").sweep()
-    assert {one.name for one in (tmp_path / "ledgers").iterdir()} == {ids[0], ids[2]}
-
-
-async def test_sweeping_goes_on_after_trouble(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.sweeper.SWEEP_SECONDS", 0.001)
-    swept = []
-
-    def sweep():
-        swept.append(1)
-        full()
-
-    monkeypatch.setattr(store, "sweep", sweep)
-    work = asyncio.create_task(Sweeper(store, tmp_path).run())
-    await until(lambda: len(swept) > 2)
-    await cut_off(work)
-
-
-async def test_a_runner_takes_up_all_batches_and_new_ones(model, store, tmp_path):
-    first = [created(store, rows(5)) for _ in range(3)]
-    async with Lab() as lab:
-        await lab.start("a")
-        runner = Runner(store, Server(lab, store, model, tmp_path / "ledgers").one.run)
-        work = asyncio.create_task(runner.run())
-        await until(lambda: all(store.batch(one, TENANT).status == "completed" for one in first))
-        later = created(store, rows(5))
-        runner.wake()
-        await until(lambda: store.batch(later, TENANT).status == "completed")
-        await until(lambda: not runner.running)
-        await cut_off(work)
-
-
-async def test_a_batch_that_cannot_go_on_harms_no_other(store):
-    tried = []
-
-    async def run_one(batch_id):
-        tried.append(batch_id)
-        raise OSError(28, "No space left on device")
-
-    batch_id = created(store, rows(1))
-    now = [0.0]
-    runner = Runner(store, run_one, clock=lambda: now[0])
-    work = asyncio.create_task(runner.run())
-    await until(lambda: tried == [batch_id] and not runner.running)
-    runner.wake()
-    await asyncio.sleep(0.05)
-    assert tried == [batch_id]
-    now[0] += 11
-    runner.wake()
-    await until(lambda: len(tried) == 2)
-    assert not work.done()
-    await cut_off(work)
-
-
-@asynccontextmanager
-async def looking(runner):
-    work = asyncio.create_task(runner.run())
-    try:
-        yield work
-    finally:
-        await cut_off(work)
-
-
-async def test_a_damaged_record_stops_no_other_batch(store, caplog):
-    tried = []
-
-    async def run_one(batch_id):
-        tried.append(batch_id)
-
-    damaged, whole = created(store, rows(1)), created(store, rows(1))
-    store.batches._root.write(f"batches/{damaged}/batch.json", b"{")
-    runner = Runner(store, run_one)
-    async with looking(runner):
-        await until(lambda: tried.count(whole) >= 1)
-        runner.wake()
-        await until(lambda: tried.count(whole) >= 2)
-    assert damaged not in tried
-    assert [damaged in one for one in caplog.messages].count(True) == 1
-
-
-async def test_a_place_that_raises_anything_is_looked_at_again(store, monkeypatch):
-    tried = []
-
-    async def run_one(batch_id):
-        tried.append(batch_id)
-
-    def broken(_):
-        tried.append("broken")
-        raise ValueError("what a library raises")
-
-    batch_id = created(store, rows(1))
-    runner = Runner(store, run_one)
-    with monkeypatch.context() as trouble:
-        trouble.setattr(store.batches._root, "names", broken)
-        work = asyncio.create_task(runner.run())
-        await until(lambda: tried == ["broken"])
-    runner.wake()
-    await until(lambda: tried == ["broken", batch_id])
-    await cut_off(work)
-
-
-async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 3)
-    first = [created(store, rows(1)) for _ in range(5)]
-    last = created(store, rows(1))
-
-    async def run_one(batch_id):
-        model = "other" if batch_id == last else "tiny"
-        if store.batches.read(batch_id).status == "validating":
-            told(store, batch_id, lambda one: changes.begun(one, one.created_at, 1, model))
-        await asyncio.Event().wait()
-
-    runner = Runner(store, run_one)
-
-    def runs(*ids):
-        runner.wake()
-        return set(runner.running) == set(ids)
-
-    async with looking(runner):
-        await until(lambda: runs(*first[:3], last))
-        assert [store.batches.read(one).status for one in first] == ["in_progress"] * 5
-        for one in first[:2]:
-            told(store, one, lambda one: changes.failed(one, one.created_at, [LineError(code="x", message="y")]))
-            runner.running[one].cancel()
-        await until(lambda: runs(*first[2:], last))
-
-
-@pytest.mark.parametrize("due", ["cancelled", "over"])
-async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monkeypatch, due):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 2)
-    ids = [created(store, rows(1)) for _ in range(6)]
-    now = [0.0]
-
-    async def run_one(batch_id):
-        if not store.batches.read(batch_id).ended:
-            await asyncio.Event().wait()
-
-    runner = Runner(store, run_one, time_of_day=lambda: now[0])
-
-    def ending():
-        runner.wake()
-        return set(runner.running) - set(ids[:2])
-
-    async with looking(runner):
-        await until(lambda: set(runner.running) == set(ids[:2]))
-        left = set(ids[3:] if due == "cancelled" else ids[2:])
-        if due == "cancelled":
-            for one in left:
-                store.cancel_batch(one, TENANT)
-        else:
-            now[0] = store.batch(ids[-1], TENANT).expires_at
-        while left:
-            await until(lambda: ending() <= left and len(ending()) == min(2, len(left)))
-            one = ending().pop()
-            told(store, one, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
-            runner.running[one].cancel()
-            left.discard(one)
-        await until(lambda: not ending())
-        assert set(runner.running) == set(ids[:2])

@@ -1,0 +1,85 @@
+"""A batch on the server: what it is made of, who runs it, and what it comes to."""
+
+import asyncio
+import errno
+import json
+from contextlib import asynccontextmanager
+
+from cluster.batch.bounds import whole_room
+from cluster.batch.server.one_batch import BatchModel, OneBatch
+from cluster.batch.server.store import NewBatch
+from cluster.dispatch_config import DispatcherConfig
+from cluster.metrics import ClusterFigures, Metrics
+from cluster.openai.checking import unknown_model
+from tests.unit.batch_lab import cut_off
+from tests.unit.cluster_lab import Lab, until
+
+PATIENT = DispatcherConfig(admission_wait=60.0, no_replica_timeout=60.0)
+TENANT = "acme"
+URL = "/v1/completions"
+
+
+def rows(count, **more):
+    body = {"model": "tiny", "max_tokens": 20, "temperature": 1.0, "ignore_eos": True, **more}
+    return [
+        {"custom_id": f"r{i}", "method": "POST", "url": URL, "body": {**body, "prompt": [i % 50 + 3, 5]}}
+        for i in range(count)
+    ]
+
+
+def created(store, requests, endpoint=URL):
+    draft = store.files.draft()
+    draft.write("".join(json.dumps(one) + "\n" for one in requests).encode())
+    stored = store.keep_input(draft, TENANT, "rows.jsonl")
+    return store.create_batch(NewBatch(stored.id, endpoint), TENANT).id
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def lines(store, file_id):
+    with store.files.open(store.file(file_id, TENANT)) as file:
+        return [json.loads(line) for line in file]
+
+
+class Server:
+    """What runs batches, on the replicas of a lab."""
+
+    def __init__(self, lab, store, model, folder, **more):
+        self._lab, self._model = lab, model
+        self.turn = asyncio.Lock()
+        self.fingerprint, self.name, self.decisive = "f", "tiny", {"prompts": "f"}
+        self.one = OneBatch(store, folder, self.model_of, **more)
+
+    def model_of(self, name):
+        if name not in (None, self.name):
+            raise unknown_model(name, [self.name])
+        dispatcher = self._lab.dispatcher
+        metrics = Metrics().of("tiny", ClusterFigures)
+        room = whole_room(dispatcher, 16, 64)
+        return BatchModel(
+            self._model, dispatcher, room, metrics, self.turn, self.fingerprint, 0, decisive=self.decisive
+        )
+
+
+def told(store, batch_id, change):
+    """Write a change of a batch, as its runner does."""
+    store.batches.write(change(store.batches.read(batch_id)))
+
+
+@asynccontextmanager
+async def at_work(server, batch_id):
+    work = asyncio.create_task(server.one.run(batch_id))
+    try:
+        yield work
+    finally:
+        await cut_off(work)
+
+
+async def left_by_a_runner(model, store, ledgers, batch_id, rows_done=5):
+    """A batch of which some rows are done, and whose runner was killed."""
+    async with Lab(PATIENT) as lab:
+        await lab.start("a", pace=0.002)
+        async with at_work(Server(lab, store, model, ledgers), batch_id):
+            await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > rows_done)
