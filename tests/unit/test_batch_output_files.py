@@ -157,7 +157,9 @@ SUFFIXES = ("jsonl", "csv.gz", "parquet")
 KILLS = """
 import os, signal, sys
 from pathlib import Path
-from tests.unit import test_batch_output as t
+import hashlib
+from cluster.batch.output.write import finished, read_manifest, refuse_replacing
+from tests.unit import batch_output_lab as t
 
 def work(folder, suffix):
     results = [t.chat(0), t.wrong(1), t.chat(2, "bye")]
@@ -189,13 +191,13 @@ t.tabled(folder / f"out.{suffix}", t.Rows({"q": 1}, {"q": 2}, {"q": 3}), [t.wron
 while killed_at(step, folder, suffix):
     step += 1
     found = t.files(folder)
-    manifest = t.read_manifest(str(folder / f"out.{suffix}"))
+    manifest = read_manifest(str(folder / f"out.{suffix}"))
     if manifest is not None:  # whatever it is of, it is of the files that are there
         for file in filter(None, (manifest.output, manifest.error_file)):
-            assert t.hashlib.sha256(found[file.name]).hexdigest() == file.sha256, step
-    t.refuse_replacing(str(folder / f"out.{suffix}"))
+            assert hashlib.sha256(found[file.name]).hexdigest() == file.sha256, step
+    refuse_replacing(str(folder / f"out.{suffix}"))
     whole = {name: data for name, data in found.items() if not name.endswith((".draft", ".claim"))}
-    if t.finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
+    if finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
         assert whole == expected, step
     else:
         assert whole.keys() <= expected.keys(), step
@@ -264,7 +266,7 @@ def test_an_output_that_cannot_be_written_is_told_of_before_any_work(tmp_path, m
 
 def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from tests.unit import test_batch_output as t\n"
+        "import resource, sys; from pathlib import Path; from tests.unit import batch_output_lab as t\n"
         "def run(name, rows):\n"
         "    source = type('S', (), {'rows': lambda s: (t.SourceRow(n, 'x', {'q': 'abc ' * 20}, b'x' * 80)"
         " for n in range(rows))})()\n"
