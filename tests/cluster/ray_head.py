@@ -20,15 +20,15 @@ JOB_SECONDS = 240.0
 
 
 class RayHead:
-    """`ray start --head --block` on loopback. Leaving it ends all its processes."""
+    """`ray start --head --block` on loopback, with more variables. Leaving it ends all its processes."""
 
-    def __init__(self) -> None:
-        self._port, self._dashboard = free_port(), free_port()
+    def __init__(self, **environment: str) -> None:
+        self._port, self.dashboard, self.agent = free_port(), free_port(), free_port()
         self._folder = tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True)
         self.log = Path(self._folder.name) / "head.log"
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
-        } | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+        } | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
 
     @property
     def address(self) -> str:
@@ -36,13 +36,13 @@ class RayHead:
 
     @property
     def jobs_url(self) -> str:
-        return f"http://127.0.0.1:{self._dashboard}"
+        return f"http://127.0.0.1:{self.dashboard}"
 
     def __enter__(self) -> Self:
         options = {
             "port": self._port,
-            "dashboard-port": self._dashboard,
-            "dashboard-agent-listen-port": free_port(),
+            "dashboard-port": self.dashboard,
+            "dashboard-agent-listen-port": self.agent,
             "node-ip-address": "127.0.0.1",
             "num-cpus": 8,
             "object-store-memory": 100 * 2**20,
