@@ -36,6 +36,23 @@ app = typer.Typer(
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
+def print_versions(wanted: bool) -> None:
+    """Print a line for each of what makes this installation, and stop, if that is wanted."""
+    if wanted:
+        for name in ("squadron", "ray", "torch", "transformers"):
+            print(f"{name} {installed_version(name)}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    versions: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_versions, help="Print versions and stop.")
+    ] = False,
+) -> None:
+    """Serve large language models on Ray, so that every token survives."""
+
+
 @app.command(cls=ServeCommand)
 @with_settings
 def serve(
@@ -206,8 +223,7 @@ def demo_failover(
 @app.command()
 def version() -> None:
     """Print the version of Squadron and of what it runs on."""
-    for name in ("squadron", "ray", "torch", "transformers"):
-        print(f"{name} {installed_version(name)}")
+    print_versions(True)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from tests.cluster.harness import eventually, free_port
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 90.0
 JOB_SECONDS = 240.0
+GRACE_SECONDS = 3.0  # that its processes have: nobody reads what they would still write
 
 
 class RayHead:
@@ -73,7 +74,7 @@ class RayHead:
     def __exit__(self, *_: object) -> None:
         children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.terminate()
-        _, alive = psutil.wait_procs([*children, psutil.Process(self._process.pid)], timeout=20)
+        _, alive = psutil.wait_procs([*children, psutil.Process(self._process.pid)], timeout=GRACE_SECONDS)
         for process in alive:
             process.kill()
         self._process.wait()

@@ -45,8 +45,9 @@ def test_a_refused_start_is_one_sentence_and_exit_code_1():
     assert result.stderr == "Error: --block-size must be a power of two such as 16, not 17\n"
 
 
-def test_version_names_what_it_runs_on():
-    lines = squadron("version").stdout.splitlines()
+@pytest.mark.parametrize("spelling", ["version", "--version"])
+def test_version_names_what_it_runs_on(spelling):
+    lines = squadron(spelling).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["squadron", "ray", "torch", "transformers"]
 
 
