@@ -18,7 +18,7 @@ from deploy.chart.around import (
     Upgrade,
 )
 from deploy.chart.part import Anything, NotNegative, OptionalName, Part, Texts
-from deploy.chart.pods import Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
+from deploy.chart.pods import EnvVar, Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
 
 
 class Values(Part):
@@ -62,7 +62,7 @@ class Values(Part):
         default="", description="Service account of all pods; its token is not mounted."
     )
     terminationGracePeriodSeconds: NotNegative = Field(default=60, description="Seconds that a pod has to end.")
-    extraEnv: list[Anything] = Field(default=[], description="Further environment variables of all Ray containers.")
+    extraEnv: list[EnvVar] = Field(default=[], description="Further environment variables of all Ray containers.")
     extraVolumes: list[Anything] = Field(default=[], description="Further volumes of all pods.")
     extraVolumeMounts: list[Anything] = Field(default=[], description="Where they are mounted in all Ray containers.")
     labels: Texts = Field(default={}, description="Further labels of all objects.")

@@ -11,6 +11,21 @@ WRITTEN = {"/tmp", "/var/lib/squadron", "/dev/shm", "/var/cache/squadron"}
 OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squadron"}
 
 
+def test_the_cluster_may_choose_the_users(helm4):
+    """As OpenShift does; Helm hands null on as nothing."""
+    given = "security.runAsUser=null,security.runAsGroup=null,security.fsGroup=null"
+    objects = helm4.template(VALUES["everything"], "--set", given)
+    for template in pod_templates(objects):
+        security = template["spec"]["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & security.keys()
+
+
+def test_a_user_whom_the_image_does_not_know_has_a_name(helm4):
+    for _, container in containers("tp4"):
+        assert {"name": "USER", "value": "squadron"} in container["env"]
+
+
 def assert_restricted(security):
     assert security["allowPrivilegeEscalation"] is False
     assert security["readOnlyRootFilesystem"] is True
@@ -112,7 +127,7 @@ def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
     (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
     assert [ports(rule) for rule in policy["spec"]["egress"]] == [
         [("TCP", 1024, 65535)],
-        [("UDP", 53, None), ("TCP", 53, None)],
+        [("UDP", 53, None), ("TCP", 53, None), ("UDP", 5353, None), ("TCP", 5353, None)],
         [("TCP", 443, None)],
     ]
     assert policy["spec"]["egress"][0]["to"] == [{"podSelector": {"matchLabels": OWN}}]
@@ -128,6 +143,16 @@ def test_the_autoscaler_and_the_head_reach_kubernetes_and_redis(helm4):
     (policy,) = of_kind(rendered("everything"), "NetworkPolicy")
     reached = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
     assert {443, 6443, 6380, 9000} <= set(reached)
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [("redis:6400", 6400), ("rediss://redis.cache.svc:6380", 6380), ("redis:6400,other:6401", 6401)],
+)
+def test_the_port_of_redis_is_that_of_its_address(helm4, address, port):
+    given = f"faultTolerance.enabled=true,faultTolerance.redisAddress={address}".replace(":6400,", ":6400\\,")
+    (policy,) = of_kind(helm4.template(None, "--set", given), "NetworkPolicy")
+    assert ("TCP", port, None) in [one for rule in policy["spec"]["egress"] for one in ports(rule)]
 
 
 def test_the_submitter_of_a_batch_has_no_secrets(helm4):
