@@ -99,9 +99,16 @@ def test_secrets_are_named_and_never_held(helm4, name):
                 assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 
 
+def policy_of(objects, whose=""):
+    """The policy of all pods, or of those that `whose` says."""
+    policies = of_kind(objects, "NetworkPolicy")
+    (found,) = [one for one in policies if one["metadata"]["name"].endswith("-head") == bool(whose)]
+    return found
+
+
 @each_example
 def test_a_policy_covers_every_pod_both_ways(helm4, name):
-    (policy,) = of_kind(rendered(name), "NetworkPolicy")
+    policy = policy_of(rendered(name))
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert policy["spec"]["podSelector"]["matchLabels"] == OWN
     for template in pod_templates(rendered(name)):
@@ -113,7 +120,7 @@ def ports(rule):
 
 
 def test_strangers_reach_the_endpoint_alone_and_the_operator_ray_too(helm4):
-    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    policy = policy_of(rendered("tp4"))
     among, clients, operator, monitoring = policy["spec"]["ingress"]
     assert among["from"] == [{"podSelector": {"matchLabels": OWN}}]
     assert ports(among) == [("TCP", 1024, 65535)]
@@ -124,7 +131,7 @@ def test_strangers_reach_the_endpoint_alone_and_the_operator_ray_too(helm4):
 
 
 def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
-    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    policy = policy_of(rendered("tp4"))
     assert [ports(rule) for rule in policy["spec"]["egress"]] == [
         [("TCP", 1024, 65535)],
         [("UDP", 53, None), ("TCP", 53, None), ("UDP", 5353, None), ("TCP", 5353, None)],
@@ -135,14 +142,24 @@ def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
 
 def test_without_hub_and_autoscaler_nothing_outside_is_reached(helm4):
     objects = helm4.template(None, "--set", "networkPolicy.hub=false")
-    (policy,) = of_kind(objects, "NetworkPolicy")
+    policy = policy_of(objects)
     assert [443 in [port["port"] for port in rule["ports"]] for rule in policy["spec"]["egress"]] == [False, False]
 
 
-def test_the_autoscaler_and_the_head_reach_kubernetes_and_redis(helm4):
-    (policy,) = of_kind(rendered("everything"), "NetworkPolicy")
-    reached = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-    assert {443, 6443, 6380, 9000} <= set(reached)
+def test_the_head_alone_reaches_kubernetes_and_redis(helm4):
+    objects = rendered("everything")
+    everybody, head = (
+        {port["port"] for rule in policy_of(objects, whose)["spec"]["egress"] for port in rule["ports"]}
+        for whose in ("", "-head")
+    )
+    assert head == {443, 6443, 6380}
+    assert not {6443, 6380} & everybody
+    assert 9000 in everybody, "as networkPolicy.egress says"
+    chosen = policy_of(objects, "-head")["spec"]["podSelector"]
+    assert chosen["matchLabels"] == OWN
+    heads = [cluster["headGroupSpec"]["template"]["metadata"]["labels"] for cluster in clusters(objects)]
+    (condition,) = chosen["matchExpressions"]
+    assert [labels[condition["key"]] for labels in heads] == condition["values"]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +168,7 @@ def test_the_autoscaler_and_the_head_reach_kubernetes_and_redis(helm4):
 )
 def test_the_port_of_redis_is_that_of_its_address(helm4, address, port):
     given = f"faultTolerance.enabled=true,faultTolerance.redisAddress={address}".replace(":6400,", ":6400\\,")
-    (policy,) = of_kind(helm4.template(None, "--set", given), "NetworkPolicy")
+    policy = policy_of(helm4.template(None, "--set", given), "-head")
     assert ("TCP", port, None) in [one for rule in policy["spec"]["egress"] for one in ports(rule)]
 
 
