@@ -66,6 +66,9 @@ class Values(Part):
     extraVolumes: list[Anything] = Field(default=[], description="Further volumes of all pods.")
     extraVolumeMounts: list[Anything] = Field(default=[], description="Where they are mounted in all Ray containers.")
     labels: Texts = Field(default={}, description="Further labels of all objects.")
+    annotations: Texts = Field(
+        default={}, description="Annotations of the RayService and the RayJob, such as KubeRay's own."
+    )
     ingress: Ingress = Field(default=Ingress(), description="An Ingress before the endpoint.")
     gateway: Gateway = Field(default=Gateway(), description="An HTTPRoute to the endpoint.")
     podMonitor: PodMonitor = Field(default=PodMonitor(), description="A PodMonitor of Prometheus' operator.")

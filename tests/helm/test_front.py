@@ -204,6 +204,12 @@ def test_updates_step_by_step_say_how(helm4):
     }
 
 
+def test_annotations_are_those_of_service_and_job(helm4):
+    for kind in ("RayService", "RayJob"):
+        (found,) = of_kind(rendered("everything"), kind)
+        assert found["metadata"]["annotations"] == {"ray.io/initializing-timeout": "30m"}
+
+
 def test_extra_objects_may_be_templates(helm4):
     (extra,) = [
         one for one in of_kind(rendered("everything"), "ConfigMap") if one["metadata"]["name"] == f"{RELEASE}-more"

@@ -83,6 +83,12 @@ BY_TEMPLATE = {
         {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/created-by": "us"}}]},
         'workerGroups "gpu".labels: app.kubernetes.io/created-by',
     ),
+    "a label by which budgets find workers": (
+        {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/component": "us"}}]},
+        'workerGroups "gpu".labels: app.kubernetes.io/component',
+    ),
+    "a label that every object has": ({"labels": {"app.kubernetes.io/instance": "us"}}, "labels: app.kubernetes.io"),
+    "a label that KubeRay writes": ({"head": {"labels": {"ray.io/cluster": "us"}}}, "head.labels: ray.io/cluster"),
     "a name that begins with a number": ({"fullnameOverride": "7b"}, "fullnameOverride"),
     "a name that is too long": ({"fullnameOverride": "a" * 35}, "fullnameOverride: KubeRay leaves room for 34"),
     "two models of one name": (

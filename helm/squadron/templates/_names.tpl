@@ -14,7 +14,19 @@
 {{- $name -}}
 {{- end -}}
 
+{{/* Refuses labels by which KubeRay, or the chart's own policies and budgets, find pods. labels; whose. */}}
+{{- define "squadron.refuseLabels" -}}
+{{- $taken := list "name" "created-by" "instance" "part-of" "component" "managed-by" "version" -}}
+{{- $whose := .whose -}}
+{{- range $label, $_ := .labels -}}
+{{- if or (hasPrefix "ray.io/" $label) (and (hasPrefix "app.kubernetes.io/" $label) (has (trimPrefix "app.kubernetes.io/" $label) $taken)) -}}
+{{- fail (printf "%s: %s is KubeRay's or the chart's own, to find pods by; take another, such as example.com/team" $whose $label) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "squadron.labels" -}}
+{{- include "squadron.refuseLabels" (dict "labels" .Values.labels "whose" "labels") -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
 app.kubernetes.io/name: {{ .Chart.Name }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

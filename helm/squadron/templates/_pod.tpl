@@ -124,13 +124,9 @@ terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
 
 {{/* root; of: head or worker group; component: label by which policies and budgets know the pod. */}}
 {{- define "squadron.podMetadata" -}}
-{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/created-by" -}}
-{{- if hasKey (default dict $.of.labels) $label -}}
 {{- $whose := "head" -}}
-{{- with $.of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
-{{- fail (printf "%s.labels: %s is KubeRay's, which finds pods by it; take another, such as example.com/team" $whose $label) -}}
-{{- end -}}
-{{- end -}}
+{{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- include "squadron.refuseLabels" (dict "labels" .of.labels "whose" (printf "%s.labels" $whose)) -}}
 labels:
   {{- include "squadron.selector" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
