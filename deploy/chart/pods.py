@@ -110,7 +110,9 @@ class ModelCache(Part):
     existingClaim: OptionalName = Field(default="", description="Name of the claim, for type existingClaim.")
     size: Quantity = Field(default="200Gi", description="Size, for type pvc, and most of what type none may hold.")
     storageClassName: str | None = Field(
-        default=None, description="Storage class, for type pvc; empty = the cluster's default."
+        default=None,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+        description="Storage class, for type pvc; null = the cluster's default, '' = a volume that is there.",
     )
     accessModes: list[Literal["ReadWriteMany", "ReadWriteOnce"]] = Field(
         default=["ReadWriteMany"],

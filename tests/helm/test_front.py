@@ -112,6 +112,15 @@ def test_the_claim_of_the_cache_is_the_one_that_pods_mount(helm4):
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
 
 
+@pytest.mark.parametrize(
+    ("given", "made"), [("null", {}), ("shared", {"storageClassName": "shared"}), ("", {"storageClassName": ""})]
+)
+def test_a_claim_may_name_a_class_or_none_or_leave_it_to_the_cluster(helm4, given, made):
+    objects = helm4.template(None, "--set", f"modelCache.type=pvc,modelCache.storageClassName={given}")
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    assert claim["spec"] == {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "200Gi"}}} | made
+
+
 def test_a_claim_that_is_there_is_used_and_none_is_made(helm4):
     assert of_kind(rendered("tp4"), "PersistentVolumeClaim") == []
     (cluster,) = clusters(rendered("tp4"))

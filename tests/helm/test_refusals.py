@@ -32,6 +32,7 @@ BY_SCHEMA = {
     "a group without a name": ({"workerGroups": [{"memory": "1Gi"}]}, "name"),
     "a misspelt option of a group": ({"workerGroups": [{"name": "a", "nodeSelektor": {}}]}, "nodeSelektor"),
     "an unknown cache": ({"modelCache": {"type": "s3"}}, "modelCache"),
+    "no storage class": ({"modelCache": {"storageClassName": "-"}}, "storageClassName"),
     "an unknown update": ({"upgrade": {"type": "Recreate"}}, "upgrade"),
     "an address for a host name": ({"ingress": {"enabled": True, "host": "https://a.example.com"}}, "host"),
     "Redis without a port": ({"faultTolerance": {"enabled": True, "redisAddress": "redis"}}, "redisAddress"),
