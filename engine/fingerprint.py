@@ -50,6 +50,18 @@ def model_fingerprint(model: str, dtype: str) -> str:
     return digest.hexdigest()
 
 
+def model_identity(model: str, dtype: str) -> str:
+    """Return 32 hex digits that are others when a checkpoint (folder or hub id) is another one, fetching no weights.
+
+    Of a folder its fingerprint; of a hub id its revision, under which the hub never puts other contents: as a folder
+    the same model is another. Raises `CheckpointError`.
+    """
+    if Path(model).expanduser().is_dir():
+        return model_fingerprint(model, dtype)
+    revision = find_checkpoint(model, TEXT_FILES).name  # as the hub's cache names its snapshots
+    return hashlib.blake2b(_canonical([model, revision, dtype]), digest_size=16).hexdigest()
+
+
 def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
     """Return 32 hex digits for what texts are cut into: equal where a router may speak for a replica.
 

@@ -14,7 +14,7 @@ from deploy.demo import demo_model_path
 from deploy.dry_run import read_spec
 from engine.checkpoint import find_checkpoint
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint, prompt_fingerprint, vocabulary_fingerprint
+from engine.fingerprint import model_fingerprint, model_identity, prompt_fingerprint, vocabulary_fingerprint
 
 MODEL = "some/model"
 WEIGHTS = "model-00001-of-00002.safetensors"
@@ -26,7 +26,7 @@ def fetched(monkeypatch):
     asked: list[str] = []
 
     def snapshot(model, allow_patterns):
-        assert model == MODEL
+        assert model.startswith("some/")
         asked.extend(allow_patterns)
         return str(demo_model_path())
 
@@ -51,6 +51,23 @@ def test_a_plan_fetches_the_config_alone(fetched):
     assert read_spec(MODEL).architecture
     assert wants(fetched, "config.json")
     assert not any(wants(fetched, name) for name in (WEIGHTS, "tokenizer.json", "model.safetensors.index.json"))
+
+
+def test_a_batch_knows_its_model_by_its_revision(fetched, monkeypatch, tmp_path):
+    known = {
+        model_identity(MODEL, "float32"),
+        model_identity(MODEL, "bfloat16"),
+        model_identity("some/other", "float32"),
+    }
+    assert not wants(fetched, WEIGHTS)
+    assert model_identity(MODEL, "float32") in known, "the same as before"
+    newer = tmp_path / "0123abcd"
+    newer.mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda model, allow_patterns: str(newer))
+    known.add(model_identity(MODEL, "float32"))
+    folder = str(demo_model_path())
+    assert model_identity(folder, "float32") == model_fingerprint(folder, "float32")
+    assert len(known | {model_identity(folder, "float32")}) == 5
 
 
 @pytest.mark.parametrize("whole", [find_checkpoint, lambda model: model_fingerprint(model, "")])
