@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
@@ -47,6 +53,14 @@ def find_checkpoint(model: str, files: Sequence[str] = HUB_FILES) -> Path:
         raise CheckpointError(
             f"model: {model!r} is not a folder, is not in the hub's cache, and the hub cannot be reached; "
             "download it first (`hf download`) or give a folder"
+        ) from error
+    except Exception as error:
+        # Errors of the hub's HTTP library come through as they are, and which library that is depends on the version.
+        if not isinstance(error, HfHubHTTPError.__bases__):
+            raise
+        raise CheckpointError(
+            f"model: the connection to the hub was lost while {model!r} was fetched ({error}); try again: what came "
+            "is kept"
         ) from error
 
 

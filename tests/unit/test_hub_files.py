@@ -6,12 +6,13 @@ from fnmatch import fnmatchcase
 
 import httpx
 import pytest
-from huggingface_hub.errors import GatedRepoError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from cluster.config import ClusterConfig
 from cluster.models.served import served_model
 from deploy.demo import demo_model_path
 from deploy.dry_run import read_spec
+from deploy.fetch import main as fetch_command
 from engine.checkpoint import find_checkpoint
 from engine.errors import CheckpointError
 from engine.fingerprint import model_fingerprint, model_identity, prompt_fingerprint, vocabulary_fingerprint
@@ -74,6 +75,27 @@ def test_a_batch_knows_its_model_by_its_revision(fetched, monkeypatch, tmp_path)
 def test_whoever_computes_fetches_all(fetched, whole):
     whole(MODEL)
     assert all(wants(fetched, name) for name in (WEIGHTS, "config.json", "tokenizer.json", "SHA256SUMS"))
+
+
+def test_a_connection_that_is_lost_is_told_in_a_sentence(monkeypatch, capsys):
+    """As the hub's client does after some tries: it lets its HTTP library's error through."""
+    (lost, _) = HfHubHTTPError.__bases__
+
+    def breaks(*args, **kwargs):
+        raise lost("peer closed connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", breaks)
+    assert fetch_command([MODEL]) == 1
+    assert "lost while 'some/model' was fetched (peer closed connection); try again" in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_is_not_taken_for_one_of_the_hub(monkeypatch):
+    def breaks(*args, **kwargs):
+        raise TypeError("ours")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", breaks)
+    with pytest.raises(TypeError, match="ours"):
+        find_checkpoint(MODEL)
 
 
 def test_a_plan_of_a_gated_model_says_what_to_do(monkeypatch):
