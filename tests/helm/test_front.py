@@ -246,6 +246,7 @@ def test_notes_tell_the_next_command(helm4):
     assert '"model": "qwen"' in said
     assert "Warning: everybody" in said
     assert "llm-squadron-gateway" in said
+    assert "Warning: networkPolicy.clients" in said, "KubeRay's Gateway must get in"
 
 
 def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
