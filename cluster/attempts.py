@@ -67,7 +67,7 @@ class Attempts:
         else:
             self._waiting_room.leave(live)
             if story:
-                self._flight.note(live.request_id, Wait.SENT, f"to replica {member.replica_id}")
+                self._note(live, Wait.SENT, f"to replica {member.replica_id}")
             member.attach(live, stream)
             if self._fleet.is_suspect(live):
                 member.probe = live
@@ -79,9 +79,12 @@ class Attempts:
             self.fail(live, ApiError("model_changed", message))
             return
         if not self._waiting_room.holds(live):
-            self._flight.note(live.request_id, Wait.REPLICA, "none takes it now")
+            self._note(live, Wait.REPLICA, "none takes it now")
         self._waiting_room.enter(live, self._patience(live))
         self.on_waiting()
+
+    def _note(self, live: LiveRequest, what: Wait, detail: str) -> None:
+        self._flight.note(live.request_id, what, detail, tenant=live.log.request.tenant)
 
     def _patience(self, live: LiveRequest) -> float:
         """Seconds that a request may wait for a replica."""
@@ -113,7 +116,7 @@ class Attempts:
         """Go on with a request whose replica was lost, unless it looks like the cause. reason: in words."""
         if live.log.error is not None or live.log.finished:
             return
-        self._flight.note(live.request_id, Wait.MIGRATION, reason)
+        self._note(live, Wait.MIGRATION, reason)
         if live.strikes >= self._config.quarantine_deaths:
             logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
             message = "replicas died each time they took up this request; it is not tried again"

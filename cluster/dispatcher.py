@@ -116,11 +116,14 @@ class Dispatcher:
         found = {member.fingerprint for member in self._fleet.members}
         return found.pop() if len(found) == 1 else None
 
-    async def explain(self, name: str) -> Explanation:
-        """Return what this router and the replicas know of a request's waiting. name: as its client knows it."""
+    async def explain(self, name: str, tenant: str | None = None) -> Explanation:
+        """Return what this router and the replicas know of a request's waiting.
+
+        name: as its client knows it. tenant: whose it must be, None = anybody's.
+        """
         now = self._loop.time()
-        own = [waited(event, now) for event in self._flight.of(name)]
-        return explanation(own, await self._inquiries.ask(self._fleet.members, name))
+        own = [waited(event, now) for event in self._flight.of(name, tenant)]
+        return explanation(own, await self._inquiries.ask(self._fleet.members, name, tenant))
 
     def log_of(self, request_id: str) -> TokenLog | None:
         """Return the token log of a live request, to be looked at, not changed."""
@@ -253,7 +256,8 @@ class Dispatcher:
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         if context.waited:
             began = self._loop.time() - context.waited
-            self._flight.note(request.request_id, Wait.TURN, f"of tenant {request.tenant}", began)
+            detail = f"of tenant {request.tenant}"
+            self._flight.note(request.request_id, Wait.TURN, detail, began, request.tenant)
             self._flight.note(request.request_id, Wait.LET_IN)
         if live.log.finished:
             live.log.wake()

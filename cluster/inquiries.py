@@ -39,14 +39,19 @@ class Inquiries:
         self._tickets = count()
         self._answers: dict[tuple[int, str], asyncio.Future[Sequence[Waited]]] = {}
 
-    async def ask(self, members: Sequence[Member], name: str) -> dict[str, Sequence[Waited] | None]:
-        """Return what each replica tells of the request, None for one that does not within `PATIENCE`."""
+    async def ask(
+        self, members: Sequence[Member], name: str, tenant: str | None = None
+    ) -> dict[str, Sequence[Waited] | None]:
+        """Return what each replica tells of the request, None for one that does not within `PATIENCE`.
+
+        tenant: whose it must be, None = anybody's.
+        """
         ticket, loop = next(self._tickets), asyncio.get_running_loop()
         asked = {member.replica_id: loop.create_future() for member in members}
         self._answers.update({(ticket, replica): answer for replica, answer in asked.items()})
         try:
             for member in members:
-                self._send(member, Explain(ticket, name))
+                self._send(member, Explain(ticket, name, tenant))
             if asked:
                 await asyncio.wait(asked.values(), timeout=PATIENCE)
         finally:
@@ -80,6 +85,6 @@ def explanation(own: Sequence[Waited], told: Mapping[str, Sequence[Waited] | Non
     return Explanation(tuple(found), tuple(replica for replica, events in told.items() if events is None))
 
 
-async def nothing_known(_: str) -> Explanation:
+async def nothing_known(_name: str, _tenant: str | None) -> Explanation:
     """Explain nothing: for a model without replicas."""
     return Explanation()

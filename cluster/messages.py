@@ -17,7 +17,7 @@ from engine.errors import SquadronError
 from engine.flight import Wait
 from engine.sampling_params import MAX_N
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
@@ -103,10 +103,14 @@ class Resync(_Message, tag=6, frozen=True):
 
 
 class Explain(_Message, tag=7, frozen=True):
-    """Tell what a request waited for; the answer bears the same ticket. name: of the request, to its client."""
+    """Tell what a request waited for; the answer bears the same ticket.
+
+    name: of the request, to its client. tenant: whose it must be, None = anybody's.
+    """
 
     ticket: Count
     name: Name
+    tenant: Name | None
 
 
 class Welcome(_Message, tag=11, frozen=True):

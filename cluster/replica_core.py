@@ -216,9 +216,9 @@ class ReplicaCore:
                 self._abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
                 self._finish_choice(session.runs.get(stream), choice)
-            case Explain(ticket, name):
+            case Explain(ticket, name, tenant):
                 flight, now = self._engine.flight, self._clock()
-                events = [waited(event, now) for event in flight.of(name)]
+                events = [waited(event, now) for event in flight.of(name, tenant)]
                 session.send(Explained(ticket, events), self._loop.time())
             case Resync():
                 self._tell_blocks(session, self._loop.time())
@@ -242,7 +242,8 @@ class ReplicaCore:
             self._reject(session, submit.stream, error)
             return
         for event in submit.story:
-            self._engine.flight.note(engine_id, event.what, event.detail, self._clock() - event.age)
+            at = self._clock() - event.age
+            self._engine.flight.note(engine_id, event.what, event.detail, at, submit.tenant)
         self._runs.start(session, submit.stream, request)
         if request.params.structured is None:
             self._engine.add(request)

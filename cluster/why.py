@@ -10,23 +10,28 @@ from cluster.errors import ApiError
 from cluster.inquiries import Told
 from cluster.messages import Waited
 from cluster.models.front import ModelFront
+from cluster.tenants.tenant import Tenant
 from engine.flight import Wait
 
 LONGEST_NAME = 256
 
 
-async def why(fronts: Iterable[ModelFront], name: str, clock: Callable[[], float] = time.time) -> dict[str, Any]:
+async def why(
+    fronts: Iterable[ModelFront], name: str, asker: Tenant, clock: Callable[[], float] = time.time
+) -> dict[str, Any]:
     """Return the body for a request by the id that its answer bears; clock: seconds since 1970.
 
     Raises `ApiError` (404) where nothing is known: it did not have to wait, or that was long ago, or there is none.
+    One of another tenant looks the same.
     """
     if len(name) > LONGEST_NAME:
         raise ApiError("invalid_request", f"the id may have at most {LONGEST_NAME} characters", param="id")
+    tenant = None if asker.sees_all else asker.name
     events: list[Told] = []
     silent: list[str] = []
     for front in fronts:
-        found = await front.explain(name)
-        in_line = [Told(Waited(age, Wait.TURN, detail)) for age, detail in front.gate.waits_for(name)]
+        found = await front.explain(name, tenant)
+        in_line = [Told(Waited(age, Wait.TURN, detail)) for age, detail in front.gate.waits_for(name, tenant)]
         events += [*found.events, *in_line]
         silent += found.silent
     if not events:

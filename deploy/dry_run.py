@@ -9,18 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import yaml
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
 from cluster.placement import AppPlacement, Placement, plan_placement
-from engine.checkpoint import read_json
+from engine.checkpoint import CONFIG_FILES
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import check_sharding, open_model
-from engine.models.registry import architecture_of
 from engine.models.spec import DecoderSpec
 from engine.runner import resolve
 from parallel.errors import ShardingError
@@ -96,18 +93,12 @@ def _facts(plan: Plan) -> tuple[str, str]:
 
 def read_spec(model: str) -> DecoderSpec:
     """Read the config of a folder, or of a hub id without fetching its weights. Raises `CheckpointError`."""
-    if Path(model).is_dir():
-        return open_model(model).spec
-    near = difflib.get_close_matches(model, known_models(), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    # Its retries would be told line by line; what comes of them is said below.
+    # The hub's retries would be told line by line; what comes of them is in the error.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        path = hf_hub_download(model, "config.json")
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        raise CheckpointError(f"model: {model!r} is neither a folder nor a model of the hub{hint}") from error
-    except (LocalEntryNotFoundError, OSError) as error:
-        raise CheckpointError(
-            f"model: {model!r} is no folder, is not in the hub's cache, and the hub cannot be reached{hint}"
-        ) from error
-    return architecture_of(read_json(Path(path)))[1]
+        return open_model(model, CONFIG_FILES).spec
+    except CheckpointError as error:
+        near = difflib.get_close_matches(model, known_models(), n=1)
+        if Path(model).is_dir() or not near:
+            raise
+        raise CheckpointError(f"{error}; did you mean {near[0]}?") from error

@@ -30,6 +30,9 @@ def new(
     requests_per_minute: Annotated[int | None, typer.Option(help="Requests in a minute.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may ask `squadron why` of other tenants' requests.")
+    ] = False,
 ) -> None:
     """Make a random key. It is shown once, on stderr; its entry for the key file, with its hash alone, on stdout.
 
@@ -43,6 +46,7 @@ def new(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent": max_concurrent,
+        "admin": admin or None,
     }
     text = yaml.safe_dump([{name: value for name, value in entry.items() if value is not None}], sort_keys=False)
     try:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
@@ -17,14 +23,18 @@ from parallel.weight_source import WeightSource
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 WEIGHT_FILES = "*.safetensors"
-# What a served model needs; weights in other formats are never fetched.
-HUB_FILES = ["*.json", WEIGHT_FILES, "*.txt", "*.model", "*.jinja", "SHA256SUMS"]
+# What says how large a model is; what a router reads; what a served model needs. Weights in other formats are never
+# fetched.
+CONFIG_FILES = ("config.json", "generation_config.json")
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+HUB_FILES = (*TEXT_FILES, WEIGHT_FILES, "SHA256SUMS")
 
 
-def find_checkpoint(model: str) -> Path:
+def find_checkpoint(model: str, files: Sequence[str] = HUB_FILES) -> Path:
     """Return the folder of a checkpoint: `model` itself, or the hub's cached copy of the id, fetched if need be.
 
-    With HF_HUB_OFFLINE set only the cache is looked at. Raises `CheckpointError` when there is no such folder or id.
+    files: patterns of what is fetched; more may be there. With HF_HUB_OFFLINE set only the cache is looked at.
+    Raises `CheckpointError` when there is no such folder or id.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -32,7 +42,7 @@ def find_checkpoint(model: str) -> Path:
     if folder.exists() or model.startswith(("/", "./", "../", "~")):
         raise CheckpointError(f"model: {model!r} is not a folder; give one with config.json and {SINGLE_FILE}")
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(files)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"model: {model!r} is gated; accept its terms on the hub and log in (`hf auth login`)"
@@ -43,6 +53,14 @@ def find_checkpoint(model: str) -> Path:
         raise CheckpointError(
             f"model: {model!r} is not a folder, is not in the hub's cache, and the hub cannot be reached; "
             "download it first (`hf download`) or give a folder"
+        ) from error
+    except Exception as error:
+        # Errors of the hub's HTTP library come through as they are, and which library that is depends on the version.
+        if not isinstance(error, HfHubHTTPError.__bases__):
+            raise
+        raise CheckpointError(
+            f"model: the connection to the hub was lost while {model!r} was fetched ({error}); try again: what came "
+            "is kept"
         ) from error
 
 

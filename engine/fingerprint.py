@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.checkpoint import find_checkpoint, read_json, weight_files
+from engine.checkpoint import TEXT_FILES, find_checkpoint, read_json, weight_files
 from engine.errors import CheckpointError
 
 LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
@@ -50,13 +50,25 @@ def model_fingerprint(model: str, dtype: str) -> str:
     return digest.hexdigest()
 
 
+def model_identity(model: str, dtype: str) -> str:
+    """Return 32 hex digits that are others when a checkpoint (folder or hub id) is another one, fetching no weights.
+
+    Of a folder its fingerprint; of a hub id its revision, under which the hub never puts other contents: as a folder
+    the same model is another. Raises `CheckpointError`.
+    """
+    if Path(model).expanduser().is_dir():
+        return model_fingerprint(model, dtype)
+    revision = find_checkpoint(model, TEXT_FILES).name  # as the hub's cache names its snapshots
+    return hashlib.blake2b(_canonical([model, revision, dtype]), digest_size=16).hexdigest()
+
+
 def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
     """Return 32 hex digits for what texts are cut into: equal where a router may speak for a replica.
 
     Covers the size of the vocabulary and the files that hold it, `tokenizer`'s where that is given; of a tokenizer on
     the hub only the id. Raises `CheckpointError`.
     """
-    folder = find_checkpoint(model)
+    folder = find_checkpoint(model, TEXT_FILES)
     digest = hashlib.blake2b(_canonical(read_json(folder / "config.json").get("vocab_size")), digest_size=16)
     _read_tokenizer_into(digest, folder, tokenizer, VOCABULARY_FILES)
     return digest.hexdigest()
@@ -68,7 +80,7 @@ def prompt_fingerprint(model: str, tokenizer: str | None = None) -> str:
     Covers all files of the tokenizer, chat templates and special tokens among them, `tokenizer`'s where that is
     given; of a tokenizer on the hub only the id. Raises `CheckpointError`.
     """
-    folder = find_checkpoint(model)
+    folder = find_checkpoint(model, TEXT_FILES)
     digest = hashlib.blake2b(digest_size=16)
     _read_tokenizer_into(digest, folder, tokenizer, (*VOCABULARY_FILES, *PROMPT_FILES))
     return digest.hexdigest()

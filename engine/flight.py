@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+from engine.request import Request
+
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64  # of one request
+MAX_TOLD = 1024  # events of one answer, so that it fits a message
+_PART = re.compile(r"(-[0-9]+)?(@.*)?")  # what stands behind a name: a prompt's number, an attempt
 
 
 class Wait(StrEnum):
@@ -41,6 +46,11 @@ class Event(NamedTuple):
 _Plain = tuple[float, Wait, str]  # an `Event`, which takes longer to make
 
 
+class _Story(NamedTuple):
+    tenant: str
+    events: list[_Plain]
+
+
 class FlightRecorder:
     """Events by request, in order, the requests by their first event. From any thread.
 
@@ -55,42 +65,50 @@ class FlightRecorder:
         self._max_requests = max_requests
         self._max_events = max_events
         self._lock = threading.Lock()
-        self._events: OrderedDict[str, list[_Plain]] = OrderedDict()
+        self._stories: OrderedDict[str, _Story] = OrderedDict()
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._events
+        return request_id in self._stories
 
-    def note(self, request_id: str, what: Wait, detail: str = "", at: float | None = None) -> None:
-        """Note what a request waits for, or that it waits no more. at: unless it is now."""
+    def note(self, request_id: str, what: Wait, detail: str = "", at: float | None = None, tenant: str = "") -> None:
+        """Note what a request waits for, or that it waits no more. at: unless it is now.
+
+        tenant: whose request it is, for its first event.
+        """
         event = (self.clock() if at is None else at, what, detail)
         with self._lock:
-            events = self._events.get(request_id)
-            if events is None:
-                self._events[request_id] = [event]
-                if len(self._events) > self._max_requests:
-                    self._events.popitem(last=False)
+            story = self._stories.get(request_id)
+            if story is None:
+                self._stories[request_id] = _Story(tenant, [event])
+                if len(self._stories) > self._max_requests:
+                    self._stories.popitem(last=False)
             else:
-                if len(events) >= self._max_events:
-                    del events[self._max_events // 2]
-                events.append(event)
+                if len(story.events) >= self._max_events:
+                    del story.events[self._max_events // 2]
+                story.events.append(event)
 
     def story(self, request_id: str) -> Sequence[Event]:
         """Return the events of one request, none where it did not wait."""
-        if request_id not in self._events:
+        if request_id not in self._stories:
             return ()
         with self._lock:
-            return [Event(*event) for event in self._events.get(request_id, ())]
+            story = self._stories.get(request_id)
+            return () if story is None else [Event(*event) for event in story.events]
 
-    def of(self, name: str) -> list[Event]:
-        """Return the events of all requests of a name: `name` itself, and with `-` or `@` and more behind it."""
+    def of(self, name: str, tenant: str | None = None) -> list[Event]:
+        """Return the events of a tenant's requests of a name (`is_of`), the last of them where there are very many.
+
+        tenant: None = whosever they are.
+        """
         with self._lock:
-            found = [Event(*one) for key, events in self._events.items() if is_of(key, name) for one in events]
-        return sorted(found, key=lambda event: event.at)
+            stories = [story for key, story in self._stories.items() if is_of(key, name)]
+            found = [Event(*one) for owner, events in stories if tenant in (None, owner) for one in events]
+        return sorted(found, key=lambda event: event.at)[-MAX_TOLD:]
 
     def everything(self) -> Mapping[str, Sequence[Event]]:
         """Return a copy of all that is known, for a dump."""
         with self._lock:
-            return {key: [Event(*event) for event in events] for key, events in self._events.items()}
+            return {key: [Event(*event) for event in story.events] for key, story in self._stories.items()}
 
 
 class WaitLog:
@@ -104,47 +122,55 @@ class WaitLog:
         self._flight = flight
         self._head: tuple[str, Wait] | None = None
         self._crowded = float("-inf")  # when a step last left somebody in the queue
-        self._starved: set[str] = set()
+        self._starved: dict[str, str] = {}  # id -> tenant
 
-    def head_waits(self, request_id: str, what: Wait, detail: Callable[[], str]) -> None:
+    def head_waits(self, request: Request, what: Wait, detail: Callable[[], str]) -> None:
         """Note why the first in the queue cannot start. Cheap while that does not change."""
         self._crowded = self.now
-        if self._head != (request_id, what):
-            self._head = (request_id, what)
-            self._flight.note(request_id, what, detail(), self.now)
+        if self._head != (request.request_id, what):
+            self._head = (request.request_id, what)
+            self._note(request, what, detail())
 
-    def starts(self, request_id: str, arrival: float, preempted: bool) -> None:
+    def starts(self, request: Request, arrival: float, preempted: bool) -> None:
         """Note that a sequence starts to run, where it had to wait; `arrival` in seconds."""
         if arrival < self._crowded or preempted:
-            if request_id not in self._flight:
-                self._flight.note(request_id, Wait.QUEUE, "behind others", arrival)
-            self._flight.note(request_id, Wait.RUNS, "", self.now)
+            if request.request_id not in self._flight:
+                self._flight.note(request.request_id, Wait.QUEUE, "behind others", arrival, request.tenant)
+            self._note(request, Wait.RUNS)
             self._head = None
 
-    def preempted(self, request_id: str) -> None:
+    def preempted(self, request: Request) -> None:
         """Note that a running sequence lost its blocks."""
-        self._flight.note(request_id, Wait.PREEMPTION, "its blocks were taken for another", self.now)
+        self._note(request, Wait.PREEMPTION, "its blocks were taken for another")
 
     @property
     def any_starved(self) -> bool:
         """Whether some of the running got no token of the last step."""
         return bool(self._starved)
 
-    def starved(self, request_ids: set[str]) -> None:
+    def starved(self, requests: Iterable[Request]) -> None:
         """Note which of the running get no token of this step."""
-        for request_id in request_ids - self._starved:
-            self._flight.note(request_id, Wait.BUDGET, "runs, but the step's tokens go to others", self.now)
-        for request_id in self._starved - request_ids:
-            self._flight.note(request_id, Wait.RUNS, "", self.now)
-        self._starved = request_ids
+        starved = {request.request_id: request.tenant for request in requests}
+        for name in starved.keys() - self._starved:
+            detail = "runs, but the step's tokens go to others"
+            self._flight.note(name, Wait.BUDGET, detail, self.now, starved[name])
+        for name in self._starved.keys() - starved:
+            self._flight.note(name, Wait.RUNS, "", self.now, self._starved[name])
+        self._starved = starved
 
     def ended(self, request_id: str, how: Callable[[], str]) -> None:
         """Note the end of a sequence, where anything was noted of its request."""
-        self._starved.discard(request_id)
+        self._starved.pop(request_id, None)
         if request_id in self._flight:
             self._flight.note(request_id, Wait.ENDED, how())
 
+    def _note(self, request: Request, what: Wait, detail: str = "") -> None:
+        self._flight.note(request.request_id, what, detail, self.now, request.tenant)
+
 
 def is_of(key: str, name: str) -> bool:
-    """Whether the request `key` is (a part of, or an attempt at) the one that its client knows as `name`."""
-    return key.startswith(name) and key[len(name) : len(name) + 1] in ("", "-", "@")
+    """Whether the request `key` is (a part of, or an attempt at) the one that its client knows as `name`.
+
+    The beginning of a name is none: nobody is to find requests whose names he was not told.
+    """
+    return key.startswith(name) and _PART.fullmatch(key, len(name)) is not None

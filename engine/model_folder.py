@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint import find_checkpoint, read_json
+from engine.checkpoint import HUB_FILES, find_checkpoint, read_json
 from engine.errors import CheckpointError
 from engine.models.hf_config import known_token_ids
 from engine.models.registry import Architecture, architecture_of
@@ -30,12 +30,12 @@ class ModelFolder:
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
-def open_model(model: str) -> ModelFolder:
-    """Find a checkpoint (folder or hub id) and read its spec.
+def open_model(model: str, files: Sequence[str] = HUB_FILES) -> ModelFolder:
+    """Find a checkpoint (folder or hub id) and read its spec. files: what of it is wanted from the hub.
 
     Code that a checkpoint brings along (`auto_map`) is never run. Raises `CheckpointError`.
     """
-    path = find_checkpoint(model)
+    path = find_checkpoint(model, files)
     config = read_json(path / "config.json")
     if config.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)

@@ -152,7 +152,7 @@ class Scheduler:
         query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
         if ends[-1] > self._budget or self._waits.any_starved:
             starved = (query_lens == 0).nonzero()[0].tolist()
-            self._waits.starved({roster.running[row].request.request_id for row in starved})
+            self._waits.starved(roster.running[row].request for row in starved)
         return query_lens
 
     def _make_room(self, query_lens: Ints) -> Index:
@@ -189,7 +189,7 @@ class Scheduler:
     def _free_blocks(self, sequence: Sequence, wanted: Callable[[], int]) -> bool:
         """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
         while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
-            self._waits.preempted(self._roster.preempt().request.request_id)
+            self._waits.preempted(self._roster.preempt().request)
             self.counters.preemptions += 1
         return sequence.status is SequenceStatus.RUNNING
 
@@ -211,9 +211,7 @@ class Scheduler:
             budget -= grant
             promised += self._missing_blocks(sequence)
         if budget <= 0 and (head := self._roster.waiting.peek()) is not None:
-            self._waits.head_waits(
-                head.request.request_id, Wait.BUDGET, lambda: f"all {self._budget} tokens of a step"
-            )
+            self._waits.head_waits(head.request, Wait.BUDGET, lambda: f"all {self._budget} tokens of a step")
         return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
 
     def _missing_blocks(self, sequence: Sequence) -> int:
@@ -225,21 +223,21 @@ class Scheduler:
         promised: blocks that sequences in the middle of their prompts have still to take.
         """
         siblings = self._roster.siblings.get(sequence, [])
-        request_id = sequence.request.request_id
+        request = sequence.request
         if self._rows.num_free_slots <= len(siblings):
-            self._waits.head_waits(request_id, Wait.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
+            self._waits.head_waits(request, Wait.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
             return 0
         prefix = self._fitting_prefix(sequence, promised, len(siblings))
         if prefix is None:
-            self._waits.head_waits(request_id, Wait.BLOCKS, lambda: self._lack(sequence))
+            self._waits.head_waits(request, Wait.BLOCKS, lambda: self._lack(sequence))
             return 0
-        self._rows.place(sequence, siblings, prefix, self._limit(sequence.request))
+        self._rows.place(sequence, siblings, prefix, self._limit(request))
         if not sequence.preemptions:
             self._count_arrival(sequence)
         grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
         self._rows.grow(sequence, sequence.num_computed_tokens + grant)
         self._roster.start(sequence)
-        self._waits.starts(request_id, sequence.arrival_time, bool(sequence.preemptions))
+        self._waits.starts(request, sequence.arrival_time, bool(sequence.preemptions))
         return grant
 
     def _lack(self, sequence: Sequence) -> str:

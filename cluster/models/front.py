@@ -17,7 +17,8 @@ class ModelFront:
     """One model as the ingresses see it.
 
     gate: the fair gate, through which its tokens come. metrics: under its name. ready: whether requests that come now
-    are served. replicas: a snapshot. explain: tells what a request waited for, by the name that its client knows.
+    are served. replicas: a snapshot. explain: tells what a request waited for, by the name that its client knows, and
+    the tenant whose it must be (None = anybody's).
     """
 
     model: ServedModel
@@ -25,7 +26,7 @@ class ModelFront:
     metrics: ModelMetrics
     ready: Callable[[], bool]
     replicas: Callable[[], Sequence[ReplicaView]] = list
-    explain: Callable[[str], Awaitable[Explanation]] = nothing_known
+    explain: Callable[[str, str | None], Awaitable[Explanation]] = nothing_known
 
     @property
     def model_id(self) -> str:

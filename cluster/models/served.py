@@ -6,15 +6,15 @@ from cluster.config import ClusterConfig
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.tools.formats import TOOL_PARSERS
-from engine.checkpoint import read_json
+from engine.checkpoint import TEXT_FILES, read_json
 from engine.kv_room import fit_given_blocks
 from engine.model_folder import open_model
 from engine.tokenizer import Tokenizer
 
 
 def served_model(config: ClusterConfig) -> ServedModel:
-    """Read a resolved configuration's tokenizer and config files; raises `SquadronError`."""
-    folder = open_model(config.model)
+    """Read a resolved configuration's tokenizer and config files, and fetch no weights; raises `SquadronError`."""
+    folder = open_model(config.model, TEXT_FILES)
     spec = folder.spec
     tools, reasoning = config.tool_call_parser, config.reasoning_parser
     shrink = config.max_model_len is None

@@ -98,7 +98,7 @@ def build_app(
 
 
 async def _why(models: Models, request: Request) -> Response:
-    return _json(await why(models, request.path_params["name"]))
+    return _json(await why(models, request.path_params["name"], request.state.tenant))
 
 
 def _model_routes(models: Models) -> list[Route]:

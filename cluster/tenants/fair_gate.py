@@ -113,10 +113,14 @@ class FairGate:
         """Return how many requests of each tenant wait, of those that have any."""
         return self._queue.lengths()
 
-    def waits_for(self, name: str) -> list[tuple[float, str]]:
-        """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what."""
+    def waits_for(self, name: str, tenant: str | None = None) -> list[tuple[float, str]]:
+        """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what.
+
+        tenant: whose they must be, None = anybody's.
+        """
         now = asyncio.get_running_loop().time()
-        turns = [turn for turn in self._queue.items() if is_of(turn.request.request_id, name)]
+        named = [turn for turn in self._queue.items() if is_of(turn.request.request_id, name)]
+        turns = [turn for turn in named if tenant in (None, turn.tenant)]
         ahead = {turn: self._queue.work_ahead(turn.tenant, turn.priority, turn.work) for turn in turns}
         return [
             (now - turn.since, f"of tenant {turn.tenant}; at most {work} tokens of work, its own included, go first")

@@ -22,7 +22,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _COUNT = re.compile(r"[1-9][0-9]{0,14}")
 _QUOTAS = tuple(f.name for f in fields(Quota))
-_FIELDS = ("key", "key_sha256", "tenant", "expires", *_QUOTAS)
+_FIELDS = ("key", "key_sha256", "tenant", "expires", "admin", *_QUOTAS)
 _NULL = "tag:yaml.org,2002:null"
 T = TypeVar("T")
 
@@ -39,8 +39,9 @@ def parse_keys(text: str, source: str) -> list[KeyEntry]:
     """Return the keys that `text` lists; `source` is the file's name, for messages.
 
     Each item has `key` or `key_sha256` (64 hex digits), `tenant`, and may have `expires` (ISO date-time, in UTC
-    unless it says otherwise), `requests_per_minute`, `tokens_per_minute` and `max_concurrent`. Quotas are the
-    tenant's: several keys of one tenant share them, and state the same or leave them out.
+    unless it says otherwise), `admin` (see `Tenant.sees_all`), `requests_per_minute`, `tokens_per_minute` and
+    `max_concurrent`. Quotas are the tenant's: several keys of one tenant share them, and state the same or leave them
+    out. The others are the key's.
     Raises `ConfigError` that names file and line.
     """
     try:
@@ -49,7 +50,7 @@ def parse_keys(text: str, source: str) -> list[KeyEntry]:
         tenants = _tenants(items)
         _refuse_twice(items, digests)
         return [
-            KeyEntry(digest, tenants[_text(item, "tenant")], _read(item, "expires", _when))
+            KeyEntry(digest, _holder(item, tenants), _read(item, "expires", _when))
             for item, digest in zip(items, digests, strict=True)
         ]
     except _WrongLineError as error:
@@ -124,6 +125,11 @@ def _tenants(items: list[_Item]) -> dict[str, Tenant]:
     return tenants
 
 
+def _holder(item: _Item, tenants: dict[str, Tenant]) -> Tenant:
+    tenant = tenants[_text(item, "tenant")]
+    return replace(tenant, sees_all=True) if _read(item, "admin", _yes) else tenant
+
+
 def _refuse_twice(items: list[_Item], digests: list[bytes]) -> None:
     first: dict[bytes, int] = {}
     for item, digest in zip(items, digests, strict=True):
@@ -170,6 +176,12 @@ def _count(value: str) -> int:
     if not _COUNT.fullmatch(value):
         raise ValueError("a whole number of at least 1, such as 600")
     return int(value)
+
+
+def _yes(value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError("true or false")
+    return value == "true"
 
 
 def _when(value: str) -> float:

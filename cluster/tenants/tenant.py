@@ -26,14 +26,16 @@ class Tenant:
     """Everybody who holds one of its keys. `name` is fit for logs, labels and metrics.
 
     shares_cache: the prefix cache is separated by the clients' own salts alone: for a server with no keys.
+    sees_all: whoever holds this key runs the server, and may ask what requests of other tenants waited for.
     """
 
     name: str
     quota: Quota = field(default_factory=Quota)
     shares_cache: bool = False
+    sees_all: bool = False
 
 
-OPEN = Tenant(DEFAULT_TENANT, shares_cache=True)
+OPEN = Tenant(DEFAULT_TENANT, shares_cache=True, sees_all=True)
 
 
 def tenant_salt(tenant: Tenant, client_salt: bytes) -> bytes:

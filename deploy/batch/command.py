@@ -39,7 +39,7 @@ from deploy.batch.progress import Progress, summary
 from deploy.interrupts import Interrupted, Interrupts
 from deploy.phases import PhaseLog
 from deploy.ray_output import without_death_notices
-from engine.fingerprint import model_fingerprint
+from engine.fingerprint import model_identity
 
 
 def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
@@ -169,7 +169,7 @@ class Batch:
             rows=asked.checked.rows,
             input_digest=asked.checked.digest,
             model=config.model_id,
-            fingerprint=model_fingerprint(config.model, config.dtype),
+            fingerprint=model_identity(config.model, config.dtype),
             settings=msgspec.json.encode(settings).decode(),
             created=options.created if options.created is not None else int(time.time()),
             version=version("squadron"),

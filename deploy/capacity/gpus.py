@@ -4,13 +4,15 @@ Figures are the vendor's: memory, its bandwidth, and dense peak rates. Sheets th
 halved. fp8 is with accumulation in fp32. Sources, all by NVIDIA:
 
 - A10: "NVIDIA A10 Tensor Core GPU", data sheet. A40: "NVIDIA A40", data sheet.
-- A100-40GB, A100-80GB: "NVIDIA A100 Tensor Core GPU", data sheet (SXM modules).
+- A30: "NVIDIA A30 Tensor Core GPU", data sheet.
+- A100-40GB, A100-80GB, A100-80GB-PCIe: "NVIDIA A100 Tensor Core GPU", data sheet (columns SXM and PCIe).
 - L4: "NVIDIA L4 Tensor Core GPU", data sheet. L40, L40S: data sheets "NVIDIA L40" and "NVIDIA L40S".
 - H100, H100-NVL: "NVIDIA H100 Tensor Core GPU", data sheet (columns SXM and NVL); H100-PCIe: the same, first edition.
 - H200, H200-NVL: "NVIDIA H200 Tensor Core GPU", data sheet.
 - B200: "NVIDIA Blackwell", data sheet, HGX B200, per GPU.
 - RTX-3090: "NVIDIA Ampere GA102 GPU Architecture", white paper, appendix. RTX-4090: "NVIDIA Ada GPU Architecture",
   white paper, appendix A. RTX-5090: "NVIDIA RTX Blackwell GPU Architecture", white paper, appendix A.
+- RTX-A6000, RTX-6000-Ada: data sheets "NVIDIA RTX A6000" and "NVIDIA RTX 6000 Ada Generation".
 """
 
 from __future__ import annotations
@@ -65,13 +67,17 @@ GPUS: Mapping[str, Gpu] = {
         Gpu("RTX-3090", 24, 936, 35.6, 71),
         Gpu("RTX-4090", 24, 1008, 82.6, 165.2, 330.3),
         Gpu("RTX-5090", 32, 1792, 104.8, 209.5, 419),
+        Gpu("RTX-A6000", 48, 768, 38.7, 154.8, ecc_in_memory=True),
+        Gpu("RTX-6000-Ada", 48, 960, 91.1, 364.2, 728.5, ecc_in_memory=True),
         Gpu("L4", 24, 300, 30.3, 121, 242.5, ecc_in_memory=True),
         Gpu("A10", 24, 600, 31.2, 125, ecc_in_memory=True),
         Gpu("A40", 48, 696, 37.4, 149.7, ecc_in_memory=True),
         Gpu("L40", 48, 864, 90.5, 181, 362, ecc_in_memory=True),
         Gpu("L40S", 48, 864, 91.6, 362, 733, ecc_in_memory=True),
+        Gpu("A30", 24, 933, 10.3, 165),
         Gpu("A100-40GB", 40, 1555, 19.5, 312),
         Gpu("A100-80GB", 80, 2039, 19.5, 312),
+        Gpu("A100-80GB-PCIe", 80, 1935, 19.5, 312),
         Gpu("H100-PCIe", 80, 2000, 51, 756.5, 1513),
         Gpu("H100", 80, 3350, 67, 989.5, 1979),
         Gpu("H100-NVL", 94, 3900, 60, 835.5, 1670.5),
@@ -80,15 +86,27 @@ GPUS: Mapping[str, Gpu] = {
         Gpu("B200", 180, 7700, 75, 2250, 4500),
     )
 }
-# Names under which one of them goes as well.
-ALIASES: Mapping[str, str] = {"H100-SXM": "H100", "H100-80GB": "H100", "H200-SXM": "H200", "A100": "A100-80GB"}
+# Names under which one of them goes as well, in capitals: people's, and those of `nvidia-smi`, with which nodes are
+# labelled (nvidia.com/gpu.product).
+ALIASES: Mapping[str, str] = {
+    "A100": "A100-80GB",
+    "A100-SXM4-40GB": "A100-40GB",
+    "A100-PCIE-40GB": "A100-40GB",
+    "A100-SXM4-80GB": "A100-80GB",
+    "H100-SXM": "H100",
+    "H100-80GB": "H100",
+    "H100-80GB-HBM3": "H100",
+    "H200-SXM": "H200",
+    "A6000": "RTX-A6000",
+    "RTX-6000-ADA-GENERATION": "RTX-6000-Ada",
+}
 
 
 def gpu_named(name: str) -> Gpu:
     """Return a GPU by its name, whatever its case. Raises `ConfigError` with the nearest name, or all of them."""
     plain = {key.upper(): gpu for key, gpu in GPUS.items()}
     plain |= {alias: GPUS[target] for alias, target in ALIASES.items()}
-    key = name.upper().replace(" ", "-").replace("_", "-").removeprefix("NVIDIA-")
+    key = name.upper().replace(" ", "-").replace("_", "-").removeprefix("NVIDIA-").removeprefix("GEFORCE-")
     if key in plain:
         return plain[key]
     near = difflib.get_close_matches(key, plain, n=1, cutoff=0.75)

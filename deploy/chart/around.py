@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from deploy.chart.part import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Quantity, Texts
+from deploy.chart.part import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Port, Quantity, Texts
 
 
 class ApiKeys(Part):
@@ -40,9 +40,13 @@ class FaultTolerance(Part):
         default=False,
         description="Whether Ray's control store lies in Redis, so that a new head takes up the old one's cluster.",
     )
-    redisAddress: str = Field(default="", description="Address of Redis, such as redis:6379 or rediss://redis:6380.")
-    redisPort: int = Field(
-        default=6379, ge=1, le=65535, description="Its port, which the NetworkPolicy lets pods reach."
+    redisAddress: str = Field(
+        default="",
+        pattern=r"^((rediss?://)?[^/:]+:[0-9]{1,5}(,[^/:]+:[0-9]{1,5})*)?$",
+        description="Address of Redis, such as redis:6379 or rediss://redis:6380.",
+    )
+    redisPort: Port | None = Field(
+        default=None, description="Port that the NetworkPolicy lets pods reach; empty = that of the address."
     )
     existingSecret: OptionalName = Field(default="", description="Secret with the password of Redis.")
     passwordKey: str = Field(default="password", min_length=1, description="Key of the password.")
@@ -85,9 +89,9 @@ class DisruptionBudget(Part):
 
     enabled: bool = Field(
         default=True,
-        description="Whether there are PodDisruptionBudgets: of each group all pods but one, and of the head itself.",
+        description="Whether there are PodDisruptionBudgets: of each group all pods with replicas but one stay.",
     )
-    head: bool = Field(default=True, description="Whether the head may not be evicted.")
+    head: bool = Field(default=True, description="Whether the head may not be evicted, unless Redis keeps its state.")
 
 
 class NetworkPolicy(Part):
@@ -117,7 +121,11 @@ class Ingress(Part):
     annotations: Texts = Field(
         default={}, description="Annotations; proxies must not buffer streams nor cut long ones."
     )
-    host: str = Field(default="", description="Host name; needed.")
+    host: str = Field(
+        default="",
+        pattern=r"^((\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+        description="Host name, such as llm.example.com; needed.",
+    )
     path: str = Field(default="/", pattern="^/", description="Path.")
     tlsSecret: OptionalName = Field(default="", description="Secret of the certificate; empty = no TLS.")
 

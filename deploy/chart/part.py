@@ -12,6 +12,7 @@ Cpu = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$", json_schema_extra={
 OptionalName = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
 Count = Annotated[int, Field(ge=1)]
 NotNegative = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
 Percent = Annotated[int, Field(ge=0, le=100)]
 Texts = dict[str, str]
 Anything = dict[str, Any]  # a piece of a Kubernetes object, which Kubernetes itself checks

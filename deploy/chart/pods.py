@@ -110,7 +110,9 @@ class ModelCache(Part):
     existingClaim: OptionalName = Field(default="", description="Name of the claim, for type existingClaim.")
     size: Quantity = Field(default="200Gi", description="Size, for type pvc, and most of what type none may hold.")
     storageClassName: str | None = Field(
-        default=None, description="Storage class, for type pvc; empty = the cluster's default."
+        default=None,
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
+        description="Storage class, for type pvc; null = the cluster's default, '' = a volume that is there.",
     )
     accessModes: list[Literal["ReadWriteMany", "ReadWriteOnce"]] = Field(
         default=["ReadWriteMany"],
@@ -142,9 +144,17 @@ class Probes(Part):
     startupFailures: Count = Field(default=60, description="Looks that Ray may take to start.")
 
 
+class EnvVar(Part):
+    """An environment variable."""
+
+    name: str = Field(min_length=1, description="Name.")
+    value: str | None = Field(default=None, description="Value.")
+    valueFrom: Anything | None = Field(default=None, description="Where the value is, such as a key of a secret.")
+
+
 class Security(Part):
     """Users and groups of the processes. They are never root, and write to volumes alone."""
 
-    runAsUser: Count = Field(default=1000, description="User.")
-    runAsGroup: Count = Field(default=1000, description="Group.")
-    fsGroup: Count = Field(default=1000, description="Group of the volumes.")
+    runAsUser: Count | None = Field(default=1000, description="User; null = the cluster's choice, as on OpenShift.")
+    runAsGroup: Count | None = Field(default=1000, description="Group; null = the cluster's choice.")
+    fsGroup: Count | None = Field(default=1000, description="Group of the volumes; null = the cluster's choice.")

@@ -44,7 +44,7 @@ def _rows(path: str, schema: Schema, default: Any) -> Iterator[str]:
     if "properties" in schema:
         for name, inner in schema["properties"].items():
             yield from _rows(f"{path}.{name}", inner, default[name])
-    elif "properties" in items:
+    elif "properties" in items and default:
         for name, inner in items["properties"].items():
             yield from _rows(f"{path}[].{name}", inner, default[0][name])
     else:

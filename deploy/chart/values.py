@@ -18,7 +18,7 @@ from deploy.chart.around import (
     Upgrade,
 )
 from deploy.chart.part import Anything, NotNegative, OptionalName, Part, Texts
-from deploy.chart.pods import Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
+from deploy.chart.pods import EnvVar, Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
 
 
 class Values(Part):
@@ -62,10 +62,13 @@ class Values(Part):
         default="", description="Service account of all pods; its token is not mounted."
     )
     terminationGracePeriodSeconds: NotNegative = Field(default=60, description="Seconds that a pod has to end.")
-    extraEnv: list[Anything] = Field(default=[], description="Further environment variables of all Ray containers.")
+    extraEnv: list[EnvVar] = Field(default=[], description="Further environment variables of all Ray containers.")
     extraVolumes: list[Anything] = Field(default=[], description="Further volumes of all pods.")
     extraVolumeMounts: list[Anything] = Field(default=[], description="Where they are mounted in all Ray containers.")
     labels: Texts = Field(default={}, description="Further labels of all objects.")
+    annotations: Texts = Field(
+        default={}, description="Annotations of the RayService and the RayJob, such as KubeRay's own."
+    )
     ingress: Ingress = Field(default=Ingress(), description="An Ingress before the endpoint.")
     gateway: Gateway = Field(default=Gateway(), description="An HTTPRoute to the endpoint.")
     podMonitor: PodMonitor = Field(default=PodMonitor(), description="A PodMonitor of Prometheus' operator.")

@@ -61,6 +61,8 @@ def ray_cluster(
         return ok("ray cluster", "RAY_ADDRESS is not set: Squadron starts Ray on this machine")
     where = f"RAY_ADDRESS={address}"
     remedy = "see that `ray status` works there, or unset RAY_ADDRESS to start Ray here"
+    if address == "auto":
+        remedy += "; a Ray that was killed leaves its address behind, which `ray stop` removes"
     try:
         knocked(address)
         found = probe()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 
 from engine.flight import MAX_REQUESTS, FlightRecorder, Wait, WaitLog
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 
 EVENTS = 200_000
 NAMES = [f"chatcmpl-{i:032x}@1.{16 * i}" for i in range(4 * MAX_REQUESTS)]
@@ -36,12 +38,14 @@ def full_recorder() -> FlightRecorder:
 def measure() -> dict[str, float]:
     """Return microseconds by name."""
     flight, waits = full_recorder(), WaitLog(full_recorder(), 0.0)
-    known = NAMES[MAX_REQUESTS - 1]
+    known, someone = NAMES[MAX_REQUESTS - 1], Request("cmpl-x", (1,), SamplingParams())
     return {
         "event of a new request": each_us(lambda i: flight.note(NAMES[i % len(NAMES)], Wait.BLOCKS)),
         "event of a known request": each_us(lambda i: flight.note(known, Wait.BLOCKS), 50),
-        "step in which the first in the queue waits on": each_us(lambda _: waits.head_waits(known, Wait.SLOTS, str)),
-        "start of a request that did not wait": each_us(lambda _: waits.starts("cmpl-x", 1.0, preempted=False)),
+        "step in which the first in the queue waits on": each_us(
+            lambda _: waits.head_waits(someone, Wait.SLOTS, str)
+        ),
+        "start of a request that did not wait": each_us(lambda _: waits.starts(someone, 1.0, preempted=False)),
         "end of a request that did not wait": each_us(lambda _: waits.ended("cmpl-x", str)),
         "look for a story where there is none": each_us(lambda _: flight.story("cmpl-x")),
         "the loop of this measurement": each_us(lambda _: None),

@@ -107,3 +107,9 @@ def test_health_and_ready_tell_the_truth(demo_app: App) -> None:
     assert body["ready"] is True
     assert len(body["replicas"]) == 2
     assert all(replica["kv_tokens"] > 0 and replica["phases"] for replica in body["replicas"])
+
+
+def test_replicas_say_in_time_that_they_know_nothing_of_a_request(demo_app: App) -> None:
+    answer = httpx.get(f"{demo_app.url}/why/cmpl-none", timeout=10)
+    assert answer.status_code == 404
+    assert "no answer from" not in answer.json()["error"]["message"]

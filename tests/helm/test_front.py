@@ -53,10 +53,14 @@ def test_keys_lie_where_the_app_and_the_probe_read_them(helm4):
     assert mount["mountPath"] == "/etc/squadron/keys"
 
 
-def test_one_pod_of_a_group_may_be_evicted_at_a_time_and_the_head_never(helm4):
-    budgets = {one["metadata"]["name"]: one["spec"] for one in of_kind(rendered("multi-node"), "PodDisruptionBudget")}
+def budgets_of(objects):
+    return {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "PodDisruptionBudget")}
+
+
+def test_one_replica_of_a_group_may_be_evicted_at_a_time_and_the_head_never(helm4):
+    budgets = budgets_of(rendered("multi-node"))
     assert {name: budget["minAvailable"] for name, budget in budgets.items()} == {
-        "llm-squadron-h200": 3,
+        "llm-squadron-h200": 1,  # of four pods: only those two with rank 0 have a proxy of Serve, and become ready
         "llm-squadron-head": 1,
     }
     for budget in budgets.values():
@@ -71,6 +75,30 @@ def test_one_pod_of_a_group_may_be_evicted_at_a_time_and_the_head_never(helm4):
     assert chosen.items() <= labels.items()
 
 
+def test_a_spare_pod_which_is_never_ready_holds_up_no_drain(helm4):
+    (cluster,) = clusters(rendered("tp4"))
+    assert cluster["workerGroupSpecs"][0]["replicas"] == 4
+    assert budgets_of(rendered("tp4"))["llm-squadron-h100"]["minAvailable"] == 2, "three pods have replicas"
+
+
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [
+        ("replicas=4", 3),
+        ("replicas=4,max_replicas=8,min_replicas=2", 1),  # replicas come and go in the eight pods
+        ("replicas=1", None),
+    ],
+)
+def test_budgets_count_pods_that_hold_replicas(helm4, settings, least):
+    given = ",".join(f"models[0].{one}" for one in ["model=demo", *settings.split(",")])
+    budgets = budgets_of(helm4.template(None, "--set", given))
+    assert budgets.get("llm-squadron-workers", {}).get("minAvailable") == least
+
+
+def test_a_head_whose_state_is_in_redis_may_be_evicted(helm4):
+    assert "everything-head" not in budgets_of(rendered("everything"))
+
+
 def test_a_group_of_one_pod_has_no_budget_which_would_hold_up_every_drain(helm4):
     names = [one["metadata"]["name"] for one in of_kind(rendered("one-gpu"), "PodDisruptionBudget")]
     assert names == ["llm-squadron-head"]
@@ -82,6 +110,15 @@ def test_the_claim_of_the_cache_is_the_one_that_pods_mount(helm4):
     (cluster,) = clusters(rendered("one-gpu"))
     (volume,) = [one for one in cluster["headGroupSpec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+
+
+@pytest.mark.parametrize(
+    ("given", "made"), [("null", {}), ("shared", {"storageClassName": "shared"}), ("", {"storageClassName": ""})]
+)
+def test_a_claim_may_name_a_class_or_none_or_leave_it_to_the_cluster(helm4, given, made):
+    objects = helm4.template(None, "--set", f"modelCache.type=pvc,modelCache.storageClassName={given}")
+    (claim,) = of_kind(objects, "PersistentVolumeClaim")
+    assert claim["spec"] == {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "200Gi"}}} | made
 
 
 def test_a_claim_that_is_there_is_used_and_none_is_made(helm4):
@@ -145,6 +182,15 @@ def test_prometheus_finds_the_metrics_port_of_every_pod(helm4):
             assert endpoint["port"] in [port["name"] for port in pod["template"]["spec"]["containers"][0]["ports"]]
 
 
+def test_long_names_that_begin_alike_stay_apart(helm4):
+    names = set()
+    for end in ("one", "two"):
+        objects = helm4.template(None, "--set", f"nameOverride=a-team-with-a-long-name-in-production-{end}")
+        names |= {service["metadata"]["name"] for service in of_kind(objects, "RayService")}
+    assert len(names) == 2
+    assert all(len(name) <= 34 for name in names)
+
+
 def test_redis_keeps_the_control_store_under_a_name_of_its_own_for_each_cluster(helm4):
     (service,) = of_kind(rendered("everything"), "RayService")
     options = service["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
@@ -165,6 +211,12 @@ def test_updates_step_by_step_say_how(helm4):
             "maxSurgePercent": 100,
         },
     }
+
+
+def test_annotations_are_those_of_service_and_job(helm4):
+    for kind in ("RayService", "RayJob"):
+        (found,) = of_kind(rendered("everything"), kind)
+        assert found["metadata"]["annotations"] == {"ray.io/initializing-timeout": "30m"}
 
 
 def test_extra_objects_may_be_templates(helm4):
@@ -194,6 +246,7 @@ def test_notes_tell_the_next_command(helm4):
     assert '"model": "qwen"' in said
     assert "Warning: everybody" in said
     assert "llm-squadron-gateway" in said
+    assert "Warning: networkPolicy.clients" in said, "KubeRay's Gateway must get in"
 
 
 def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):

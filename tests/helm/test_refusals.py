@@ -32,7 +32,11 @@ BY_SCHEMA = {
     "a group without a name": ({"workerGroups": [{"memory": "1Gi"}]}, "name"),
     "a misspelt option of a group": ({"workerGroups": [{"name": "a", "nodeSelektor": {}}]}, "nodeSelektor"),
     "an unknown cache": ({"modelCache": {"type": "s3"}}, "modelCache"),
+    "no storage class": ({"modelCache": {"storageClassName": "-"}}, "storageClassName"),
     "an unknown update": ({"upgrade": {"type": "Recreate"}}, "upgrade"),
+    "an address for a host name": ({"ingress": {"enabled": True, "host": "https://a.example.com"}}, "host"),
+    "Redis without a port": ({"faultTolerance": {"enabled": True, "redisAddress": "redis"}}, "redisAddress"),
+    "a number for a text": ({"extraEnv": [{"name": "A", "value": 1}]}, "extraEnv"),
 }
 BY_TEMPLATE = {
     "an unknown group": (
@@ -80,7 +84,38 @@ BY_TEMPLATE = {
         {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/created-by": "us"}}]},
         'workerGroups "gpu".labels: app.kubernetes.io/created-by',
     ),
+    "a label by which budgets find workers": (
+        {"workerGroups": [{**GPU, "labels": {"app.kubernetes.io/component": "us"}}]},
+        'workerGroups "gpu".labels: app.kubernetes.io/component',
+    ),
+    "a label that every object has": ({"labels": {"app.kubernetes.io/instance": "us"}}, "labels: app.kubernetes.io"),
+    "a label that KubeRay writes": ({"head": {"labels": {"ray.io/cluster": "us"}}}, "head.labels: ray.io/cluster"),
     "a name that begins with a number": ({"fullnameOverride": "7b"}, "fullnameOverride"),
+    "a name that is too long": ({"fullnameOverride": "a" * 35}, "fullnameOverride: KubeRay leaves room for 34"),
+    "two models of one name": (
+        {"models": [{"model": "one/llama"}, {"model": "other/llama"}]},
+        'models[1].served_model_name: "llama" is the name of models[0]',
+    ),
+    "another model's alias": (
+        {
+            "models": [
+                {"model": "a", "served_model_name": "first, other"},
+                {"model": "b", "served_model_name": ["other"]},
+            ]
+        },
+        'models[1].served_model_name: "other"',
+    ),
+    "more replicas than the most": (
+        {"models": [{"model": "demo", "replicas": 5, "max_replicas": 2}]},
+        "models[0].replicas: must lie between 1 and 2",
+    ),
+    "bounds that cross": (
+        {"models": [{"model": "demo", "min_replicas": 3, "max_replicas": 2}]},
+        "models[0].replicas: must lie between 3 and 2",
+    ),
+    "a lower bound alone": ({"models": [{"model": "demo", "min_replicas": 1}]}, "models[0].max_replicas"),
+    "GPUs that no pod has": ({"models": [{"model": "demo", "device": "cuda"}]}, "models[0].device: cuda"),
+    "a volume of the chart's": ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes[0].name: tmp"),
 }
 CASES = BY_SCHEMA | BY_TEMPLATE
 

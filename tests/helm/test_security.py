@@ -11,6 +11,21 @@ WRITTEN = {"/tmp", "/var/lib/squadron", "/dev/shm", "/var/cache/squadron"}
 OWN = {"app.kubernetes.io/instance": RELEASE, "app.kubernetes.io/part-of": "squadron"}
 
 
+def test_the_cluster_may_choose_the_users(helm4):
+    """As OpenShift does; Helm hands null on as nothing."""
+    given = "security.runAsUser=null,security.runAsGroup=null,security.fsGroup=null"
+    objects = helm4.template(VALUES["everything"], "--set", given)
+    for template in pod_templates(objects):
+        security = template["spec"]["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & security.keys()
+
+
+def test_a_user_whom_the_image_does_not_know_has_a_name(helm4):
+    for _, container in containers("tp4"):
+        assert {"name": "USER", "value": "squadron"} in container["env"]
+
+
 def assert_restricted(security):
     assert security["allowPrivilegeEscalation"] is False
     assert security["readOnlyRootFilesystem"] is True
@@ -84,9 +99,16 @@ def test_secrets_are_named_and_never_held(helm4, name):
                 assert variable["valueFrom"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
 
 
+def policy_of(objects, whose=""):
+    """The policy of all pods, or of those that `whose` says."""
+    policies = of_kind(objects, "NetworkPolicy")
+    (found,) = [one for one in policies if one["metadata"]["name"].endswith("-head") == bool(whose)]
+    return found
+
+
 @each_example
 def test_a_policy_covers_every_pod_both_ways(helm4, name):
-    (policy,) = of_kind(rendered(name), "NetworkPolicy")
+    policy = policy_of(rendered(name))
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     assert policy["spec"]["podSelector"]["matchLabels"] == OWN
     for template in pod_templates(rendered(name)):
@@ -98,7 +120,7 @@ def ports(rule):
 
 
 def test_strangers_reach_the_endpoint_alone_and_the_operator_ray_too(helm4):
-    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    policy = policy_of(rendered("tp4"))
     among, clients, operator, monitoring = policy["spec"]["ingress"]
     assert among["from"] == [{"podSelector": {"matchLabels": OWN}}]
     assert ports(among) == [("TCP", 1024, 65535)]
@@ -109,10 +131,10 @@ def test_strangers_reach_the_endpoint_alone_and_the_operator_ray_too(helm4):
 
 
 def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
-    (policy,) = of_kind(rendered("tp4"), "NetworkPolicy")
+    policy = policy_of(rendered("tp4"))
     assert [ports(rule) for rule in policy["spec"]["egress"]] == [
         [("TCP", 1024, 65535)],
-        [("UDP", 53, None), ("TCP", 53, None)],
+        [("UDP", 53, None), ("TCP", 53, None), ("UDP", 5353, None), ("TCP", 5353, None)],
         [("TCP", 443, None)],
     ]
     assert policy["spec"]["egress"][0]["to"] == [{"podSelector": {"matchLabels": OWN}}]
@@ -120,14 +142,34 @@ def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
 
 def test_without_hub_and_autoscaler_nothing_outside_is_reached(helm4):
     objects = helm4.template(None, "--set", "networkPolicy.hub=false")
-    (policy,) = of_kind(objects, "NetworkPolicy")
+    policy = policy_of(objects)
     assert [443 in [port["port"] for port in rule["ports"]] for rule in policy["spec"]["egress"]] == [False, False]
 
 
-def test_the_autoscaler_and_the_head_reach_kubernetes_and_redis(helm4):
-    (policy,) = of_kind(rendered("everything"), "NetworkPolicy")
-    reached = [port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]]
-    assert {443, 6443, 6380, 9000} <= set(reached)
+def test_the_head_alone_reaches_kubernetes_and_redis(helm4):
+    objects = rendered("everything")
+    everybody, head = (
+        {port["port"] for rule in policy_of(objects, whose)["spec"]["egress"] for port in rule["ports"]}
+        for whose in ("", "-head")
+    )
+    assert head == {443, 6443, 6380}
+    assert not {6443, 6380} & everybody
+    assert 9000 in everybody, "as networkPolicy.egress says"
+    chosen = policy_of(objects, "-head")["spec"]["podSelector"]
+    assert chosen["matchLabels"] == OWN
+    heads = [cluster["headGroupSpec"]["template"]["metadata"]["labels"] for cluster in clusters(objects)]
+    (condition,) = chosen["matchExpressions"]
+    assert [labels[condition["key"]] for labels in heads] == condition["values"]
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [("redis:6400", 6400), ("rediss://redis.cache.svc:6380", 6380), ("redis:6400,other:6401", 6401)],
+)
+def test_the_port_of_redis_is_that_of_its_address(helm4, address, port):
+    given = f"faultTolerance.enabled=true,faultTolerance.redisAddress={address}".replace(":6400,", ":6400\\,")
+    policy = policy_of(helm4.template(None, "--set", given), "-head")
+    assert ("TCP", port, None) in [one for rule in policy["spec"]["egress"] for one in ports(rule)]
 
 
 def test_the_submitter_of_a_batch_has_no_secrets(helm4):

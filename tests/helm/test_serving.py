@@ -146,6 +146,13 @@ def test_a_shell_reads_the_words_of_the_batch_as_they_were_given(helm4):
     ]
 
 
+def test_a_batch_that_may_take_longer_is_the_same_job(helm4):
+    given = "batch.backoffLimit=9,batch.ttlSecondsAfterFinished=9,batch.activeDeadlineSeconds=9"
+    changed = helm4.template(VALUES["batch"], "--set", given)
+    (before,), (after,) = of_kind(rendered("batch"), "RayJob"), of_kind(changed, "RayJob")
+    assert before["metadata"]["name"] == after["metadata"]["name"]
+
+
 def test_a_changed_batch_is_another_job(helm4):
     changed = helm4.template(VALUES["batch"], "--set", "batch.output=/data/other.jsonl")
     names = [of_kind(objects, "RayJob")[0]["metadata"]["name"] for objects in (rendered("batch"), changed)]

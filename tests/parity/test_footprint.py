@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from itertools import repeat
-
 import pytest
 import torch
 
@@ -18,8 +15,6 @@ from engine.model_folder import open_model
 from engine.models.decoder import Attention
 from engine.runner import ModelRunner, resolve
 from parallel.group import SoloGroup
-from parallel.rendezvous import Rendezvous
-from parallel.torch_group import connect
 from tests.parity.tiny_models import CONFIGS, make
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,18 +27,6 @@ def folders(tmp_path_factory):
     for name, folder in made.items():
         make(name, folder)
     return made | {"demo": demo_model_path()}
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    with ThreadPoolExecutor(2) as threads:
-        rendezvous = Rendezvous.create()
-        places = (rendezvous, rendezvous.address)
-        joining = [threads.submit(connect, rank, 2, places[rank], "cpu", 60.0) for rank in range(2)]
-        groups = [each.result() for each in joining]
-        yield lambda function, *values: list(threads.map(function, groups, *map(repeat, values)))
-        for group in groups:
-            group.close()
 
 
 def settings(folder, size, dtype="float32"):

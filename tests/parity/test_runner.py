@@ -40,19 +40,6 @@ def config(folder, **values):
     return EngineConfig(str(folder), **{"num_kv_blocks": 200, "block_size": 4, "device": "cpu", **values})
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    """Return a function that calls another with each rank's group, both ranks at once, as threads of this process."""
-    with ThreadPoolExecutor(2) as threads:
-        rendezvous = Rendezvous.create()
-        places = (rendezvous, rendezvous.address)
-        joining = [threads.submit(connect, rank, 2, places[rank], "cpu", 60.0) for rank in range(2)]
-        groups = [each.result() for each in joining]
-        yield lambda function: list(threads.map(function, groups))
-        for group in groups:
-            group.close()
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_give_what_one_gives(two_ranks, models, name):
     model, folder = models(name)

@@ -64,7 +64,14 @@ def test_the_parts_of_a_gpu_come_to_what_may_be_used():
 @pytest.mark.parametrize(
     ("name", "seen"),
     # As torch gives them (`total capacity`), GiB, from reports of memory that ran out.
-    [("L40S", 44.53), ("L40", 44.40), ("RTX-4090", 23.68), ("B200", 178.35)],
+    [
+        ("L40S", 44.53),
+        ("L40", 44.40),
+        ("RTX-4090", 23.68),
+        ("RTX-6000-Ada", 44.43),
+        ("A30", 23.53),
+        ("B200", 178.35),
+    ],
 )
 def test_what_cuda_reports_is_near_what_was_seen(name, seen):
     assert GPUS[name].total_bytes / GIB == pytest.approx(seen, rel=0.01)
@@ -80,6 +87,12 @@ def test_the_table_is_sound():
 def test_gpus_are_found_by_any_usual_name():
     assert gpu_named("nvidia h200") is gpu_named("H200-SXM") is GPUS["H200"]
     assert gpu_named("a100").memory == 80
+    # Labels of nodes, and names as `nvidia-smi` shows them.
+    assert gpu_named("NVIDIA-H100-80GB-HBM3") is gpu_named("NVIDIA H100 80GB HBM3") is GPUS["H100"]
+    assert gpu_named("NVIDIA A100-SXM4-80GB") is GPUS["A100-80GB"]
+    assert gpu_named("NVIDIA H100 NVL") is GPUS["H100-NVL"]
+    assert gpu_named("NVIDIA GeForce RTX 4090") is GPUS["RTX-4090"]
+    assert gpu_named("NVIDIA RTX 6000 Ada Generation") is GPUS["RTX-6000-Ada"]
     with pytest.raises(ConfigError, match="did you mean L40S"):
         gpu_named("L40SS")
     with pytest.raises(ConfigError, match=r"known: .*H200, "):

@@ -133,7 +133,10 @@ def test_a_hung_ray_is_to_be_fixed():
     def hung():
         raise ProbeError("no answer within 45 s")
 
-    assert "no answer within 45 s" in ray_cluster("auto", lambda _: None, hung).text
+    found = ray_cluster("auto", lambda _: None, hung)
+    assert "no answer within 45 s" in found.text
+    assert "`ray stop`" in found.remedy, "the address may be that of a Ray that was killed"
+    assert "`ray stop`" not in ray_cluster("10.0.0.1:6379", lambda _: None, hung).remedy
 
 
 def test_another_version_of_ray_is_told_with_both():

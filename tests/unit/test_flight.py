@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from engine.flight import FlightRecorder, Wait, is_of
+from engine.flight import MAX_TOLD, FlightRecorder, Wait, is_of
 from tests.unit.engine_driver import Driver, request
 
 
@@ -40,6 +42,10 @@ def test_long_stories_keep_their_beginning_and_their_end():
         ("cmpl-1@2.16", "cmpl-1", True),
         ("cmpl-12", "cmpl-1", False),
         ("cmpl-1", "cmpl-12", False),
+        ("cmpl-a1b2", "cmpl", False),
+        ("cmpl-a1b2@2.16", "cmpl", False),
+        ("cmpl-a1-7@2.16", "cmpl-a1", True),
+        ("cmpl-1", "", False),
     ],
 )
 def test_parts_and_attempts_bear_the_name_of_their_request(key, name, same):
@@ -47,6 +53,35 @@ def test_parts_and_attempts_bear_the_name_of_their_request(key, name, same):
     flight = recorder()
     flight.note(key, Wait.RUNS)
     assert bool(flight.of(name)) is same
+
+
+def test_stories_are_told_to_their_own_tenant():
+    flight = recorder()
+    flight.note("cmpl-1", Wait.TURN, tenant="a")
+    flight.note("cmpl-1", Wait.LET_IN)
+    assert [event.what for event in flight.of("cmpl-1", "a")] == [Wait.TURN, Wait.LET_IN]
+    assert flight.of("cmpl-1", "b") == []
+    assert len(flight.of("cmpl-1")) == 2
+
+
+def test_an_engine_notes_whose_requests_wait():
+    driver = Driver(max_num_seqs=1, num_blocks=8, max_model_len=28)
+    for name, tenant in (("a", "one"), ("b", "two"), ("c", "two")):
+        driver.core.add(replace(request(name, 4, max_tokens=3, ignore_eos=True), tenant=tenant))
+    driver.drain()
+    for name in "bc":
+        assert driver.core.flight.of(name, "two")
+        assert driver.core.flight.of(name, "one") == []
+
+
+def test_an_answer_is_bounded_and_keeps_the_latest():
+    flight = recorder(max_requests=100)
+    for part in range(100):
+        for at in range(20):
+            flight.note(f"cmpl-1-{part}", Wait.QUEUE, at=float(at))
+    told = flight.of("cmpl-1")
+    assert len(told) == MAX_TOLD
+    assert told[-1].at == 19.0
 
 
 def test_nothing_is_recorded_of_requests_that_wait_for_nothing():

@@ -13,6 +13,8 @@ from cluster.messages import (
     Costs,
     DamagedMessageError,
     Draining,
+    Explain,
+    Explained,
     FinishChoice,
     FinishRow,
     Heartbeat,
@@ -24,6 +26,7 @@ from cluster.messages import (
     Report,
     Resync,
     Usage,
+    Waited,
     Welcome,
     decode_down,
     decode_up,
@@ -31,6 +34,7 @@ from cluster.messages import (
 )
 from cluster.translation import block_key, load_of, submit_message, submitted_request
 from engine.errors import InvalidRequestError
+from engine.flight import Wait
 from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -54,7 +58,18 @@ REPORT = Report(
 )
 
 
-@pytest.mark.parametrize("message", [Hello("r"), Abort(5), FinishChoice(16, 3), Ping(), Resync()])
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello("r"),
+        Abort(5),
+        FinishChoice(16, 3),
+        Ping(),
+        Resync(),
+        Explain(3, "cmpl-1", "team-a"),
+        Explain(3, "cmpl-1", None),
+    ],
+)
 def test_messages_going_up_arrive_as_sent(message):
     assert decode_up(encode(message)) == message
 
@@ -68,6 +83,7 @@ def test_messages_going_up_arrive_as_sent(message):
         Heartbeat(9, LOAD),
         Heartbeat(9, LOAD, 3, 2, COSTS),
         Draining(),
+        Explained(3, [Waited(2.5, Wait.BLOCKS, "9 for its tokens"), Waited(0.0, Wait.RUNS)]),
     ],
 )
 def test_messages_coming_down_arrive_as_sent(message):

@@ -50,6 +50,13 @@ def test_a_file_gives_keys_their_tenants_quotas_and_expiry():
     assert [tenant.name for tenant in ring.tenants] == ["team-a", "team-b"]
 
 
+def test_one_key_of_a_tenant_may_see_all_and_the_others_not():
+    text = "- {key: a, tenant: t, admin: true}\n- {key: b, tenant: t, admin: false}\n- {key: c, tenant: t}"
+    ring = KeyRing(parse_keys(text, "keys.yaml"))
+    assert [ring.tenant_of(key).sees_all for key in "abc"] == [True, False, False]
+    assert [tenant.name for tenant in ring.tenants] == ["t"]
+
+
 def test_json_is_read_as_well_with_tabs_and_nulls():
     entries = [{"key": "sk-1", "tenant": "a", "max_concurrent": 2, "expires": None}]
     (entry,) = parse_keys(json.dumps(entries, indent="\t"), "keys.json")
@@ -104,6 +111,7 @@ def test_keys_are_held_as_hashes_alone():
         ("- key: a\n  tenant: a\n  tokens_per_minute: -5", 3, "tokens_per_minute must be"),
         ("- key: a\n  tenant: a\n  max_concurrent: 1.5", 3, "max_concurrent must be"),
         ("- key: a\n  tenant: a\n  max_concurrent: [1]", 3, "max_concurrent must be one value"),
+        ("- key: a\n  tenant: a\n  admin: sure", 3, "admin must be true or false"),
         (
             "- {key: a, tenant: a, max_concurrent: 1}\n- key: b\n  tenant: a\n  max_concurrent: 2",
             4,
@@ -273,10 +281,12 @@ def squadron(*args):
 
 
 def test_the_command_makes_a_key_and_an_entry_that_the_file_takes():
-    made = squadron("keys", "new", "--tenant", "team-a", "--max-concurrent", "3", "--expires", "2999-01-01T00:00:00Z")
+    made = squadron(
+        "keys", "new", "--tenant", "team-a", "--max-concurrent", "3", "--expires", "2999-01-01T00:00:00Z", "--admin"
+    )
     key = made.stderr.split()[-1]
     ring = KeyRing(parse_keys(made.stdout, "keys.yaml"))
-    assert ring.tenant_of(key) == Tenant("team-a", Quota(max_concurrent=3))
+    assert ring.tenant_of(key) == Tenant("team-a", Quota(max_concurrent=3), sees_all=True)
     assert key not in made.stdout
 
 

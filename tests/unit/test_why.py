@@ -22,6 +22,7 @@ from cluster.models.registry import Models
 from cluster.openai.app import build_app
 from cluster.replica_host import ReplicaHost
 from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from deploy.demo import demo_model_path
@@ -108,6 +109,45 @@ async def test_turn_of_a_tenant_is_told_while_it_lasts_and_afterwards(tmp_path):
             assert unknown.status_code == 404
             assert "nothing is known of 'cmpl-3'" in unknown.json()["error"]["message"]
             assert (await client.get("/why/" + "x" * 300)).status_code == 400
+
+
+async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path):
+    keys = FixedKeys(
+        KeyRing(
+            [
+                KeyEntry(hash_key("k-a"), Tenant("a")),
+                KeyEntry(hash_key("k-b"), Tenant("b")),
+                KeyEntry(hash_key("k-ops"), Tenant("b", sees_all=True)),
+            ]
+        )
+    )
+    tenancy = Tenancy(keys)
+    async with Lab(max_num_seqs=1) as lab:
+        replica = await lab.start("a", steps=2)
+        gate = FairGate(lab.dispatcher, lambda: 2)
+
+        async def ask(name: str) -> None:
+            async with await tenancy.visit(Tenant("a")) as visit:
+                visit.ask("m", gate)
+                await drain(visit.source.generate(long_request(name)))
+
+        tasks = [asyncio.create_task(ask(f"cmpl-{name}")) for name in ("f1", "f2", "f3")]
+        await until(lambda: gate.num_waiting == 1 and replica.executor.executed >= 2)
+        metrics = Metrics()
+        front = front_for(lab.dispatcher, served_model(tmp_path), metrics, gate, explain=lab.dispatcher.explain)
+        async with client_for(build_app(Models([front]), metrics, dict, tenancy=tenancy)) as client:
+
+            async def status(name: str, key: str) -> int:
+                answer = await client.get(f"/why/{name}", headers={"authorization": f"Bearer {key}"})
+                return answer.status_code
+
+            in_queue_of_the_replica, in_line = "cmpl-f2", "cmpl-f3"
+            for name in (in_queue_of_the_replica, in_line):
+                assert [await status(name, key) for key in ("k-a", "k-b", "k-ops", "k-c")] == [200, 404, 200, 401]
+            assert await status("cmpl", "k-ops") == 404, "no names, no stories"
+            replica.executor.allow(1000)
+            await asyncio.gather(*tasks)
+            assert [await status(in_line, key) for key in ("k-a", "k-b")] == [200, 404]
 
 
 async def test_replica_that_does_not_answer_is_named(monkeypatch):

@@ -34,7 +34,7 @@ from cluster.orphans import watch_parent
 from cluster.start_error import ReplicaStartError
 from cluster.tenants.tenant import OPEN, Tenant
 from engine.errors import SquadronError
-from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
+from engine.fingerprint import model_identity, vocabulary_fingerprint
 from engine.heap import settle_heap
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
         bounds=Filler(room, dispatcher, config.batch_share),
         metrics=Metrics().of(config.model_id, ClusterFigures),
         turn=asyncio.Lock(),
-        fingerprint=model_fingerprint(config.model, config.dtype),
+        fingerprint=model_identity(config.model, config.dtype),
         seed=config.seed,
         decisive=decisive(config),
     )

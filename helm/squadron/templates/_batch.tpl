@@ -1,6 +1,8 @@
-{{/* A job that was changed is another job, for one that ended is not run again: its name tells what it does. */}}
+{{/* A job that was changed is another job, for one that ended is not run again: its name tells what it does, and not how
+     long it may take or is kept. */}}
 {{- define "squadron.batchName" -}}
-{{- $does := dict "batch" .Values.batch "settings" (include "squadron.batchSettings" .) "image" (include "squadron.image" .) -}}
+{{- $batch := omit .Values.batch "backoffLimit" "ttlSecondsAfterFinished" "activeDeadlineSeconds" -}}
+{{- $does := dict "batch" $batch "settings" (include "squadron.batchSettings" .) "image" (include "squadron.image" .) -}}
 {{ include "squadron.fullname" . }}-batch-{{ toJson $does | sha256sum | trunc 5 }}
 {{- end -}}
 

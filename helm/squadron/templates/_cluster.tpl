@@ -144,8 +144,9 @@ spec:
       env:
         {{- include "squadron.env" $root | nindent 8 }}
       resources:
-        requests: {cpu: 500m, memory: 1Gi}
-        limits: {memory: 2Gi}
+        {{- /* It is over before the container starts that needs as much. */}}
+        requests: {cpu: 500m, memory: {{ quote $group.memory }}}
+        limits: {memory: {{ quote $group.memory }}}
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
       volumeMounts:

@@ -8,14 +8,48 @@
 {{- $names = append $names $group.name -}}
 {{- end -}}
 {{- $models := list -}}
+{{- $owners := dict -}}
 {{- range $number, $model := .Values.models -}}
 {{- $group := default (first $names) $model.workerGroup -}}
 {{- if not (has $group $names) -}}
 {{- fail (printf "models[%d].workerGroup: there is no worker group %q; known: %s" $number $group (join ", " $names)) -}}
 {{- end -}}
+{{- include "squadron.checkReplicas" (dict "number" $number "model" $model) -}}
+{{- range $name := (include "squadron.names" $model | fromJson).names -}}
+{{- if hasKey $owners $name -}}
+{{- $owner := int (get $owners $name) -}}
+{{- if ne $owner $number -}}
+{{- fail (printf "models[%d].served_model_name: %q is the name of models[%d] already; give it another, such as %s-%d" $number $name $owner $name (add1 $number)) -}}
+{{- end -}}
+{{- end -}}
+{{- $_ := set $owners $name $number -}}
+{{- end -}}
 {{- $models = append $models (dict "number" $number "model" $model "group" $group) -}}
 {{- end -}}
 {{- dict "models" $models | toJson -}}
+{{- end -}}
+
+{{/* The names that clients may use for a model, as JSON: {"names": [...]}. */}}
+{{- define "squadron.names" -}}
+{{- $names := default (list (splitList "/" (trimSuffix "/" .model) | last)) .served_model_name -}}
+{{- if kindIs "string" $names }}{{ $names = splitList "," $names }}{{ end -}}
+{{- $plain := list -}}
+{{- range $names }}{{ $plain = append $plain (trim .) }}{{ end -}}
+{{- dict "names" $plain | toJson -}}
+{{- end -}}
+
+{{/* Refuses what the app would refuse when its pods have been paid for already. number; model. */}}
+{{- define "squadron.checkReplicas" -}}
+{{- $replicas := int (default 1 .model.replicas) -}}
+{{- $least := ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
+{{- if .model.max_replicas -}}
+{{- $most := int .model.max_replicas -}}
+{{- if or (lt $replicas (max 1 $least)) (gt $replicas $most) -}}
+{{- fail (printf "models[%d].replicas: must lie between %d and %d, as min_replicas and max_replicas say, not %d" .number (max 1 $least) $most $replicas) -}}
+{{- end -}}
+{{- else if not (kindIs "invalid" .model.min_replicas) -}}
+{{- fail (printf "models[%d].max_replicas: is missing, as min_replicas=%d bounds autoscaling; give one, such as %d" .number $least (add1 (max $replicas $least))) -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Settings of one of these models as the app takes them, as JSON. The device is always said: Serve builds the app when
@@ -28,8 +62,12 @@
 {{- end -}}
 {{- end -}}
 {{- range .root.Values.workerGroups -}}
-{{- if and (eq .name $.model.group) (not (hasKey $settings "device")) -}}
-{{- $_ := set $settings "device" (ternary "cuda" "cpu" (not (empty (dig "accelerator" "resource" "" .)))) -}}
+{{- if eq .name $.model.group -}}
+{{- $accelerated := not (empty (dig "accelerator" "resource" "" .)) -}}
+{{- if and (hasPrefix "cuda" (toString $settings.device)) (not $accelerated) -}}
+{{- fail (printf "models[%d].device: %s, but pods of workerGroups %q have no GPUs; give that accelerator.resource, such as nvidia.com/gpu" (int $.model.number) $settings.device .name) -}}
+{{- end -}}
+{{- if not (hasKey $settings "device") }}{{ $_ := set $settings "device" (ternary "cuda" "cpu" $accelerated) }}{{ end -}}
 {{- end -}}
 {{- end -}}
 {{- toJson $settings -}}
@@ -55,7 +93,8 @@
 {{- end -}}
 
 {{/* One group with the numbers of its pods, as JSON. A replica that fits into a pod shares it with others of its model; a
-     larger one has a set of pods (numOfHosts) of its own. */}}
+     larger one has a set of pods (numOfHosts) of its own. serving: pods at least that hold a replica's rank 0: Serve has
+     a proxy there and nowhere else, and only a pod with a proxy becomes ready. */}}
 {{- define "squadron.sizedGroup" -}}
 {{- $group := .group -}}
 {{- $largest := 1 -}}
@@ -66,6 +105,7 @@
 {{- end -}}
 {{- $ranks := int (default $largest $group.ranksPerPod) -}}
 {{- $hosts := 0 -}}
+{{- $leastRanks := 0 -}}
 {{- $start := 0 -}}{{- $least := 0 -}}{{- $most := 0 -}}
 {{- range .models -}}
 {{- $size := int (default 1 .model.tensor_parallel_size) -}}
@@ -90,6 +130,7 @@
 {{- end -}}
 {{- $start = add $start (ceil (divf $replicas $perPod)) -}}
 {{- $least = add $least (ceil (divf $from $perPod)) -}}
+{{- $leastRanks = add $leastRanks (mul $from $size) -}}
 {{- $most = add $most (ceil (divf $upTo $perPod)) -}}
 {{- end -}}
 {{- if not .root.Values.autoscaling.enabled }}{{ $start = $most }}{{ $least = $most }}{{ end -}}
@@ -110,7 +151,8 @@
 {{- $numCpus := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) | ceil -}}
 {{- $names := list -}}
 {{- range .models }}{{ $names = append $names .model.model }}{{ end -}}
-{{- $sized := dict "models" (uniq $names) "ranks" $ranks "hosts" $hosts "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
+{{- $serving := min (ceil (divf $leastRanks (mul $ranks $hosts))) (mul $least $hosts) -}}
+{{- $sized := dict "models" (uniq $names) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
 {{- range $key, $value := $sized }}{{ $_ := set $group $key $value }}{{ end -}}
 {{- toJson $group -}}
 {{- end -}}

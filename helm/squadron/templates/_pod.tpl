@@ -1,6 +1,8 @@
 {{/* Environment of every Ray container. What Ray is started with is what `squadron serve` starts it with. */}}
 {{- define "squadron.env" -}}
 - {name: HOME, value: /var/lib/squadron}
+{{- /* The user may be one that the image does not know, and Python looks for his name here first. */}}
+- {name: USER, value: squadron}
 - {name: HF_HOME, value: /var/cache/squadron}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
 {{- if .Values.hub.offline }}
@@ -26,9 +28,11 @@
 
 {{- define "squadron.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ int .Values.security.runAsUser }}
-runAsGroup: {{ int .Values.security.runAsGroup }}
-fsGroup: {{ int .Values.security.fsGroup }}
+{{- range $key := list "runAsUser" "runAsGroup" "fsGroup" }}
+{{- with get $.Values.security $key }}
+{{ $key }}: {{ int . }}
+{{- end }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
@@ -75,6 +79,11 @@ seccompProfile: {type: RuntimeDefault}
       - {key: {{ quote $values.apiKeys.fileKey }}, path: keys.yaml}
       - {key: {{ quote $values.apiKeys.probeKey }}, path: probe-key}
 {{- end }}
+{{- range $number, $volume := $values.extraVolumes }}
+{{- if has $volume.name (list "tmp" "home" "shared-memory" "models" "keys" "batch" "kubernetes-token") }}
+{{- fail (printf "extraVolumes[%d].name: %s is a volume of the chart; take another, such as my-%s" $number $volume.name $volume.name) }}
+{{- end }}
+{{- end }}
 {{- with $values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
@@ -115,13 +124,9 @@ terminationGracePeriodSeconds: {{ int $values.terminationGracePeriodSeconds }}
 
 {{/* root; of: head or worker group; component: label by which policies and budgets know the pod. */}}
 {{- define "squadron.podMetadata" -}}
-{{- range $label := list "app.kubernetes.io/name" "app.kubernetes.io/created-by" -}}
-{{- if hasKey (default dict $.of.labels) $label -}}
 {{- $whose := "head" -}}
-{{- with $.of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
-{{- fail (printf "%s.labels: %s is KubeRay's, which finds pods by it; take another, such as example.com/team" $whose $label) -}}
-{{- end -}}
-{{- end -}}
+{{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- include "squadron.refuseLabels" (dict "labels" .of.labels "whose" (printf "%s.labels" $whose)) -}}
 labels:
   {{- include "squadron.selector" .root | nindent 2 }}
   app.kubernetes.io/component: {{ .component }}
