@@ -46,7 +46,7 @@ def measure() -> dict[str, float]:
             lambda _: waits.head_waits(someone, Wait.SLOTS, str)
         ),
         "start of a request that did not wait": each_us(lambda _: waits.starts(someone, 1.0, preempted=False)),
-        "end of a request that did not wait": each_us(lambda _: waits.ended("cmpl-x", str)),
+        "end of a request that did not wait": each_us(lambda _: waits.ended("cmpl-y", str)),
         "look for a story where there is none": each_us(lambda _: flight.story("cmpl-x")),
         "the loop of this measurement": each_us(lambda _: None),
     }
