@@ -14,7 +14,7 @@ from engine.request import Request
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64  # of one request
 MAX_TOLD = 1024  # events of one answer, so that it fits a message
-_PART = re.compile(r"(-[0-9]+)?(@.*)?")  # what stands behind a name: a prompt's number, an attempt
+_PART = re.compile(r"(-[0-9]{1,9})?(@.*)?")  # what stands behind a name: a prompt's number, an attempt
 
 
 class Wait(StrEnum):

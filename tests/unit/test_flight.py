@@ -43,6 +43,7 @@ def test_long_stories_keep_their_beginning_and_their_end():
         ("cmpl-12", "cmpl-1", False),
         ("cmpl-1", "cmpl-12", False),
         ("cmpl-a1b2", "cmpl", False),
+        ("cmpl-0123456789012345", "cmpl", False),
         ("cmpl-a1b2@2.16", "cmpl", False),
         ("cmpl-a1-7@2.16", "cmpl-a1", True),
         ("cmpl-1", "", False),
