@@ -115,6 +115,14 @@ BY_TEMPLATE = {
     ),
     "a lower bound alone": ({"models": [{"model": "demo", "min_replicas": 1}]}, "models[0].max_replicas"),
     "GPUs that no pod has": ({"models": [{"model": "demo", "device": "cuda"}]}, "models[0].device: cuda"),
+    "objects that do not fit shared memory": (
+        {"workerGroups": [{**GPU, "sharedMemory": "512Mi"}]},
+        'workerGroups "gpu".objectStoreBytes: 1000000000 are more than sharedMemory=512Mi',
+    ),
+    "a head's objects that do not fit": (
+        {"head": {"sharedMemory": "0.1G"}},
+        "head.objectStoreBytes: 200000000 are more than sharedMemory=0.1G holds",
+    ),
     "a volume of the chart's": ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes[0].name: tmp"),
 }
 CASES = BY_SCHEMA | BY_TEMPLATE

@@ -110,7 +110,7 @@ spec:
         - {name: batch, mountPath: /etc/squadron/batch, readOnly: true}
         {{- end }}
   volumes:
-    {{- include "squadron.volumes" (dict "root" $root "sharedMemory" $head.sharedMemory) | nindent 4 }}
+    {{- include "squadron.volumes" (dict "root" $root "of" $head) | nindent 4 }}
     {{- if .batch }}
     - {name: batch, configMap: {name: {{ include "squadron.batchName" $root }}}}
     {{- end }}
@@ -178,5 +178,5 @@ spec:
       volumeMounts:
         {{- include "squadron.volumeMounts" $root | nindent 8 }}
   volumes:
-    {{- include "squadron.volumes" (dict "root" $root "sharedMemory" $group.sharedMemory) | nindent 4 }}
+    {{- include "squadron.volumes" (dict "root" $root "of" $group) | nindent 4 }}
 {{- end -}}

@@ -58,12 +58,24 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
-{{/* root; sharedMemory: size of /dev/shm. */}}
+{{/* The bytes of a quantity such as 4Gi. */}}
+{{- define "squadron.bytes" -}}
+{{- $units := dict "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "m" 0.001 -}}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (default 1.0 (get $units (regexFind "[A-Za-z]*$" .))) | int64 -}}
+{{- end -}}
+
+{{/* root; of: head or worker group. */}}
 {{- define "squadron.volumes" -}}
 {{- $values := .root.Values -}}
+{{- $room := include "squadron.bytes" .of.sharedMemory | int64 -}}
+{{- if gt (int64 .of.objectStoreBytes) $room -}}
+{{- $whose := "head" -}}
+{{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
+{{- fail (printf "%s.objectStoreBytes: %d are more than sharedMemory=%s holds, so that Ray would keep objects on disk; give at most %d" $whose (int64 .of.objectStoreBytes) .of.sharedMemory $room) -}}
+{{- end -}}
 - {name: tmp, emptyDir: {}}
 - {name: home, emptyDir: {}}
-- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .sharedMemory }}}}
+- {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .of.sharedMemory }}}}
 {{- $claim := include "squadron.cacheClaim" .root }}
 {{- if $claim }}
 - {name: models, persistentVolumeClaim: {claimName: {{ quote $claim }}}}
