@@ -89,7 +89,7 @@ class Family:
 
     @property
     def own_labels(self) -> tuple[str, ...]:
-        """Labels by which Ray's figures tell apart the processes that publish it."""
+        """Labels that publishing through Ray adds, by which the processes that measure it are told apart."""
         own = {Source.ROUTER: ("router",), Source.RANK: ("replica", "rank")}.get(self.source, ("replica",))
         return tuple(label for label in own if label not in self.extra_labels)
 
@@ -225,7 +225,7 @@ TABLE: tuple[Family, ...] = (
     # ---- replicas: queue, drops, migrations
     _gauge("replica_queue_age_seconds", _P, "Seconds that the sequence which waits longest has waited."),
     _counter("engine_choices_ended", _P, "Choices that ended, by reason, or the code of an error.", "reason"),
-    _counter("engine_requests_resumed", _P, "Requests that came with tokens from another replica."),
+    _counter("engine_requests_resumed", _P, "Requests that go on here after they ran elsewhere."),
     _counter("submits_refused", _P, "Requests that routers sent and that were not taken, by code.", "code"),
     _counter("rows_unwanted", _P, "Tokens that were dropped since nobody wants them any more."),
     # ---- ranks
