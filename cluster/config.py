@@ -25,6 +25,7 @@ POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command 
 INGRESSES = ("serve", "haproxy")
 MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
+METRICS_COMPATS = ("vllm",)
 
 
 def _names(value: Any) -> Any:
@@ -146,6 +147,7 @@ class ClusterConfig(ModelConfig):
         share, or a URL that fsspec opens. None = nowhere, and these routes say so.
     max_file_bytes: largest file that may be uploaded; as with OpenAI 200 MiB unless given.
     batch_share: of the sequences that the replicas run, what batches may take while clients' requests run.
+    metrics_compat: whose names figures have beside ours: `vllm`, for dashboards and scalers that know those.
     """
 
     routers: Count = 1
@@ -166,6 +168,7 @@ class ClusterConfig(ModelConfig):
     batch_dir: str | None = None
     max_file_bytes: Annotated[int, Field(ge=1024)] = MAX_FILE_BYTES
     batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    metrics_compat: Annotated[str, _one_of(METRICS_COMPATS)] | None = None
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -12,13 +12,13 @@ from ray.util import get_current_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import ClusterConfig
+from cluster.rank_main import RankOf, rank_main
 from cluster.worker_actor import RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
 from engine.local_executor import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
 from engine.model_folder import ModelFolder
-from engine.worker import worker_main
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing
 
@@ -39,8 +39,8 @@ class StartedGroup:
         return (os.getpid(), *(self.gang.pids if self.gang else ()))
 
 
-def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> StartedGroup:
-    """Load the model on all ranks. on_phase: told each phase as it begins.
+def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
+    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: names it in figures.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
@@ -57,7 +57,8 @@ def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> St
             "tensor_parallel_size",
         )
     on_phase("workers")
-    return _start_gang(folder, engine, placement, config, on_phase)
+    of = RankOf(config.model_id, replica_id, config.metrics_compat is not None)
+    return _start_gang(folder, engine, placement, config, of, on_phase)
 
 
 def _start_gang(
@@ -65,6 +66,7 @@ def _start_gang(
     engine: EngineConfig,
     placement: PlacementGroup,
     config: ClusterConfig,
+    of: RankOf,
     on_phase: OnPhase,
 ) -> StartedGroup:
     size = engine.tensor_parallel_size
@@ -78,7 +80,7 @@ def _start_gang(
         gang.kill()
         raise
     handle = ring.name if ring else None
-    gang.start(worker_main, lambda rank: (engine, rank, size, rendezvous.address, handle))
+    gang.start(rank_main, lambda rank: (of, engine, rank, size, rendezvous.address, handle))
     executor, info = drive_gang(engine, folder, rendezvous, ring, gang, on_phase)
     return StartedGroup(executor, info, gang)
 

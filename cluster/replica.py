@@ -11,6 +11,7 @@ from ray import serve
 from cluster.announcement import Announcement
 from cluster.autoscaling.figures import replica_stats
 from cluster.config import resolve_config
+from cluster.figures.serve_dashboard import show_to_dashboard
 from cluster.flight_dump import log_folder
 from cluster.group_start import start_group
 from cluster.life.start import Start
@@ -37,11 +38,13 @@ class Replica:
         start.hold_back()
         try:
             self._config = resolve_config(settings)
-            group = start_group(self._config, start.phase)
+            group = start_group(self._config, start.phase, name)
             self._host = ReplicaHost(name, self._config, group, start.died, log_folder())
         except (SquadronError, ParallelError) as error:
             start.failed(str(error))
             raise ReplicaStartError.of(error, title) from error
+        if self._config.metrics_compat is not None:
+            show_to_dashboard()
         start.ready()
 
     async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:

@@ -12,6 +12,7 @@ from cluster.admission.figures import QueueFigures, together
 from cluster.autoscaling.speed import StepSpeed
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineMaker, EngineThread
+from cluster.figures.steps import DRAINING, StepFigures
 from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.messages import (
@@ -69,6 +70,7 @@ class ReplicaCore:
         self._on_dead = on_dead
         self._loop = asyncio.get_running_loop()
         self._engine = engine(core, self._loop, self)
+        self.figures = StepFigures(facts.model, facts.token_budget)
         self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected)
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs = Runs()
@@ -84,6 +86,22 @@ class ReplicaCore:
     def stats(self) -> EngineStats:
         """The engine's latest figures."""
         return self._engine.stats
+
+    @property
+    def costs(self) -> Costs:
+        """Who has used what, as of a moment ago."""
+        return costs_of(self._engine.costs)
+
+    @property
+    def queue_age(self) -> float:
+        """Seconds that the sequence which waits longest has waited."""
+        since = self.stats.waits_since
+        return 0.0 if since is None else max(0.0, self._clock() - since)
+
+    @property
+    def num_unwanted(self) -> int:
+        """Tokens that were dropped, since nobody wants them any more."""
+        return self._runs.num_unwanted
 
     @property
     def flight(self) -> FlightRecorder:
@@ -156,6 +174,7 @@ class ReplicaCore:
         now = self._loop.time()
         self._speed.note(report.num_tokens, report.seconds)
         self._runs.distribute(report)
+        self.figures.note(report)
         blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
@@ -232,7 +251,8 @@ class ReplicaCore:
             return  # said before: it runs, or has ended
         session.highest_stream = submit.stream
         if self._draining:
-            refusal = Rejected(submit.stream, "draining", "this replica takes nothing new", elsewhere=True)
+            refusal = Rejected(submit.stream, DRAINING, "this replica takes nothing new", elsewhere=True)
+            self.figures.refused(refusal.code)
             session.send(refusal, self._loop.time())
             return
         engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
@@ -245,6 +265,7 @@ class ReplicaCore:
             at = self._clock() - event.age
             self._engine.flight.note(engine_id, event.what, event.detail, at, submit.tenant)
         self._runs.start(session, submit.stream, request)
+        self.figures.submitted(request.resume is not None)
         if request.params.structured is None:
             self._engine.add(request)
         else:
@@ -269,6 +290,7 @@ class ReplicaCore:
         self._runs.drop_lane(run.lanes[choice])
 
     def _reject(self, session: RouterSession, stream: int, error: InvalidRequestError) -> None:
+        self.figures.refused(error.code)
         session.send(Rejected(stream, error.code, clipped(str(error)), error.param), self._loop.time())
 
     def _others(self, session: RouterSession) -> int:
@@ -280,7 +302,7 @@ class ReplicaCore:
         if now < session.costs_due:
             return None
         session.costs_due = now + self._times.costs
-        return costs_of(self._engine.costs)
+        return self.costs
 
     def _load(self) -> Load:
         return load_of(self._engine.stats, self._engine.progress_age)

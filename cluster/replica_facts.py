@@ -9,7 +9,10 @@ from cluster.messages import Welcome
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block."""
+    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block.
+
+    token_budget: tokens that a step of its engine may compute.
+    """
 
     replica_id: str
     model: str
@@ -19,6 +22,7 @@ class ReplicaFacts:
     num_kv_blocks: int
     eos_token_ids: tuple[int, ...] = ()
     fingerprint: str = ""
+    token_budget: int = 8192
 
     def welcome(self, incarnation: int, draining: bool) -> Welcome:
         """Return the first message to a router."""

@@ -12,6 +12,10 @@ from typing import NoReturn
 
 from cluster.announcement import Announcement
 from cluster.config import ClusterConfig
+from cluster.figures.families import Source
+from cluster.figures.publishing import Publishing, on_loop
+from cluster.figures.ray_publisher import RayPublisher, publish_period
+from cluster.figures.replica_process import replica_metrics
 from cluster.flight_dump import dump_flight
 from cluster.group_start import StartedGroup, listening_host
 from cluster.link import LinkAddress
@@ -58,6 +62,10 @@ class ReplicaHost:
         self._deadline = HEALTH_FACTOR * config.step_timeout
         facts = _facts(replica_id, config, group)
         self.core = ReplicaCore(_engine(group), facts, on_dead=self._on_dead, grammars=_grammars(group))
+        own = {"replica": replica_id, "rank": "0"}
+        publisher = RayPublisher((Source.TOLD, Source.REPLICA, Source.RANK), own, config.metrics_compat is not None)
+        self._publishing = Publishing(on_loop(lambda: replica_metrics(self.core)), publisher, publish_period())
+        self._publishing.start()
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
         if group.gang is not None:
             threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
@@ -102,6 +110,7 @@ class ReplicaHost:
     def _on_dead(self, reason: str) -> None:
         """The engine or a rank is gone: gangs die together. Who started this starts another, routers go elsewhere."""
         logger.error("replica %s ends: %s", self._id, reason)
+        self._publishing.stop()
         if self._group.gang is not None:
             self._group.gang.kill()
         # Beside the loop: nothing may hold up the end of this process.
@@ -143,4 +152,5 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
         fingerprint=model_fingerprint(config.model, info.config.dtype),
+        token_budget=info.config.max_num_batched_tokens,
     )

@@ -14,6 +14,9 @@ from starlette.types import ASGIApp
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.config import ClusterConfig, resolve_config
+from cluster.figures.families import Source
+from cluster.figures.publishing import Publishing, on_loop
+from cluster.figures.ray_publisher import RayPublisher, publish_period
 from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.figures import GrpcFigures
 from cluster.grpc_api.server import GrpcServer, ListenAddress
@@ -79,7 +82,8 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the front end (called by Serve on this replica's event loop)."""
-        config, metrics, tenancy = self._config, Metrics(), Tenancy(self._keys)
+        config, tenancy = self._config, Tenancy(self._keys)
+        metrics = Metrics(vllm=config.metrics_compat is not None)
         each = zip(self._configs, self._served, self._replicas, strict=True)
         self._live = [LiveModel(self._router_id, *one, metrics) for one in each]
         models = Models([live.front for live in self._live])
@@ -92,6 +96,8 @@ class Router:
             names_answers=False,
             store=self._store,
         )
+        publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
+        Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
         self._ingress = IngressCheck(app)
         settle_heap()
         gate = StartGate(self._ingress, self._serving, self._others.count)

@@ -12,9 +12,13 @@ from engine.request import Request, Sequence
 
 
 class Runs:
-    """Those that have not ended, over all routers. Used on one event loop."""
+    """Those that have not ended, over all routers. Used on one event loop.
+
+    num_unwanted: tokens of those that were dropped before, for which nobody was left.
+    """
 
     def __init__(self) -> None:
+        self.num_unwanted = 0
         self._by_id: dict[str, Run] = {}  # by engine request id
         self._lanes: dict[Sequence, Lane] = {}  # of the sequences that reported a token
         self._quiet = asyncio.Event()
@@ -53,6 +57,7 @@ class Runs:
         for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
             lane = lanes.get(sequence) or self._lane(sequence)
             if lane is None:
+                self.num_unwanted += 1
                 continue
             session = lane.session
             session.streams.append(lane.key)

@@ -154,6 +154,28 @@ def status(
 
 
 @app.command()
+def top(
+    address: Annotated[
+        str, typer.Argument(metavar="[URL]", help="Where the server listens.")
+    ] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, an interval apart, print, and stop.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each look.")] = False,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
+    ] = None,
+) -> None:
+    """Show what a server does, as it does it: requests, tokens, latencies, replicas, tenants. Ctrl-C ends it.
+
+    Rates and percentiles are those of the last interval, over all routers that let themselves be met. Exit code:
+    0 = ready, 1 = not ready, 2 = it cannot be asked. Needs no Ray on this machine.
+    """
+    from deploy.top.command import show_top
+
+    raise typer.Exit(show_top(address, api_key or Environment.read().api_key, interval, once, as_json))
+
+
+@app.command()
 def doctor(
     host: Annotated[str, typer.Option(help="Address that the server is to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Its port.")] = 8000,

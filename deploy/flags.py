@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import FAILURE_ACTIONS, INGRESSES, POOLINGS, ClusterConfig, flag
+from cluster.config import FAILURE_ACTIONS, INGRESSES, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
@@ -36,6 +36,7 @@ CHOICES = {
     "routing_policy": tuple(POLICIES),
     "ingress": INGRESSES,
     "update_failure_action": FAILURE_ACTIONS,
+    "metrics_compat": METRICS_COMPATS,
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -58,6 +59,7 @@ OPEN_DEFAULTS = {
     "reasoning_parser": "none",
     "max_surge_percent": "one copy, where there is room",
     "batch_dir": "none are kept",
+    "metrics_compat": "nobody's",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -119,6 +121,7 @@ HELP = {
         "max_waiting_per_tenant": "Requests of one tenant that may wait in a router; more get a 429.",
         "max_queue_wait": "Seconds that a request may wait in a router; who would wait longer gets a 429 at once.",
         "target_ttft": "Seconds to the first token that are aimed at; bounds the wait in a router.",
+        "metrics_compat": "Whose names figures have beside ours, for dashboards and scalers that know those.",
     },
     "Batches": {
         "batch_dir": "Directory that all routers share, or URL, for the files and batches of /v1/files, /v1/batches.",

@@ -44,4 +44,4 @@ def demo_app(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> App:
 
     kept = str(tmp_path_factory.mktemp("kept"))
     sizes = {"replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
-    return deploy(serve_port, model="demo", drain_timeout=5, batch_dir=kept, **sizes)
+    return deploy(serve_port, model="demo", drain_timeout=5, batch_dir=kept, metrics_compat="vllm", **sizes)

@@ -59,7 +59,7 @@ class Answers:
     async def _answer(self, prepared: Prepared) -> RowDone:
         row, call = prepared.task.row, prepared.call
         tokens = RowTokens(row, prepared.requests, self._source, not prepared.tells_its_prompt)
-        track = self._metrics.track(prepared.num_prompt_tokens, prepared.num_sequences)
+        track = self._metrics.track(prepared.requests)
         if isinstance(call, EmbeddingCall):
             vectors = await embedded(call, tokens, track)
             body = json.encode(answer_body(call, vectors, self._model.model_id))

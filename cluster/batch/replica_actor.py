@@ -26,7 +26,7 @@ class BatchReplica:
         self._id = replica_id
         try:
             self._config = resolve_config(settings)
-            self._group = start_group(self._config)
+            self._group = start_group(self._config, replica_id=replica_id)
         except (SquadronError, ParallelError) as error:
             raise ReplicaStartError.of(error) from error
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter
-
+from cluster.figures.samples import live_counter
 from cluster.metrics import Metrics
 
 
@@ -12,10 +11,7 @@ class GrpcFigures:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        labels = ["model_name", "method", "status"]
-        self._answers = Counter(
-            "squadron_grpc_responses", "gRPC answers, by method and status.", labels, registry=metrics.registry
-        )
+        self._answers = live_counter("grpc_responses", metrics.registry)
 
     def answered(self, method: str, status: str, model: str = "") -> None:
         """Count one answer. method: of our service, or "other"; status: the name of a gRPC status code."""

@@ -90,10 +90,9 @@ class InferenceService:
             call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model))
             rpc.id = call.request_id
             await visit.charge_prompt(call.num_tokens)
-            track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
+            track = front.metrics.track(call.requests, visit.charge_output)
             async with self._live.running(call.request_id, visit.tenant.name):
                 vectors = await embedded(call, visit.source, track)
-            front.metrics.prompt_tokens.inc(call.num_tokens)
             return pb.EmbedResponse(
                 request_id=call.request_id,
                 embeddings=[pb.Embedding(values=vector) for vector in vectors],
@@ -182,8 +181,7 @@ async def _stream(
     context: grpc.aio.ServicerContext,
 ) -> None:
     """Write what comes as it comes; a client that reads slowly holds up nobody but itself."""
-    prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
-    track = front.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
+    track = front.metrics.track(requests, visit.charge_output)
     generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
     try:
         async with aclosing(generation.deltas()) as deltas:

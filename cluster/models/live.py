@@ -8,16 +8,16 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.admission.start import fair_gate
 from cluster.config import ClusterConfig
-from cluster.cost_figures import CostCollector
 from cluster.directory import ReplicaDirectory
 from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.figures.costs import CostCollector
+from cluster.figures.requests import RequestCollector
 from cluster.life.app_body import ModelViews
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.models.front import ModelFront
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
-from cluster.request_figures import RequestCollector
 from cluster.routing.figures import RoutingCollector
 from cluster.translation import stats_of
 from engine.fingerprint import vocabulary_fingerprint

@@ -100,9 +100,8 @@ class EmbeddingsEndpoint(Endpoint):
         call = await self._worked(incoming, embedding_call)
         incoming.exchange["id"] = call.request_id
         await visit.charge_prompt(call.num_tokens)
-        track = front.metrics.track(call.num_tokens, len(call.requests), visit.charge_output)
+        track = front.metrics.track(call.requests, visit.charge_output)
         vectors = await embedded(call, visit.source, track)
-        front.metrics.prompt_tokens.inc(call.num_tokens)
         await answer.json(200, json.encode(answer_body(call, vectors, front.model_id)))
 
 

@@ -47,7 +47,7 @@ class GenerationEndpoint(Endpoint):
         exchange["client_id"] = exchange["client_id"] or call.client_id
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
-        track = front.metrics.track(prompt_tokens, call.params.n * len(requests), visit.charge_output)
+        track = front.metrics.track(requests, visit.charge_output)
         generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
         frames = self._frames(call, front.model_id, front.model.tokenizer, generation.prompts)
         async with _clients_names(call), aclosing(generation.deltas()) as deltas:

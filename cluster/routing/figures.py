@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.counters import DispatcherCounters
-from cluster.metric_families import counter_of, gauge_of
+from cluster.figures.samples import family_of
 from cluster.routing.cache_reports import CacheReports
 
 
@@ -26,18 +26,8 @@ class RoutingCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the counters and the one gauge."""
-        model, counters, caches = self._model_name, self._counters, self._caches
-        yield counter_of(
-            "router_predicted_cached_tokens",
-            "Prompt tokens that the router expected in the prefix cache of the replica it chose.",
-            {model: counters.predicted_tokens},
-        )
-        yield counter_of(
-            "router_actual_cached_tokens",
-            "Prompt tokens that were in it, of the same requests.",
-            {model: counters.found_tokens},
-        )
-        yield counter_of(
-            "router_resyncs", "Times that a replica had to tell its prefix cache anew.", {model: caches.num_resyncs}
-        )
-        yield gauge_of("router_index_blocks", "KV blocks in the router's index.", {model: len(caches.index)})
+        label = (self._model_name,)
+        yield family_of("router_predicted_cached_tokens", {label: self._counters.predicted_tokens})
+        yield family_of("router_actual_cached_tokens", {label: self._counters.found_tokens})
+        yield family_of("router_resyncs", {label: self._caches.num_resyncs})
+        yield family_of("router_index_blocks", {label: len(self._caches.index)})

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.metric_families import gauge_of
+from cluster.figures.samples import Labels, family_of
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
 from cluster.tenants.tenancy import Tenancy, TenantCounts
-
-_LABELS = ("model_name", "tenant")
 
 
 class TenantCollector(Collector):
@@ -41,45 +39,32 @@ class TenantCollector(Collector):
             found.setdefault((self._metrics.label(model), tenant), TenantCounts()).add(counts)
         return found
 
-    def _gates(self, tenants: Iterable[str]) -> Iterable[Metric]:
-        waiting = GaugeMetricFamily(
-            "squadron_tenant_requests_queued", "Requests that wait for their tenant's turn.", labels=_LABELS
-        )
-        shed = CounterMetricFamily(
-            "squadron_tenant_requests_shed",
-            "Requests let in, then refused: too many waited, or too long.",
-            labels=_LABELS,
-        )
+    def _gates(self, tenants: Sequence[str]) -> Iterable[Metric]:
+        waiting: dict[Labels, float] = {}
+        shed: dict[Labels, float] = {}
         for front in self._models:
             queued = front.gate.waiting()
             for tenant in tenants:
-                waiting.add_metric([front.model_id, tenant], queued.get(tenant, 0))
-                shed.add_metric([front.model_id, tenant], front.gate.shed[tenant])
-        inside = {front.model_id: front.gate.num_inside for front in self._models}
-        yield from (waiting, shed, gauge_of("sequences_dispatched", "Sequences past the fair gate.", inside))
+                waiting[front.model_id, tenant] = queued.get(tenant, 0)
+                shed[front.model_id, tenant] = front.gate.shed[tenant]
+        yield family_of("tenant_requests_queued", waiting)
+        yield family_of("tenant_requests_shed", shed)
         yield from self._queues()
 
     def _queues(self) -> Iterable[Metric]:
-        inside = {front.model_id: front.gate.tokens_inside for front in self._models}
-        waits = {front.model_id: front.gate.figures() for front in self._models}
-        tokens = {model: figures.tokens for model, figures in waits.items()}
-        ages = {model: figures.age for model, figures in waits.items()}
-        rates = {model: figures.rate for model, figures in waits.items()}
-        yield gauge_of("tokens_dispatched", "Tokens of prompts and expected output past the fair gate.", inside)
-        yield gauge_of("queued_tokens", "Tokens of prompts and expected output that wait at it.", tokens)
-        yield gauge_of("queue_age_seconds", "Seconds that the first request has waited.", ages)
-        yield gauge_of("queue_drain_tokens_per_second", "Rate at which the queue drains; 0 = not known.", rates)
+        gates = {(front.model_id,): front.gate for front in self._models}
+        waits = {label: gate.figures() for label, gate in gates.items()}
+        yield family_of("sequences_dispatched", {label: gate.num_inside for label, gate in gates.items()})
+        yield family_of("tokens_dispatched", {label: gate.tokens_inside for label, gate in gates.items()})
+        yield family_of("queued_tokens", {label: figures.tokens for label, figures in waits.items()})
+        yield family_of("queue_age_seconds", {label: figures.age for label, figures in waits.items()})
+        yield family_of("queue_drain_tokens_per_second", {label: figures.rate for label, figures in waits.items()})
 
 
 def _door(found: Mapping[tuple[str, str], TenantCounts]) -> Iterable[Metric]:
-    requests = CounterMetricFamily(
-        "squadron_tenant_requests", "Requests by tenant and what the door said.", labels=[*_LABELS, "outcome"]
-    )
-    prompt = CounterMetricFamily("squadron_tenant_prompt_tokens", "Prompt tokens charged.", labels=_LABELS)
-    output = CounterMetricFamily("squadron_tenant_generation_tokens", "Tokens generated.", labels=_LABELS)
-    for key, counts in found.items():
-        for outcome, number in counts.requests.items():
-            requests.add_metric([*key, outcome], number)
-        prompt.add_metric(key, counts.prompt_tokens)
-        output.add_metric(key, counts.output_tokens)
-    return (requests, prompt, output)
+    requests: dict[Labels, float] = {
+        (*key, outcome): number for key, counts in found.items() for outcome, number in counts.requests.items()
+    }
+    yield family_of("tenant_requests", requests)
+    yield family_of("tenant_prompt_tokens", {key: counts.prompt_tokens for key, counts in found.items()})
+    yield family_of("tenant_generation_tokens", {key: counts.output_tokens for key, counts in found.items()})

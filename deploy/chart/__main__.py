@@ -1,18 +1,25 @@
-"""`python -m deploy.chart` writes what the chart has of these descriptions; `--check` tells what is stale."""
+"""`python -m deploy.chart` writes what is made of descriptions: files of the chart, dashboards and alerts.
+
+`--check` tells what is stale.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from deploy.alerts.table import TTFT_MARK, TTFT_SECONDS
+from deploy.chart.monitoring import monitoring_files
 from deploy.chart.schema import values_schema
 from deploy.chart.table import with_table
 from deploy.chart.values_file import group_text, values_text
 
-CHART = Path(__file__).parents[2] / "helm" / "squadron"
+DEPLOY = Path(__file__).parents[1]
+CHART = DEPLOY.parent / "helm" / "squadron"
 
 
 def chart_files(folder: Path) -> dict[Path, str]:
@@ -23,12 +30,18 @@ def chart_files(folder: Path) -> dict[Path, str]:
         folder / "values.yaml": values_text(),
         folder / "defaults" / "worker-group.yaml": group_text(),
         readme: with_table(readme.read_text(encoding="utf-8")),
+        **monitoring_files(folder, TTFT_MARK),
     }
 
 
-def stale_files(folder: Path) -> list[Path]:
+def shipped_files(folder: Path) -> dict[Path, str]:
+    """Return what `folder` should hold for those who run no chart: dashboards to import, rules for Prometheus."""
+    return monitoring_files(folder, f"{TTFT_SECONDS:g}")
+
+
+def stale_files(files: Mapping[Path, str]) -> list[Path]:
     """Return the files that are missing or hold something else."""
-    return [path for path, text in chart_files(folder).items() if not _holds(path, text)]
+    return [path for path, text in files.items() if not _holds(path, text)]
 
 
 def _holds(path: Path, text: str) -> bool:
@@ -40,12 +53,15 @@ def write(
         bool, typer.Option("--check", help="Write nothing; say what is stale, with exit code 1.")
     ] = False,
     folder: Annotated[Path, typer.Option(help="The chart.")] = CHART,
+    deploy: Annotated[Path, typer.Option(help="Where dashboards/ and alerts/ are.")] = DEPLOY,
 ) -> None:
-    """Write values.schema.json, values.yaml and the README's table of values."""
-    stale = stale_files(folder)
+    """Write values.schema.json, values.yaml, the README's table of values, dashboards and alerts."""
+    files = chart_files(folder) | shipped_files(deploy)
+    stale = stale_files(files)
     for path in stale:
         if not check:
-            path.write_text(chart_files(folder)[path], encoding="utf-8")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
         print(f"{'stale' if check else 'written'}: {path}")
     if check and stale:
         raise typer.Exit(1)

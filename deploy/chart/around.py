@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from deploy.alerts.table import TTFT_SECONDS
 from deploy.chart.part import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Port, Quantity, Texts
 
 
@@ -148,6 +149,26 @@ class PodMonitor(Part):
     enabled: bool = Field(default=False, description="Whether there is one.")
     interval: str = Field(default="15s", pattern=r"^[0-9]+(ms|s|m)$", description="Time between two scrapes.")
     labels: Texts = Field(default={}, description="Labels by which Prometheus finds it.")
+
+
+class PrometheusRule(Part):
+    """A PrometheusRule of Prometheus' operator, with Squadron's alerts."""
+
+    enabled: bool = Field(default=False, description="Whether there is one; one in a Prometheus is enough.")
+    labels: Texts = Field(default={}, description="Labels by which Prometheus finds it.")
+    ttftSeconds: float = Field(
+        default=TTFT_SECONDS, gt=0, description="Time to first token (p95) above which there is an alert."
+    )
+
+
+class Dashboards(Part):
+    """Grafana's dashboards, as ConfigMaps."""
+
+    enabled: bool = Field(default=False, description="Whether there are any; one set for a Grafana is enough.")
+    labels: Texts = Field(
+        default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar finds them."
+    )
+    annotations: Texts = Field(default={}, description="Annotations, such as grafana_folder.")
 
 
 class Batch(Part):

@@ -8,12 +8,14 @@ from deploy.chart.around import (
     ApiKeys,
     Autoscaling,
     Batch,
+    Dashboards,
     DisruptionBudget,
     FaultTolerance,
     Gateway,
     Ingress,
     NetworkPolicy,
     PodMonitor,
+    PrometheusRule,
     RayToken,
     Upgrade,
 )
@@ -72,6 +74,10 @@ class Values(Part):
     ingress: Ingress = Field(default=Ingress(), description="An Ingress before the endpoint.")
     gateway: Gateway = Field(default=Gateway(), description="An HTTPRoute to the endpoint.")
     podMonitor: PodMonitor = Field(default=PodMonitor(), description="A PodMonitor of Prometheus' operator.")
+    prometheusRule: PrometheusRule = Field(
+        default=PrometheusRule(), description="A PrometheusRule of Prometheus' operator, with Squadron's alerts."
+    )
+    dashboards: Dashboards = Field(default=Dashboards(), description="Grafana's dashboards, as ConfigMaps.")
     batch: Batch = Field(
         default=Batch(), description="A RayJob that answers the rows of files, on a cluster of its own."
     )

@@ -18,21 +18,31 @@ WATCH_SECONDS = 1.0
 
 def fetch(client: httpx.Client) -> Report:
     """Ask the server that `client` is for. A server that cannot be asked is a report too."""
+    return look(client)[0]
+
+
+def look(client: httpx.Client, elsewhere: str = "give its --address") -> tuple[Report, str]:
+    """Return `fetch`'s report, and the text of /metrics where a router of ours gave it, else "".
+
+    elsewhere: how a user of the command names another server.
+    """
     address = str(client.base_url).rstrip("/")
     try:
         ready = client.get("/ready")
         if ready.status_code == 401:
-            return _unreachable(address, "it refuses the API key: give --api-key or SQUADRON_API_KEY")
+            return _unreachable(address, "it refuses the API key: give --api-key or SQUADRON_API_KEY"), ""
         body = ready.json()
-        metrics = client.get("/metrics").text
+        metrics = client.get("/metrics")
     except httpx.HTTPError as error:
-        hint = "start one with `squadron serve demo`, or give its --address"
-        return _unreachable(address, f"no server answers there ({error or type(error).__name__}); {hint}")
+        hint = f"start one with `squadron serve demo`, or {elsewhere}"
+        return _unreachable(address, f"no server answers there ({error or type(error).__name__}); {hint}"), ""
     except ValueError:
-        return Report(address, Condition.NOT_READY, notice="Serve answers there, but no router of the app does yet")
+        notice = "Serve answers there, but no router of the app does yet"
+        return Report(address, Condition.NOT_READY, notice=notice), ""
     if not isinstance(body, dict) or "ready" not in body:
-        return _unreachable(address, "what answers there is no squadron server")
-    return read_report(address, body, metrics)
+        return _unreachable(address, "what answers there is no squadron server"), ""
+    text = metrics.text if metrics.status_code == 200 else ""
+    return read_report(address, body, text), text
 
 
 def show_status(address: str, api_key: str | None, as_json: bool, watch: bool) -> int:

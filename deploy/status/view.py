@@ -57,7 +57,7 @@ def lines(report: Report) -> list[str]:
         "notice": report.notice,
     }
     shown = values if report.condition is not Condition.UNREACHABLE else {"notice": report.notice}
-    first = " ".join([word, *filter(None, report.models), report.address, *_pairs(shown)])
+    first = " ".join([word, *filter(None, report.models), report.address, *pairs(shown)])
     return [first, *(_plain(replica) for replica in report.replicas)]
 
 
@@ -113,9 +113,13 @@ def _replicas(replicas: tuple[ReplicaLine, ...]) -> Table:
 def _figures(replica: ReplicaLine) -> tuple[str, str, RenderableType]:
     if replica.kv_usage is None:
         return "", "", ""
-    full = round(replica.kv_usage * BAR)
-    bar = Text.assemble(("━" * full, "magenta"), ("─" * (BAR - full), "bright_black"), f" {replica.kv_usage:4.0%}")
-    return str(replica.running or 0), str(replica.waiting or 0), bar
+    return str(replica.running or 0), str(replica.waiting or 0), share_bar(replica.kv_usage)
+
+
+def share_bar(share: float) -> Text:
+    """Return a bar of `BAR` columns with a share (0 to 1), and the share beside it."""
+    full = round(share * BAR)
+    return Text.assemble(("━" * full, "magenta"), ("─" * (BAR - full), "bright_black"), f" {share:4.0%}")
 
 
 def _plain(replica: ReplicaLine) -> str:
@@ -130,10 +134,11 @@ def _plain(replica: ReplicaLine) -> str:
         "next_try": None if replica.next_try is None else f"{replica.next_try:.0f}s",
         "reason": replica.reason,
     }
-    return " ".join(["replica", replica.name or "-", replica.state, *_pairs(values)])
+    return " ".join(["replica", replica.name or "-", replica.state, *pairs(values)])
 
 
-def _pairs(values: Mapping[str, object]) -> list[str]:
+def pairs(values: Mapping[str, object]) -> list[str]:
+    """Return `name=value` of those that say something, in quotes where there is a space."""
     return [f"{name}={_quoted(str(value))}" for name, value in values.items() if value not in (None, "")]
 
 

@@ -94,6 +94,7 @@ class Load:
         core._ledger.ran(schedule, *core._scheduler.batch(), time.monotonic())
         executed = time.perf_counter()
         core._scheduler.update(schedule, outputs.token_ids)
+        core._scheduler.note_births(executed)
         updated = time.perf_counter()
         report = core._report(schedule, outputs)
         reported = time.perf_counter()

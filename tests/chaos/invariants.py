@@ -24,7 +24,7 @@ WATCHED = (  # without them the sums would hold of nothing
     "squadron_requests_ended_total",
     "squadron_requests_live",
     "squadron_misplaced_rows_total",
-    "squadron_kv_blocks_total",
+    "squadron_kv_blocks",
     "squadron_num_requests_running",
     "squadron_num_requests_waiting",
 )
@@ -163,10 +163,7 @@ def broken_sums(metrics: dict[str, dict[tuple[tuple[str, str], ...], float]]) ->
         broken.append(f"{accepted:g} requests were accepted, {ended:g} ended and {live:g} live")
     if sum(metrics["squadron_misplaced_rows_total"].values()):
         broken.append("a replica told a token at the wrong place")
-    for labels, total in metrics["squadron_kv_blocks_total"].items():
-        free, cached = (metrics[f"squadron_kv_blocks_{state}"][labels] for state in ("free", "cached"))
-        if min(free, cached) < 0 or free + cached > total:
-            broken.append(f"{free:g} free and {cached:g} cached of {total:g} blocks: {labels}")
+    broken += [f"{value:g} blocks: {labels}" for labels, value in metrics["squadron_kv_blocks"].items() if value < 0]
     return broken
 
 
@@ -178,10 +175,9 @@ def unsettled(metrics: dict[str, dict[tuple[tuple[str, str], ...], float]]) -> l
         for value in metrics[f"squadron_{name}"].values()
         if value
     ]
-    for labels, total in metrics["squadron_kv_blocks_total"].items():
-        free, cached = (metrics[f"squadron_kv_blocks_{state}"][labels] for state in ("free", "cached"))
-        if free + cached != total:
-            left.append(f"{total - free - cached:g} of {total:g} blocks are held: {labels}")
+    for labels, blocks in metrics["squadron_kv_blocks"].items():
+        if ("state", "held") in labels and blocks:
+            left.append(f"{blocks:g} blocks are held: {labels}")
     return left
 
 

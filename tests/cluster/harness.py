@@ -20,6 +20,10 @@ from cluster.app import build
 from deploy.environment import LOCAL_RAY
 
 APP = "squadron"
+QUICK_AND_OPEN = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_metrics_report_interval_ms": "2000",  # of 10,000, which a test would have to wait for
+}
 # What `squadron serve` sets for processes that die or hang.
 AS_SERVED = {name: value for name, value in LOCAL_RAY.items() if name.startswith(("RAY_SERVE_", "RAY_kill_"))}
 
@@ -49,7 +53,7 @@ def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> An
 def start_ray() -> None:
     """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
     os.environ.update(AS_SERVED)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ.update(QUICK_AND_OPEN)
     ray.init(
         address="local",
         num_cpus=16,

@@ -13,6 +13,7 @@ import pytest_asyncio
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.strike import Strike
+from tests.cluster.agent import SECONDS, metrics_at_the_agent
 from tests.cluster.harness import App, deploy, eventually, free_port, kill, processes, router_processes
 from tests.grpc_client import Told, gathered, refusal_of
 
@@ -43,6 +44,12 @@ def generate(prompt: str, **sampling: object) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         model="demo", prompt=prompt, output=pb.OUTPUT_TEXT_AND_TOKENS, sampling=pb.Sampling(**given)
     )
+
+
+async def test_answers_are_counted_where_dashboards_look(app: tuple[App, int], stub: InferenceStub) -> None:
+    await gathered(stub.Generate(generate("import os\n")))
+    name = "ray_squadron_grpc_responses_total"
+    eventually(lambda: name in metrics_at_the_agent(), f"{name} at Ray's agent", SECONDS)
 
 
 async def test_it_says_what_http_says(app: tuple[App, int], stub: InferenceStub) -> None:

@@ -9,8 +9,8 @@ from tests.helm.rendered import CHART, VALUES, clusters, of_kind, pod_templates,
 from tests.helm.schemas import CORE, KUBERAY, VERSIONS, core_trouble, pod_of, ray_trouble
 
 OF_KUBERAY = {"RayService", "RayJob"}
-# No schemas of these are at hand; what matters in them is looked at in test_front.py.
-OF_OTHERS = {"HTTPRoute", "PodMonitor"}
+# No schemas of these are at hand; what matters in them is looked at in test_front.py and test_monitoring.py.
+OF_OTHERS = {"HTTPRoute", "PodMonitor", "PrometheusRule"}
 each_example = pytest.mark.parametrize("name", VALUES)
 
 

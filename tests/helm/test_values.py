@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig, parse_config
-from deploy.chart.__main__ import CHART, chart_files, stale_files
+from deploy.chart.__main__ import CHART, DEPLOY, chart_files, shipped_files, stale_files
 from deploy.chart.schema import values_schema
 from deploy.chart.settings import OWNED_BY_CHART
 from deploy.flags import CHOICES
@@ -41,7 +41,7 @@ def refused(name, value):
 
 
 def test_the_files_of_the_chart_are_as_their_descriptions_make_them():
-    assert stale_files(CHART) == [], "run `python -m deploy.chart`"
+    assert stale_files(chart_files(CHART) | shipped_files(DEPLOY)) == [], "run `python -m deploy.chart`"
 
 
 def test_a_stale_file_is_told(tmp_path):
@@ -49,10 +49,10 @@ def test_a_stale_file_is_told(tmp_path):
         copy = tmp_path / path.relative_to(CHART)
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(text)
-    assert stale_files(tmp_path) == []
+    assert stale_files(chart_files(tmp_path)) == []
     schema = tmp_path / "values.schema.json"
     schema.write_text(schema.read_text().replace("tensor_parallel_size", "tensor_parallel"))
-    assert stale_files(tmp_path) == [schema]
+    assert stale_files(chart_files(tmp_path)) == [schema]
 
 
 def test_the_command_writes_what_is_stale_and_only_looks_with_check(tmp_path, monkeypatch):
@@ -62,14 +62,18 @@ def test_the_command_writes_what_is_stale_and_only_looks_with_check(tmp_path, mo
 
     app = typer.Typer()
     app.command()(write)
-    (tmp_path / "defaults").mkdir()
-    (tmp_path / "README.md").write_text((CHART / "README.md").read_text())
-    arguments = ["--folder", str(tmp_path)]
+    chart, shipped = tmp_path / "chart", tmp_path / "deploy"
+    chart.mkdir()
+    shipped.mkdir()
+    (chart / "README.md").write_text((CHART / "README.md").read_text())
+    arguments = ["--folder", str(chart), "--deploy", str(shipped)]
     assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 1
-    assert not (tmp_path / "values.yaml").exists()
+    assert not (chart / "values.yaml").exists()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 0
-    assert (tmp_path / "values.yaml").read_text() == (CHART / "values.yaml").read_text()
+    assert (chart / "values.yaml").read_text() == (CHART / "values.yaml").read_text()
+    for name in ("dashboards/engine.json", "alerts/squadron.rules.yaml"):
+        assert (shipped / name).read_text() == (DEPLOY / name).read_text()
 
 
 def test_every_setting_is_the_models_or_the_apps_or_the_charts():

@@ -25,9 +25,9 @@ squadron_requests_ended_total{model_name="demo",outcome="completed"} 7.0
 squadron_requests_ended_total{model_name="demo",outcome="aborted"} 2.0
 squadron_requests_live{model_name="demo"} 0.0
 squadron_misplaced_rows_total{model_name="demo"} 0.0
-squadron_kv_blocks_total{replica="a"} 100.0
-squadron_kv_blocks_free{replica="a"} 60.0
-squadron_kv_blocks_cached{replica="a"} 40.0
+squadron_kv_blocks{replica="a",state="free"} 60.0
+squadron_kv_blocks{replica="a",state="cached"} 40.0
+squadron_kv_blocks{replica="a",state="held"} 0.0
 squadron_num_requests_running{replica="a"} 0.0
 squadron_num_requests_waiting{replica="a"} 0.0
 process_open_fds 12.0
@@ -36,13 +36,13 @@ BUSY = (
     IDLE.replace('accepted_total{model_name="demo"} 9', 'accepted_total{model_name="demo"} 10')
     .replace('live{model_name="demo"} 0', 'live{model_name="demo"} 1')
     .replace('running{replica="a"} 0', 'running{replica="a"} 1')
-    .replace('free{replica="a"} 60', 'free{replica="a"} 50')
+    .replace('state="held"} 0', 'state="held"} 10')
 )
 
 
 def test_a_scrape_has_our_names_labels_and_values_and_no_others() -> None:
     found = scrape(IDLE)
-    assert len(found) == 9
+    assert len(found) == 7
     assert found["squadron_requests_ended_total"][("model_name", "demo"), ("outcome", "aborted")] == 2.0
     assert sum(found["squadron_requests_ended_total"].values()) == 9.0
     assert scrape("squadron_plain 3\nsquadron_small 1e-3") == {
@@ -63,8 +63,8 @@ def test_sums_that_hold_are_let_pass(text: str) -> None:
         ('outcome="completed"} 7', 'outcome="completed"} 8', "10 ended"),
         ('live{model_name="demo"} 0', 'live{model_name="demo"} 1', "1 live"),
         ('rows_total{model_name="demo"} 0', 'rows_total{model_name="demo"} 1', "wrong place"),
-        ('free{replica="a"} 60', 'free{replica="a"} 61', "61 free and 40 cached of 100"),
-        ('cached{replica="a"} 40', 'cached{replica="a"} -1', "-1 cached"),
+        ('state="held"} 0', 'state="held"} -1', "-1 blocks: (('replica', 'a'), ('state', 'held'))"),
+        ('state="cached"} 40', 'state="cached"} -1', "-1 blocks"),
     ],
 )
 def test_sums_that_do_not_hold_are_told(old: str, new: str, told: str) -> None:
@@ -78,7 +78,7 @@ def test_an_idle_service_is_settled_and_what_it_still_holds_is_told() -> None:
     told = " ".join(unsettled(scrape(BUSY)))
     assert "requests_live: 1" in told
     assert "num_requests_running: 1" in told
-    assert "10 of 100 blocks are held" in told
+    assert "10 blocks are held" in told
     assert unsettled(scrape(IDLE.replace('waiting{replica="a"} 0', 'waiting{replica="a"} 2')))
 
 

@@ -4,9 +4,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.counters import DispatcherCounters
+from cluster.figures.requests import RequestCollector
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.request_figures import RequestCollector
 from engine.report import EngineStats
+from engine.request import Request
+from engine.sampling_params import SamplingParams
 
 
 def samples(metrics):
@@ -16,6 +18,10 @@ def samples(metrics):
 
 def value(metrics, name, **labels):
     return samples(metrics)[(f"squadron_{name}", *sorted({"model_name": "demo", **labels}.items()))]
+
+
+def asked(prompt_tokens, n=1, max_tokens=16):
+    return Request("r", (1,) * prompt_tokens, SamplingParams(n=n, max_tokens=max_tokens))
 
 
 def test_replicas_are_asked_at_each_scrape():
@@ -30,6 +36,8 @@ def test_replicas_are_asked_at_each_scrape():
     assert value(metrics, "prefix_cache_hits_total", replica="r1") == 40
     assert value(metrics, "num_preemptions_total", replica="r1") == 7
     assert value(metrics, "migrations_total") == 5
+    states = {state: value(metrics, "kv_blocks", replica="r1", state=state) for state in ("free", "cached", "held")}
+    assert states == {"free": 4, "cached": 1, "held": 5}
     stats[0] = EngineStats(num_running=9)
     assert value(metrics, "num_requests_running", replica="r1") == 9
 
@@ -45,7 +53,7 @@ def test_replicas_are_counted_by_state():
 def test_times_of_a_request():
     now = [10.0]
     metrics = Metrics(clock=lambda: now[0])
-    track = metrics.of("demo").track(prompt_tokens=4, choices=1)
+    track = metrics.of("demo").track([asked(4)])
     now[0] = 10.5
     track.tokens(0, 1)
     now[0] = 11.5
@@ -55,7 +63,7 @@ def test_times_of_a_request():
     track.close("abort")
     assert value(metrics, "time_to_first_token_seconds_sum") == 0.5
     assert value(metrics, "inter_token_latency_seconds_sum") == 0.25
-    assert value(metrics, "time_per_output_token_seconds_sum") == 0.25
+    assert value(metrics, "request_time_per_output_token_seconds_sum") == 0.25
     assert value(metrics, "e2e_request_latency_seconds_sum") == 2.0
     assert value(metrics, "generation_tokens_total") == 5
     assert value(metrics, "prompt_tokens_total") == 4
@@ -63,10 +71,37 @@ def test_times_of_a_request():
     assert value(metrics, "request_success_total", finished_reason="abort") == 0
 
 
+def test_sizes_of_requests_are_those_of_all_that_got_a_token():
+    metrics = Metrics()
+    demo = metrics.of("demo")
+    track = demo.track([asked(4, n=2, max_tokens=30), asked(6, n=2, max_tokens=30)])
+    demo.track([asked(100)]).close("abort")
+    track.tokens(0, 3)
+    track.tokens(3, 9)
+    track.ended(0, "length")
+    track.close("abort")
+    assert value(metrics, "request_prompt_tokens_sum") == value(metrics, "prompt_tokens_total") == 10
+    assert value(metrics, "request_prompt_tokens_bucket", le="5.0") == 1
+    assert value(metrics, "request_generation_tokens_sum") == value(metrics, "generation_tokens_total") == 12
+    assert value(metrics, "request_generation_tokens_count") == 2
+    assert (value(metrics, "request_params_n_sum"), value(metrics, "request_params_n_count")) == (4, 2)
+    assert value(metrics, "request_params_max_tokens_sum") == 60
+
+
+def test_a_pooled_request_has_a_prompt_and_a_latency_and_no_tokens():
+    metrics = Metrics()
+    pooled = Request("r", (1,) * 7, SamplingParams(max_tokens=1), pooling="last")
+    metrics.of("demo").track([pooled]).ended(0, "stop")
+    assert value(metrics, "prompt_tokens_total") == 7
+    assert value(metrics, "e2e_request_latency_seconds_count") == 1
+    assert value(metrics, "request_generation_tokens_count") == 0
+    assert value(metrics, "request_params_max_tokens_count") == 0
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
     metrics = Metrics()
-    track = metrics.of("demo").track(1, choices=2)
+    track = metrics.of("demo").track([asked(1, n=2)])
     track.tokens(0, 1)
     track.close(reason)
     assert value(metrics, "request_success_total", finished_reason=reason) == 2
@@ -76,9 +111,9 @@ def test_choices_that_were_cut_short_do_not_count_as_latency(reason):
 def test_prompt_tokens_count_once_and_only_when_something_was_generated():
     metrics = Metrics()
     demo = metrics.of("demo")
-    demo.track(7, choices=1).close("error")
+    demo.track([asked(7)]).close("error")
     assert value(metrics, "prompt_tokens_total") == 0
-    track = demo.track(7, choices=2)
+    track = demo.track([asked(7, n=2)])
     track.tokens(0, 1)
     track.tokens(1, 1)
     assert value(metrics, "prompt_tokens_total") == 7
@@ -87,7 +122,7 @@ def test_prompt_tokens_count_once_and_only_when_something_was_generated():
 def test_two_apps_in_one_process_do_not_share_figures():
     one, two = Metrics(), Metrics()
     two.of("demo")
-    one.of("demo").track(5, 2).tokens(0, 1)
+    one.of("demo").track([asked(5, n=2)]).tokens(0, 1)
     assert value(one, "prompt_tokens_total") == 5
     assert value(two, "prompt_tokens_total") == 0
 

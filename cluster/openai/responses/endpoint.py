@@ -33,7 +33,7 @@ class ResponsesEndpoint(Endpoint):
         exchange["client_id"] = exchange["client_id"] or call.client_id
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
-        track = front.metrics.track(prompt_tokens, 1, visit.charge_output)
+        track = front.metrics.track(requests, visit.charge_output)
         generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
         writer = ResponseWriter(asked, front.model_id, front.model.tokenizer)
         async with aclosing(generation.deltas()) as deltas:

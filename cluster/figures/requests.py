@@ -1,0 +1,42 @@
+"""Prometheus figures of a router's requests and links: what its dispatcher counted, and what should add up.
+
+For whoever watches: at every scrape accepted = ended (over all outcomes) + live, whatever was killed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from cluster.counters import DispatcherCounters
+from cluster.figures.samples import by_label, family_of
+from cluster.link import ENDS
+
+
+class RequestCollector(Collector):
+    """Reads a dispatcher's counters at each scrape. live: says how many requests have not ended."""
+
+    def __init__(self, model_name: str, counters: DispatcherCounters, live: Callable[[], int]) -> None:
+        self._model_name = model_name
+        self._counters = counters
+        self._live = live
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance (called by the registry)."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counters and the one gauge."""
+        counters = self._counters
+        label = (self._model_name,)
+        yield family_of("requests_live", {label: self._live()})
+        yield family_of("requests_accepted", {label: counters.accepted})
+        yield self._by("requests_ended", ("completed", "aborted"), counters.outcomes)
+        yield self._by("links_lost", ENDS, counters.links_lost)
+        yield family_of("stale_rows", {label: counters.stale_rows + counters.stale_reports})
+        yield family_of("misplaced_rows", {label: counters.misplaced_rows})
+
+    def _by(self, name: str, known: Sequence[str], values: Mapping[str, int]) -> Metric:
+        return family_of(name, {(self._model_name, key): value for key, value in by_label(known, values).items()})

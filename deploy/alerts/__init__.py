@@ -1,0 +1,1 @@
+"""Alerts for Prometheus: `squadron.rules.yaml` is written from a table of them."""

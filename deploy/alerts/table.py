@@ -1,0 +1,175 @@
+"""All alerts. Their expressions are of figures that Ray publishes: ours, and those of Serve's controller."""
+
+from __future__ import annotations
+
+from deploy.alerts.alert import Alert
+from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
+
+TTFT_SECONDS = 2.0  # target of the time to the first token; the chart has a value for it
+TTFT_MARK = "TTFT_TARGET_SECONDS"  # stands for it where the chart puts its value
+MODEL = f"{CLUSTER}, model_name"
+REPLICA = f"{MODEL}, replica"
+DEPLOYMENT = f"{CLUSTER}, deployment"
+OF_MODEL = "{{ $labels.model_name }}"
+GOOD_ENDS = "completed|aborted|deadline_exceeded"  # a deadline is the client's, and has an alert of its own
+DEATHS = "lost|engine_dead|stalled|silent"  # reasons for which a link ends with its replica
+
+
+def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
+    """Return all alerts. ttft: seconds that the 95th percentile of the time to the first token may take."""
+    return (*_of_service(), *_of_copies(), *_of_deaths(), *_of_requests(ttft), *_of_engines())
+
+
+def _of_service() -> tuple[Alert, ...]:
+    return (
+        Alert(
+            "SquadronSilent",
+            f"absent({metric('requests_live')})",
+            "5m",
+            "critical",
+            "No router of Squadron tells any figures",
+            "Either nothing runs, or Prometheus does not reach Ray's metrics. Next: `kubectl get rayservice` and "
+            "`squadron status --address URL`; where that is ready, look at the PodMonitor and at "
+            "networkPolicy.monitoring.",
+        ),
+        Alert(
+            "SquadronNoReadyReplica",
+            f'max by ({MODEL}) ({metric("replicas")}{{state="ready"}}) == 0 '
+            f"and on ({MODEL}) sum by ({MODEL}) ({metric('requests_live')}) > 0",
+            "1m",
+            "critical",
+            f"Requests for {OF_MODEL} wait, and no replica is ready",
+            "Clients get 503 once they have waited long enough. Next: `squadron status` says for each replica what "
+            "keeps it from serving, `squadron doctor` on its node what to mend there.",
+        ),
+    )
+
+
+def _of_copies() -> tuple[Alert, ...]:
+    """What Serve wants, less what passes its checks; where it tells of none that do, that is none."""
+    healthy, wanted = f'{SERVE_HEALTHY}{{deployment="Router"}}', f'{SERVE_WANTED}{{deployment="Router"}}'
+    replicas_wanted = f'sum by ({DEPLOYMENT}) ({SERVE_WANTED}{{deployment=~"Replica.*"}})'
+    replicas_healthy = f'sum by ({DEPLOYMENT}) ({SERVE_HEALTHY}{{deployment=~"Replica.*"}})'
+    return (
+        Alert(
+            "SquadronReplicasMissing",
+            f"{replicas_wanted} - ({replicas_healthy} or {replicas_wanted} * 0) > 0",
+            "10m",
+            "warning",
+            "{{ $value }} replicas of {{ $labels.deployment }} are missing",
+            "The others carry their load. Next: `squadron status`: pending ones wait for room (pods, GPUs), starting "
+            "ones for weights, crash-looping ones say why.",
+        ),
+        Alert(
+            "SquadronRouterLost",
+            f"sum by ({CLUSTER}) ({wanted}) - (sum by ({CLUSTER}) ({healthy}) or sum by ({CLUSTER}) ({wanted}) * 0) "
+            "> 0",
+            "2m",
+            "critical",
+            "{{ $value }} routers are missing",
+            "Streams of a router that dies end with the error router_lost, and nobody has replaced it. Next: "
+            "`squadron status`, then the log of Serve's controller on the head (`kubectl logs`).",
+        ),
+        Alert(
+            "SquadronDeploymentFailed",
+            f"max by ({DEPLOYMENT}) ({SERVE_STATUS}) > 0 and max by ({DEPLOYMENT}) ({SERVE_STATUS}) <= 2",
+            "5m",
+            "critical",
+            "Ray Serve gives up on {{ $labels.deployment }}",
+            "An update failed and the version before it serves, or copies fail their checks again and again. Next: "
+            "`squadron status` gives the reason; then mend the settings, or `squadron doctor` on the node.",
+        ),
+    )
+
+
+def _of_deaths() -> tuple[Alert, ...]:
+    deaths = f'increase({metric("links_lost")}{{reason=~"{DEATHS}"}}[15m])'
+    return (
+        Alert(
+            "SquadronCrashLoop",
+            f"max by ({MODEL}) (sum by ({MODEL}, router) ({deaths})) > 3",
+            "0m",
+            "critical",
+            f"Replicas of {OF_MODEL} died {{{{ $value | humanize }}}} times within 15 minutes",
+            "Streams go on elsewhere as long as one is left. Next: `squadron status` says why the last start failed, "
+            "`squadron doctor` on the node what is wrong there (memory, GPUs, disks).",
+        ),
+        Alert(
+            "SquadronMigrationStorm",
+            f"sum by ({MODEL}) (rate({metric('migrations')}[10m])) "
+            f"/ sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0.1",
+            "5m",
+            "warning",
+            f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} move to another replica",
+            "Their clients see pauses, and what was computed is computed again. Next: `squadron status` (do replicas "
+            "die, or stall?), and `squadron why ID` for one of the requests.",
+        ),
+    )
+
+
+def _of_requests(ttft: str) -> tuple[Alert, ...]:
+    ended = metric("requests_ended")
+    per_model = f"sum by ({MODEL}) (rate({ended}[5m]))"
+    first_token = f"sum by (le, {MODEL}) (rate({metric('time_to_first_token_seconds', '_bucket')}[5m]))"
+    return (
+        Alert(
+            "SquadronHighErrorShare",
+            f'sum by ({MODEL}) (rate({ended}{{outcome!~"{GOOD_ENDS}"}}[5m])) / {per_model} > 0.05',
+            "5m",
+            "critical",
+            f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} end in errors",
+            "The panel `Requests by outcome` has the codes. Next: `squadron status`, and `squadron why ID` with the "
+            "id of an answer that failed.",
+        ),
+        Alert(
+            "SquadronSlowFirstToken",
+            f"histogram_quantile(0.95, {first_token}) > {ttft}",
+            "5m",
+            "warning",
+            f"First tokens of {OF_MODEL} take {{{{ $value | humanizeDuration }}}} (p95)",
+            f"More than the target of {ttft} s. Next: `squadron why ID` tells of one request what it waited for; "
+            "`squadron top` shows whether requests queue. `squadron plan` says how many replicas a load needs.",
+        ),
+        Alert(
+            "SquadronQueueOld",
+            f"max by ({MODEL}) ({metric('queue_age_seconds')}) > 30",
+            "5m",
+            "warning",
+            f"A request for {OF_MODEL} has waited {{{{ $value | humanizeDuration }}}} for its turn",
+            "More comes than the replicas do; soon requests are refused with 429. Next: `squadron top` shows whose "
+            "they are; give the tenant a quota, or the model more replicas (max_replicas).",
+        ),
+        Alert(
+            "SquadronDeadlineMisses",
+            f'sum by ({MODEL}) (rate({ended}{{outcome="deadline_exceeded"}}[5m])) / {per_model} > 0.05',
+            "5m",
+            "warning",
+            f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} miss their deadline",
+            "Clients give less time than answers take. Next: `squadron why ID` says of one whether it waited, "
+            "or ran.",
+        ),
+    )
+
+
+def _of_engines() -> tuple[Alert, ...]:
+    return (
+        Alert(
+            "SquadronKVCacheFull",
+            f"max by ({REPLICA}) ({metric('kv_cache_usage_perc')}) > 0.95 "
+            f"and on ({REPLICA}) sum by ({REPLICA}) (rate({metric('num_preemptions')}[5m])) > 0",
+            "10m",
+            "warning",
+            f"The KV cache of replica {{{{ $labels.replica }}}} of {OF_MODEL} is full, and sequences are preempted",
+            "What is preempted is computed again. Next: `squadron top` (KV cache, preempted), `squadron plan` for "
+            "the tokens that fit; lower --max-num-seqs or --max-model-len, or add replicas.",
+        ),
+        Alert(
+            "SquadronMisplacedTokens",
+            f"sum by ({MODEL}) (increase({metric('misplaced_rows')}[15m])) > 0",
+            "0m",
+            "warning",
+            f"Replicas of {OF_MODEL} sent tokens that were not the next one",
+            "They were dropped and the requests moved, so clients have exact answers; but it is a fault of Squadron. "
+            "Next: `squadron why ID`, and report it with the replica's log.",
+        ),
+    )

@@ -1,0 +1,1 @@
+"""`squadron top`: what an app does right now, from two looks at its /metrics."""

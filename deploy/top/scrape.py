@@ -1,0 +1,88 @@
+"""One look at a router's /metrics, and what grew between two of them. Pure.
+
+Metrics are named without `squadron_`: `Scrape` takes it off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+PREFIX = "squadron_"
+# When prometheus_client made a counter: no two routers made theirs in the same microsecond.
+MADE = "generation_tokens_created"
+Labels = frozenset[tuple[str, str]]
+Series = Mapping[Labels, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """What one router said at one moment. at: seconds of a monotonic clock."""
+
+    at: float
+    samples: Mapping[str, Series]
+
+    @property
+    def router(self) -> float:
+        """What tells this router from others and from its own former lives; 0 where it does not say."""
+        return min(self.samples.get(MADE, {}).values(), default=0.0)
+
+    def sum(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels; 0 without any."""
+        return sum(self.values(name, **labels))
+
+    def values(self, name: str, **labels: str) -> Iterator[float]:
+        """Yield a metric's samples that have these labels."""
+        wanted = labels.items()
+        return (value for key, value in self.samples.get(name, {}).items() if key >= wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time between two looks at the same router."""
+
+    old: Scrape
+    new: Scrape
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasted."""
+        return self.new.at - self.old.at
+
+    def rate(self, name: str, **labels: str) -> float:
+        """Return how much a counter grew a second, over all its samples that have these labels."""
+        return sum(self.growth(name, **labels).values()) / self.seconds
+
+    def growth(self, name: str, **labels: str) -> Series:
+        """Return how much each sample of a counter grew; one that began anew, by all that it has."""
+        wanted = labels.items()
+        before = self.old.samples.get(name, {})
+        grown = {}
+        for key, value in self.new.samples.get(name, {}).items():
+            if key >= wanted:
+                was = before.get(key, 0.0)
+                grown[key] = value - was if value >= was else value
+        return grown
+
+
+def read_scrape(text: str, at: float) -> Scrape:
+    """Return what a body of /metrics says. Raises `ValueError` for one that is none."""
+    samples: dict[str, dict[Labels, float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                series = samples.setdefault(sample.name.removeprefix(PREFIX), {})
+                series[frozenset(sample.labels.items())] = sample.value
+    return Scrape(at, samples)
+
+
+def by_label(series: Series, label: str, kept: Callable[[str], bool] = bool) -> dict[str, float]:
+    """Return the sums over all else, by the values of one label; samples without it count nowhere."""
+    sums: dict[str, float] = {}
+    for key, value in series.items():
+        name = dict(key).get(label, "")
+        if kept(name):
+            sums[name] = sums.get(name, 0.0) + value
+    return sums

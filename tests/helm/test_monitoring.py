@@ -1,0 +1,69 @@
+"""Dashboards and alerts in the chart: what Grafana's sidecar and Prometheus' operator are given."""
+
+import json
+
+import yaml
+
+from deploy.alerts.rules import rules_text
+from deploy.alerts.table import alerts
+from deploy.chart.__main__ import DEPLOY
+from deploy.chart.monitoring import DASHBOARDS, HEAD
+from tests.helm.rendered import CHART, of_kind, rendered
+from tests.promtool import needs_promtool, promtool
+
+
+def dashboards(name):
+    return [one for one in of_kind(rendered(name), "ConfigMap") if "-dashboard-" in one["metadata"]["name"]]
+
+
+def test_neither_is_there_unless_asked_for(helm4):
+    assert dashboards("laptop") == []
+    assert of_kind(rendered("laptop"), "PrometheusRule") == []
+
+
+def test_each_dashboard_is_a_config_map_that_the_sidecar_finds(helm4):
+    found = {one["metadata"]["name"]: one for one in dashboards("everything")}
+    assert found.keys() == {f"everything-dashboard-{name}" for name in DASHBOARDS}
+    for name in DASHBOARDS:
+        metadata = found[f"everything-dashboard-{name}"]["metadata"]
+        assert metadata["labels"]["grafana_dashboard"] == "yes"
+        assert metadata["labels"]["app.kubernetes.io/part-of"] == "squadron"
+        assert metadata["annotations"] == {"grafana_folder": "Squadron"}
+
+
+def test_a_dashboard_in_the_chart_is_the_shipped_one(helm4):
+    for one in dashboards("everything"):
+        ((file, text),) = one["data"].items()
+        shipped = DEPLOY / "dashboards" / file.removeprefix("squadron-")
+        assert json.loads(text) == json.loads(shipped.read_text(encoding="utf-8"))
+
+
+def test_the_label_is_grafanas_own_unless_another_is_asked_for(helm4):
+    for one in of_kind(helm4.template(None, "--set", "dashboards.enabled=true"), "ConfigMap"):
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_the_rules_are_all_alerts_with_the_target_of_the_values(helm4):
+    (rule,) = of_kind(rendered("everything"), "PrometheusRule")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    assert rule["metadata"]["labels"]["release"] == "prometheus"
+    assert rule["spec"] == yaml.safe_load(rules_text(alerts("0.5"), HEAD))
+
+
+def test_without_a_target_it_is_that_of_the_shipped_rules(helm4):
+    (rule,) = of_kind(helm4.template(None, "--set", "prometheusRule.enabled=true"), "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "alerts" / "squadron.rules.yaml").read_text(encoding="utf-8"))
+
+
+def test_a_target_of_no_time_is_refused(helm4):
+    result = helm4.run("template", "llm", str(CHART), "--set", "prometheusRule.ttftSeconds=0")
+    assert result.returncode != 0
+    assert "ttftSeconds" in result.stderr
+
+
+@needs_promtool
+def test_promtool_takes_the_rules_of_the_chart(helm4, tmp_path):
+    (rule,) = of_kind(rendered("everything"), "PrometheusRule")
+    file = tmp_path / "rules.yaml"
+    file.write_text(yaml.safe_dump(rule["spec"]))
+    assert f"SUCCESS: {len(alerts())} rules found" in promtool("check", "rules", file)

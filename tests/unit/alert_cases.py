@@ -1,0 +1,113 @@
+"""For each alert: figures for which it must fire, and figures close to them for which it must not.
+
+Values are written as promtool does: `0+6x30` = 0, 6, 12, ... at each minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+Series = Mapping[str, str]
+MINUTES = 40
+M = 'ray_io_cluster="c",model_name="m"'
+R = f'{M},replica="r"'
+SERVE = 'ray_io_cluster="c",application="squadron"'
+
+
+@dataclass(frozen=True)
+class Case:
+    """Figures of `MINUTES` minutes. early: minutes at which the alert does not fire yet, though it will."""
+
+    fires: Series
+    quiet: Series
+    early: int = 0
+
+
+def metric(name: str, labels: str, values: str) -> dict[str, str]:
+    """Return one series: `values` for a start, `+n` for what is added each minute."""
+    return {f"ray_{name}{{{labels}}}": f"{values}x{MINUTES}"}
+
+
+def ours(name: str, labels: str, values: str) -> dict[str, str]:
+    """Return one series of a figure of our own."""
+    return metric(f"squadron_{name}", labels, values)
+
+
+def ends(outcome: str, per_minute: int) -> dict[str, str]:
+    """Return requests that end so."""
+    return ours("requests_ended_total", f'{M},router="a",outcome="{outcome}"', f"0+{per_minute}")
+
+
+def copies(deployment: str, wanted: int, healthy: int) -> dict[str, str]:
+    """Return what Serve says of a deployment."""
+    labels = f'{SERVE},deployment="{deployment}"'
+    return metric("serve_autoscaling_target_replicas", labels, f"{wanted}+0") | metric(
+        "serve_deployment_replica_healthy", f'{labels},replica="x"', f"{healthy}+0"
+    )
+
+
+def first_tokens(below_one: int, below_five: int) -> dict[str, str]:
+    """Return how many first tokens come within one second and within five, each minute."""
+    found = {}
+    for bound, number in (("1.0", below_one), ("5.0", below_five), ("+Inf", below_five)):
+        found |= ours("time_to_first_token_seconds_bucket", f'{M},router="a",le="{bound}"', f"0+{number}")
+    return found
+
+
+def state(ready: int, live: int) -> dict[str, str]:
+    """Return replicas that are ready, and requests under way."""
+    return ours("replicas", f'{M},router="a",state="ready"', f"{ready}+0") | ours(
+        "requests_live", f'{M},router="a"', f"{live}+0"
+    )
+
+
+def lost(reason: str, per_minute: float) -> dict[str, str]:
+    """Return links that end for a reason."""
+    return ours("links_lost_total", f'{M},router="a",reason="{reason}"', f"0+{per_minute:g}")
+
+
+def deployment_status(value: int) -> dict[str, str]:
+    """Return what Serve says of the state of a deployment."""
+    return metric("serve_deployment_status", f'{SERVE},deployment="Replica"', f"{value}+0")
+
+
+def cache(usage: float, preempted: int) -> dict[str, str]:
+    """Return how full a KV cache is, and how many sequences are preempted each minute."""
+    return ours("kv_cache_usage_perc", R, f"{usage}+0") | ours("num_preemptions_total", R, f"0+{preempted}")
+
+
+def moves(migrations: int, accepted: int) -> dict[str, str]:
+    """Return requests that move, and those taken in, each minute."""
+    return ours("migrations_total", f'{M},router="a"', f"0+{migrations}") | ours(
+        "requests_accepted_total", f'{M},router="a"', f"0+{accepted}"
+    )
+
+
+CASES = {
+    "SquadronSilent": Case(ours("replicas", M, "1+0"), ours("requests_live", M, "0+0"), early=3),
+    "SquadronNoReadyReplica": Case(state(ready=0, live=2), state(ready=0, live=0)),
+    "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
+    "SquadronRouterLost": Case(copies("Router", 2, 1), copies("Router", 2, 2), early=1),
+    "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
+    "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5)),
+    "SquadronMigrationStorm": Case(moves(20, 100), moves(5, 100), early=3),
+    "SquadronHighErrorShare": Case(
+        ends("completed", 90) | ends("replica_lost", 10),
+        ends("completed", 98) | ends("internal_error", 2) | ends("aborted", 50) | ends("deadline_exceeded", 20),
+        early=3,
+    ),
+    "SquadronSlowFirstToken": Case(first_tokens(10, 100), first_tokens(99, 100), early=3),
+    "SquadronQueueOld": Case(
+        ours("queue_age_seconds", f'{M},router="a"', "31+1"), ours("queue_age_seconds", f'{M},router="a"', "20+0"), 3
+    ),
+    "SquadronDeadlineMisses": Case(
+        ends("completed", 90) | ends("deadline_exceeded", 10),
+        ends("completed", 98) | ends("deadline_exceeded", 2),
+        early=3,
+    ),
+    "SquadronKVCacheFull": Case(cache(0.99, 2), cache(0.99, 0), early=8),
+    "SquadronMisplacedTokens": Case(
+        ours("misplaced_rows_total", f'{M},router="a"', "0+1"), ours("misplaced_rows_total", f'{M},router="a"', "7+0")
+    ),
+}

@@ -1,0 +1,112 @@
+"""Alerts ask for figures that exist, fire when they must and not otherwise, and tell the next command."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from deploy.alerts.rules import rules_text
+from deploy.alerts.table import TTFT_MARK, alerts
+from deploy.chart.__main__ import CHART, DEPLOY
+from tests.promql import named, trouble
+from tests.promtool import needs_promtool, promtool
+from tests.unit.alert_cases import CASES, MINUTES
+
+ALERTS = {alert.name: alert for alert in alerts()}
+RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
+
+
+def test_every_alert_names_figures_and_labels_that_exist() -> None:
+    for alert in ALERTS.values():
+        assert named(alert.expr), alert.name
+        assert trouble(alert.expr) == [], alert.name
+
+
+def test_every_alert_tells_the_next_command() -> None:
+    commands = r"`squadron (status|why|doctor|top|plan)\b"
+    for alert in ALERTS.values():
+        assert re.search(rf"Next: .*{commands}", alert.description), alert.name
+        assert alert.description.endswith("."), alert.name
+
+
+def test_every_label_of_a_summary_is_one_that_the_expression_leaves() -> None:
+    for alert in ALERTS.values():
+        for label in re.findall(r"\$labels\.(\w+)", alert.summary + alert.description):
+            assert re.search(rf"by \([^)]*\b{label}\b", alert.expr), alert.name
+
+
+def test_names_are_unique_and_each_alert_has_a_case() -> None:
+    assert len(ALERTS) == len(alerts())
+    assert CASES.keys() == ALERTS.keys()
+
+
+def test_the_page_on_operations_has_every_alert() -> None:
+    page = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    for alert in ALERTS.values():
+        lasting = "at once" if alert.lasting == "0m" else alert.lasting
+        assert f"| `{alert.name}` | {lasting} | {alert.severity} |" in page
+
+
+def test_the_charts_rules_have_a_mark_where_its_value_goes() -> None:
+    text = (CHART / "alerts" / RULES.name).read_text(encoding="utf-8")
+    assert text.count(TTFT_MARK) == 2
+    assert TTFT_MARK not in RULES.read_text(encoding="utf-8")
+    (rule,) = (one for one in yaml.safe_load(text)["groups"][0]["rules"] if TTFT_MARK in one["expr"])
+    assert rule["alert"] == "SquadronSlowFirstToken"
+
+
+@needs_promtool
+def test_promtool_takes_the_rules() -> None:
+    assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", RULES)
+
+
+@needs_promtool
+def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
+    tests = []
+    for name, case in CASES.items():
+        tests += [_test(name, case.fires, MINUTES - 5, 1), _test(name, case.quiet, MINUTES - 5, 0)]
+        if case.early:
+            tests.append(_test(name, case.fires, case.early, 0))
+    assert "SUCCESS" in _run(tmp_path, tests)
+
+
+@needs_promtool
+def test_an_alert_that_does_not_fire_is_noticed(tmp_path) -> None:
+    with pytest.raises(AssertionError, match="FAILED"):
+        _run(tmp_path, [_test("SquadronQueueOld", CASES["SquadronQueueOld"].quiet, MINUTES - 5, 1)])
+
+
+@needs_promtool
+def test_a_fired_alert_reads_well(tmp_path) -> None:
+    alert = ALERTS["SquadronHighErrorShare"]
+    expected = {
+        "exp_labels": {"severity": "critical", "ray_io_cluster": "c", "model_name": "m"},
+        "exp_annotations": {
+            "summary": "10% of the requests for m end in errors",
+            "description": alert.description,
+        },
+    }
+    test = _test(alert.name, CASES[alert.name].fires, MINUTES - 5, 1)
+    test["alert_rule_test"] = [{"eval_time": "30m", "alertname": alert.name, "exp_alerts": [expected]}]
+    assert "SUCCESS" in _run(tmp_path, [test])
+
+
+def _test(name, series, minute, firing):
+    """One test of promtool: the figures, and how many series of the alert fire at a minute."""
+    samples = [{"labels": "{}", "value": 1}] if firing else []
+    expr = f'count(ALERTS{{alertname="{name}",alertstate="firing"}})'
+    return {
+        "name": f"{name} {'fires' if firing else 'is quiet'} after {minute} minutes",
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "promql_expr_test": [{"expr": expr, "eval_time": f"{minute}m", "exp_samples": samples}],
+    }
+
+
+def _run(folder, tests):
+    (folder / RULES.name).write_text(rules_text(alerts(), "rules"))
+    file = folder / "tests.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": tests}))
+    return promtool("test", "rules", file)

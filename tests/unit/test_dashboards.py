@@ -1,0 +1,124 @@
+"""The dashboards ask for figures that exist, and are what Grafana takes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from deploy.chart.__main__ import DEPLOY
+from deploy.chart.monitoring import DASHBOARDS
+from deploy.dashboards.grafana import COLUMNS, SCHEMA_VERSION, dashboard_text
+from deploy.dashboards.panel import Panel, Row
+from deploy.dashboards.promql import Chosen, metric
+from tests.promql import named, trouble
+
+BOARDS = {name: json.loads(dashboard_text(board)) for name, board in DASHBOARDS.items()}
+each_board = pytest.mark.parametrize("name", DASHBOARDS)
+
+
+@each_board
+def test_every_query_names_figures_and_labels_that_exist(name) -> None:
+    for panel in DASHBOARDS[name].panels():
+        assert panel.queries, panel.title
+        for query in panel.queries:
+            assert named(query.expr), query.expr
+            assert trouble(query.expr) == [], panel.title
+
+
+@each_board
+def test_every_query_is_of_what_the_viewer_chose(name) -> None:
+    names = {f"${variable.name}" for variable in DASHBOARDS[name].variables}
+    for panel in DASHBOARDS[name].panels():
+        for query in panel.queries:
+            used = set(re.findall(r"\$[a-z]\w*", query.expr))
+            assert "$cluster" in used, query.expr
+            assert used <= names, query.expr
+
+
+@each_board
+def test_every_legend_names_labels_that_the_query_leaves(name) -> None:
+    for panel in DASHBOARDS[name].panels():
+        for query in panel.queries:
+            for label in re.findall(r"{{(\w+)}}", query.legend):
+                assert re.search(rf"by \([^)]*\b{label}\b", query.expr), query
+
+
+@each_board
+def test_every_panel_says_what_it_is(name) -> None:
+    for panel in DASHBOARDS[name].panels():
+        assert panel.description.endswith("."), panel.title
+        assert panel.unit, panel.title
+        legends = [query.legend for query in panel.queries]
+        assert len(set(legends)) == len(legends), panel.title
+
+
+@each_board
+def test_panels_stand_beside_and_below_each_other(name) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in BOARDS[name]["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        assert all(x < COLUMNS for x, _ in cells)
+        taken |= cells
+    assert len(taken) == COLUMNS * len({y for _, y in taken}), "no holes between panels"
+
+
+@each_board
+def test_grafana_finds_all_that_it_asks_for(name) -> None:
+    board = BOARDS[name]
+    assert board["schemaVersion"] == SCHEMA_VERSION
+    assert board["uid"] == f"squadron-{name}"
+    numbers = [panel["id"] for panel in board["panels"]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    sources = [one for panel in board["panels"] for one in panel.get("targets", [])]
+    assert all(one["datasource"]["uid"] == "${datasource}" for one in sources)
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    assert {"cluster", "model_name"} <= variables.keys()
+    assert ("replica" in variables) == (name == "engine")
+
+
+@each_board
+def test_variables_are_asked_of_figures_that_exist(name) -> None:
+    for variable in DASHBOARDS[name].variables:
+        assert trouble(variable.metric) == []
+
+
+@each_board
+def test_the_shipped_file_is_the_one_that_the_table_makes(name) -> None:
+    shipped = (DEPLOY / "dashboards" / f"{name}.json").read_text(encoding="utf-8")
+    assert shipped == dashboard_text(DASHBOARDS[name]), "run `python -m deploy.chart`"
+
+
+def test_a_row_of_many_panels_goes_on_below() -> None:
+    from deploy.dashboards.grafana import places
+
+    panel = Panel("a", "s", "b.", ())
+    six = places(Row("row", (panel,) * 6))
+    assert [(one["x"], one["y"], one["w"]) for one in six] == [
+        *((0, 0, 8), (8, 0, 8), (16, 0, 8)),
+        *((0, 8, 8), (8, 8, 8), (16, 8, 8)),
+    ]
+    assert {one["w"] for one in places(Row("row", (panel,) * 3))} == {8}
+
+
+def test_figures_that_nobody_makes_are_noticed() -> None:
+    assert trouble("rate(ray_squadron_no_such_total[1m])") == ["no figure ray_squadron_no_such_total"]
+    assert trouble("sum by (tenant) (ray_squadron_requests_live)") == [
+        "ray_squadron_requests_live has no label tenant"
+    ]
+    assert trouble('ray_squadron_requests_live{replica="a"}') == ["ray_squadron_requests_live has no label replica"]
+    with pytest.raises(ValueError, match="unclosed left parenthesis"):
+        trouble("sum by (")
+
+
+def test_a_query_cannot_be_made_of_a_name_that_the_table_lacks() -> None:
+    with pytest.raises(KeyError):
+        Chosen(by_replica=True).rate("no_such")
+    with pytest.raises(ValueError, match="give it a suffix"):
+        metric("step_seconds")
+    with pytest.raises(ValueError, match="give it no suffix"):
+        metric("requests_live", "_bucket")
