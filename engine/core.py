@@ -88,6 +88,8 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._clock = clock
         self._num_steps = 0
+        self._ran_at = clock()  # when the last step had run
+        self._executed = 0.0  # seconds that this step spent in the executor
         self._dead: str | None = None
 
     @property
@@ -134,15 +136,17 @@ class EngineCore:
         if computed is None:
             return self._report(None, None)
         schedule, outputs = computed
-        self._ledger.ran(schedule, *self._scheduler.batch(), self._clock())
+        self._ledger.ran(schedule, *self._scheduler.batch(), self._ran_at)
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
         pooled = take_pooled(schedule, outputs, self._scheduler.mark)
         self._scheduler.update(schedule, outputs.token_ids, _failures(schedule, outputs))
         if is_poisoned(outputs):
             # Whatever made the logits bad may sit in blocks that others would find.
             self._blocks.clear_cache()
+        self._scheduler.note_births(self._ran_at)
         report = self._report(schedule, outputs)
         report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
+        report.executed, report.channel = self._executed, outputs.channel
         report.seconds = self._clock() - began
         return report
 
@@ -180,6 +184,7 @@ class EngineCore:
 
     def _compute(self) -> tuple[Schedule, StepOutputs] | None:
         """Schedule, prepare and run. Where there is no memory for a step, its newest request is shed."""
+        self._executed = 0.0
         while (planned := self._plan()) is not None:
             schedule, inputs, sampling = planned
             try:
@@ -212,15 +217,19 @@ class EngineCore:
         return bool(culprits)
 
     def _execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+        began = self._clock()
         try:
             outputs = self._executor.execute(inputs, sampling)
         except StepMemoryError:
+            self._executed += self._clock() - began
             raise
         except Exception as error:
             self._dead = f"a step failed: {error}"
             if isinstance(error, EngineDeadError):
                 raise
             raise EngineDeadError(f"the executor failed: {error}") from error
+        self._ran_at = self._clock()
+        self._executed += self._ran_at - began
         self._check_outputs(outputs, sampling)
         return outputs
 
@@ -247,11 +256,13 @@ class EngineCore:
             self._num_steps += 1
             report.step = self._num_steps
             report.num_tokens = schedule.num_tokens
+            report.num_sequences = len(schedule.sequences)
             self._fill(report, schedule.samples, outputs)
         report.finished = self._scheduler.take_finished()
         if report.finished:
             self._ledger.settle()
             for finish in report.finished:
+                finish.sequence.ended_at = self._ran_at
                 self._waits.ended(finish.sequence.request.request_id, finish.told)
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()

@@ -106,8 +106,12 @@ class GangExecutor(Executor):
             raise EngineDeadError("the executor is closed")
         self._number += 1
         try:
+            began = time.perf_counter()
             self._channel.send(pack_step(inputs, self._number), self._timeout)
-            return _outputs(self._runner, inputs, sampling)
+            told = time.perf_counter()
+            outputs = _outputs(self._runner, inputs, sampling)
+            outputs.channel = told - began
+            return outputs
         except ParallelError as error:
             reason = _last_words(self._workers) or str(error)
             self.close()

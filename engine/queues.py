@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 
 from engine.errors import IntegrityError
 from engine.request import Sequence
@@ -16,7 +17,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[float, ...], Sequence]] = []
-        self._members: set[Sequence] = set()
+        self._members: OrderedDict[Sequence, None] = OrderedDict()  # in the order in which they came
         self.num_tokens = 0  # of all waiting sequences: what is to be computed for them
 
     def __len__(self) -> int:
@@ -29,7 +30,7 @@ class WaitingQueue:
         """Let `sequence` wait. Raises `IntegrityError` if it does already."""
         if sequence in self._members:
             raise IntegrityError(f"sequence {sequence.order} waits twice")
-        self._members.add(sequence)
+        self._members[sequence] = None
         self.num_tokens += sequence.num_tokens
         heapq.heappush(self._heap, (sequence.order, sequence))
 
@@ -39,15 +40,19 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
+    def waits_since(self) -> float | None:
+        """Return when the one that waits longest began to, None if nobody waits."""
+        return next(iter(self._members)).queued_at if self._members else None
+
     def remove(self, sequence: Sequence) -> None:
         """Take `sequence` out, wherever it stands; nothing happens if it does not wait."""
         if sequence in self._members:
-            self._members.remove(sequence)
+            del self._members[sequence]
             self.num_tokens -= sequence.num_tokens
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if the members, their token count and the heap disagree. O(waiting)."""
         if self.num_tokens != sum(sequence.num_tokens for sequence in self._members):
             raise IntegrityError("the waiting queue's token count is wrong")
-        if not self._members.issubset(entry[1] for entry in self._heap):
+        if not set(self._members).issubset(entry[1] for entry in self._heap):
             raise IntegrityError("a waiting sequence is not in the heap")

@@ -129,6 +129,7 @@ class StepOutputs:
     stuck: tuple[int, ...] = ()
     prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`
     pooled: Floats | None = None  # [num_pooled, hidden]  sums over the rows of each of `StepInputs.pooled`
+    channel: float = 0.0  # seconds that telling the other ranks took
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
+    waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property
     def kv_usage(self) -> float:
@@ -216,6 +218,9 @@ class StepReport:
     events: BlockEvents
     stats: EngineStats
     num_tokens: int = 0  # tokens computed by this step, prompt and decode
+    num_sequences: int = 0  # that it was computed for
     seconds: float = 0.0  # that the step took
+    executed: float = 0.0  # of these, for telling the ranks and for the model: the others are the host's
+    channel: float = 0.0  # of these again, for telling the ranks
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[tuple[Sequence, Floats]] = field(default_factory=list)  # [hidden] each, of sequences that end

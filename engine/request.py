@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sampling_params import SamplingParams
+from engine.times import PhaseTimes
 
 if TYPE_CHECKING:
     from engine.grammar.base import GrammarState
@@ -95,6 +96,8 @@ class Sequence:
     grammar: where its output stands in the grammar that it must match.
     device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.ledger`).
     order: smaller is admitted earlier and preempted later; unique.
+    queued_at / started_at / first_token_at / ended_at: when it began to wait (again, after a preemption), first ran,
+        drew its first token here, and last was in a step, on the engine's clock; None before.
     """
 
     request: Request
@@ -118,6 +121,18 @@ class Sequence:
     grammar: GrammarState | None = None
     device_ns: int = 0
     block_ns: int = 0
+    queued_at: float = 0.0
+    started_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def phases(self) -> PhaseTimes | None:
+        """Its phases once it has ended; None before, and of one that brought nothing."""
+        started, first, ended = self.started_at, self.first_token_at, self.ended_at
+        if started is None or first is None or ended is None:
+            return None
+        return PhaseTimes(started - self.arrival_time, first - started, ended - first)
 
     @property
     def reads_prompt(self) -> bool:

@@ -26,6 +26,7 @@ class Roster:
     slots / version: of `running`, and a number that changes with it.
     prefilling: running, with more than the last token left to compute, or with siblings to fork.
     tail_sharers: forked in the middle of a block, and have not written to it since.
+    unborn: have started, and not drawn a token here yet; or have ended since.
     """
 
     def __init__(self, rows: Rows, by_priority: bool) -> None:
@@ -37,6 +38,7 @@ class Roster:
         self.siblings: dict[Sequence, list[Sequence]] = {}  # of leaders that have not forked
         self.prefilling: dict[Sequence, None] = {}
         self.tail_sharers: dict[Sequence, None] = {}
+        self.unborn: list[Sequence] = []
         self._rows = rows
         self._by_priority = by_priority
         self._families: dict[str, list[Sequence]] = {}  # live sequences of each request
@@ -79,9 +81,12 @@ class Roster:
         for sequence in waiting:
             self.waiting.push(sequence)
 
-    def start(self, sequence: Sequence) -> None:
-        """Let a placed sequence run, behind all others."""
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Let a placed sequence run, behind all others. now: seconds on the engine's clock."""
         self.waiting.remove(sequence)
+        if sequence.started_at is None:
+            sequence.started_at = now
+            self.unborn.append(sequence)
         sequence.status = SequenceStatus.RUNNING
         left = sequence.num_tokens - sequence.num_computed_tokens
         if left > 1 or sequence in self.siblings or sequence.request.pooling is not None:
@@ -95,18 +100,24 @@ class Roster:
             self._rows.fork(leader, sibling)
             sibling.num_scored_tokens = leader.num_scored_tokens  # the leader told of the prompt for all
             sibling.status = SequenceStatus.RUNNING
+            sibling.started_at = leader.started_at
         if leader.num_computed_tokens % self._rows.blocks.block_size:
             self.tail_sharers.update(dict.fromkeys([leader, *siblings]))
         place = self.running.index(leader) + 1
         slots = np.insert(self.slots, place, [sibling.slot for sibling in siblings])
         self._set_running([*self.running[:place], *siblings, *self.running[place:]], slots)
+        self.unborn.extend(siblings)
 
-    def preempt(self) -> Sequence:
-        """Send the youngest (least urgent) running sequence back to wait; its tokens are kept, its blocks are not."""
+    def preempt(self, now: float) -> Sequence:
+        """Send the youngest (least urgent) running sequence back to wait; its tokens are kept, its blocks are not.
+
+        now: seconds on the engine's clock.
+        """
         victim = max((s for s in self.running if s.status is SequenceStatus.RUNNING), key=lambda s: s.order)
         victim.resume_tokens = self._rows.tables.outputs(victim.slot)
         victim.status = SequenceStatus.WAITING
         victim.preemptions += 1
+        victim.queued_at = now
         self._vacate(victim)
         for sibling in self.siblings.get(victim, ()):
             self._vacate(sibling)
@@ -126,6 +137,21 @@ class Roster:
         if not family:
             del self._families[request_id]
         self._ended.append(Finish(sequence, reason, message, code))
+
+    def note_births(self, now: float) -> None:
+        """Note which of the `unborn` drew their first token in the step that ran until `now`, or gave a state."""
+        waiting = []
+        for sequence in self.unborn:
+            if sequence.finish_reason is FinishReason.ERROR:
+                continue
+            if (
+                sequence.num_output_tokens > len(sequence.resume_tokens)
+                or sequence.finish_reason is FinishReason.STOP
+            ):
+                sequence.first_token_at = now
+            elif sequence.finish_reason is None:
+                waiting.append(sequence)
+        self.unborn = waiting
 
     def finish_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End whatever of a request is alive."""
@@ -188,6 +214,7 @@ class Roster:
             arrival_time=arrival,
             order=(urgency, arrival, self._num_added, index),
             num_scored_tokens=request.num_scored_tokens,
+            queued_at=arrival,
         )
 
     def _vacate(self, sequence: Sequence) -> None:

@@ -189,7 +189,7 @@ class Scheduler:
     def _free_blocks(self, sequence: Sequence, wanted: Callable[[], int]) -> bool:
         """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
         while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
-            self._waits.preempted(self._roster.preempt().request)
+            self._waits.preempted(self._roster.preempt(self._waits.now).request)
             self.counters.preemptions += 1
         return sequence.status is SequenceStatus.RUNNING
 
@@ -236,7 +236,7 @@ class Scheduler:
             self._count_arrival(sequence)
         grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
         self._rows.grow(sequence, sequence.num_computed_tokens + grant)
-        self._roster.start(sequence)
+        self._roster.start(sequence, self._waits.now)
         self._waits.starts(request, sequence.arrival_time, bool(sequence.preemptions))
         return grant
 
@@ -275,6 +275,11 @@ class Scheduler:
         self._updater.update(schedule, token_ids, failed)
         self.counters.generated_tokens += len(schedule.samples)
 
+    def note_births(self, now: float) -> None:
+        """Note who drew a first token in the step that was taken in last. now: when it had run, in seconds."""
+        if self._roster.unborn:
+            self._roster.note_births(now)
+
     # ---- figures ------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
@@ -293,6 +298,7 @@ class Scheduler:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             outstanding_tokens=roster.waiting.num_tokens + prefilling,
+            waits_since=roster.waiting.waits_since(),
         )
 
     def check_integrity(self) -> None:

@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.heap import settle_heap
 from engine.report import StepInputs
 from engine.runner import START_TIMEOUT, ModelRunner, set_threads
+from engine.times import RankTimes
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed, ChannelError, RendezvousError
 from parallel.group import Group
@@ -23,6 +24,7 @@ from parallel.torch_group import connect
 
 ARRIVALS = "arrivals"  # part of the rendezvous where workers leave word that they have started
 STEP = 1  # kind of message: run one step
+OnStep = Callable[[RankTimes], None]
 STEP_FIELDS = (
     "input_ids",
     "positions",
@@ -37,12 +39,18 @@ STEP_FIELDS = (
 
 
 def worker_main(
-    config: EngineConfig, rank: int, size: int, rendezvous_address: str, channel_handle: str | None
+    config: EngineConfig,
+    rank: int,
+    size: int,
+    rendezvous_address: str,
+    channel_handle: str | None,
+    on_step: OnStep | None = None,
 ) -> None:
     """Be rank 1 or more of a group until the driver closes the channel; blocks, in a process of its own.
 
     config: resolved by the driver. channel_handle: name of the driver's shared-memory ring, None for ranks on other
-    hosts, whose steps come over a broadcast. Raises whatever ends this rank: the whole gang must then be ended.
+    hosts, whose steps come over a broadcast. on_step: told the times of each step. Raises whatever ends this rank:
+    the whole gang must then be ended.
     """
     set_threads(size)
     rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
@@ -53,7 +61,7 @@ def worker_main(
     ):
         runner = ModelRunner(config, group)
         settle_heap()
-        serve_steps(runner, channel)
+        serve_steps(runner, channel, on_step)
 
 
 def run_worker(rank: int, config: EngineConfig, size: int, rendezvous_address: str, channel_handle: str) -> None:
@@ -89,14 +97,19 @@ class ControlChannel(BroadcastChannel):
         self._owned.close()
 
 
-def serve_steps(runner: ModelRunner, channel: Channel) -> None:
-    """Run the steps that come down the channel until it is closed."""
+def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = None) -> None:
+    """Run the steps that come down the channel until it is closed. on_step: told the times of each."""
+    ended = time.perf_counter()
     while True:
         try:
             step = unpack_step(channel.receive())
         except ChannelClosed:
             return
+        received = time.perf_counter()
         runner.execute(step)
+        waited, ended = received - ended, time.perf_counter()
+        if on_step is not None:
+            on_step(RankTimes(waited, ended - received))
 
 
 def join_group(config: EngineConfig, rank: int, size: int, rendezvous: Rendezvous | str | None) -> Group:
