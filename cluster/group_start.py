@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import ray
 from ray.util import get_current_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from cluster.config import ClusterConfig
-from cluster.worker_actor import RayGang
+from cluster.logs import JSON
+from cluster.worker_actor import LogAs, RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
@@ -39,8 +39,8 @@ class StartedGroup:
         return (os.getpid(), *(self.gang.pids if self.gang else ()))
 
 
-def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> StartedGroup:
-    """Load the model on all ranks. on_phase: told each phase as it begins.
+def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
+    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: what the ranks log as.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
@@ -57,18 +57,25 @@ def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None) -> St
             "tensor_parallel_size",
         )
     on_phase("workers")
-    return _start_gang(folder, engine, placement, config, on_phase)
+    gang = RayGang(placement, tuple(placement.bundle_specs), log_as=_log_as(config, replica_id))
+    return _start_gang(gang, folder, engine, config, on_phase)
+
+
+def _log_as(config: ClusterConfig, replica_id: str) -> LogAs:
+    """Return how a rank logs: with which fields, None where it leaves that to Python."""
+    if config.log_format != JSON:
+        return lambda _: None
+    return lambda rank: {"replica": replica_id, "rank": rank, "model": config.model_id}
 
 
 def _start_gang(
+    gang: RayGang,
     folder: ModelFolder,
     engine: EngineConfig,
-    placement: PlacementGroup,
     config: ClusterConfig,
     on_phase: OnPhase,
 ) -> StartedGroup:
     size = engine.tensor_parallel_size
-    gang = RayGang(placement, tuple(placement.bundle_specs))
     here = ray.get_runtime_context().get_node_id()
     try:
         rendezvous = Rendezvous.create(listening_host(config, gang.nodes))
