@@ -21,6 +21,7 @@ from cluster.config import ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
 from cluster.life.deployed_app import BuiltOf
 from cluster.life.surge import fits, surge_percent
+from cluster.logs import JSON
 from cluster.model_names import resolve_model
 from cluster.models.deployments import deployment_names
 from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
@@ -77,6 +78,11 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     return router.bind(settings, replicas, BuiltOf(app.settings(), versions), batches)
 
 
+def logging_config(log_format: str) -> LoggingConfig:
+    """Return how Serve writes its own lines, until our processes take its handlers over (`cluster.logs`)."""
+    return LoggingConfig(enable_access_log=False, encoding="JSON" if log_format == JSON else "TEXT")
+
+
 def uses_gpu(config: ClusterConfig) -> bool:
     """Whether replicas are placed on GPUs: as the device says, or where the cluster has any."""
     if config.device is not None:
@@ -130,7 +136,7 @@ def _replica(config: ClusterConfig, name: str, bundles: Sequence[dict[str, float
         request_router_config=RequestRouterConfig(
             request_router_class=LeaseRequestRouter, initial_backoff_s=0.02, max_backoff_s=0.1
         ),
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=logging_config(config.log_format),
     )
 
 
@@ -146,7 +152,7 @@ def _router(config: ClusterConfig, surge: int) -> serve.Deployment:
         health_check_timeout_s=ROUTER_ANSWER,
         graceful_shutdown_timeout_s=config.drain_timeout,
         max_surge_percent=surge,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=logging_config(config.log_format),
     )
 
 
@@ -162,5 +168,5 @@ def _batches(config: ClusterConfig) -> serve.Deployment:
         # What it has done is kept, and another goes on with it: there is nothing to wait for.
         graceful_shutdown_timeout_s=1,
         graceful_shutdown_wait_loop_s=0.1,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=logging_config(config.log_format),
     )

@@ -12,6 +12,7 @@ from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet
 from cluster.link import DRAINED, LinkClosedError, MessageTooLargeError
+from cluster.log_lines import about_request
 from cluster.member import LiveRequest, Member
 from cluster.messages import Abort, Up
 from cluster.translation import submit_message
@@ -55,8 +56,9 @@ class Attempts:
         self._next_stream += MAX_N
         try:
             resume = log.resume() if live.was_submitted else None
-            story = self._flight.story(live.request_id)
-            message = submit_message(log.request, stream, resume, log.num_scored, self._loop.time(), story)
+            story, now = self._flight.story(live.request_id), self._loop.time()
+            trace = None if live.trace is None else live.trace.attempt(live, member.replica_id)
+            message = submit_message(log.request, stream, resume, log.num_scored, now, story, trace)
             member.link.send(message)
         except MessageTooLargeError as error:
             self.fail(live, ApiError("body_too_large", str(error), param="prompt"))
@@ -69,6 +71,8 @@ class Attempts:
             if story:
                 self._note(live, Wait.SENT, f"to replica {member.replica_id}")
             member.attach(live, stream)
+            if live.trace is not None:
+                live.trace.sent()
             if self._fleet.is_suspect(live):
                 member.probe = live
         return True
@@ -81,6 +85,8 @@ class Attempts:
         if not self._waiting_room.holds(live):
             self._note(live, Wait.REPLICA, "none takes it now")
         self._waiting_room.enter(live, self._patience(live))
+        if live.trace is not None:
+            live.trace.waits()
         self.on_waiting()
 
     def _note(self, live: LiveRequest, what: Wait, detail: str) -> None:
@@ -118,36 +124,45 @@ class Attempts:
             return
         self._note(live, Wait.MIGRATION, reason)
         if live.strikes >= self._config.quarantine_deaths:
-            logger.error("request %s is quarantined after %d replica deaths", live.request_id, live.strikes)
+            told = live.request_id, live.strikes
+            extra = about_request(live.request_id)
+            logger.error("request %s is quarantined after %d replica deaths", *told, extra=extra)
             message = "replicas died each time they took up this request; it is not tried again"
             self.fail(live, ApiError("request_quarantined", message, status=500, retryable=False))
             return
         self._counters.migrations += 1
+        if live.trace is not None:
+            live.trace.moves(reason)
         self.place(live)
 
-    def end(self, live: LiveRequest) -> None:
-        """Let the request run and wait no more."""
-        self.withdraw(live)
+    def end(self, live: LiveRequest, why: str = "") -> None:
+        """Let the request run and wait no more. why: as of `detach`."""
+        self.withdraw(live, why)
         self._waiting_room.leave(live)
 
     def fail(self, live: LiveRequest, error: ApiError) -> None:
         """End the request with its one typed error."""
         error.request_id = live.request_id
-        self.end(live)
+        self.end(live, error.code)
         live.log.fail(error)
 
-    def withdraw(self, live: LiveRequest) -> None:
-        """End the attempt that runs, if any, here and on its replica."""
+    def withdraw(self, live: LiveRequest, why: str = "") -> None:
+        """End the attempt that runs, if any, here and on its replica. why: as of `detach`."""
         attempt = live.attempt
         if attempt is not None:
             self.send(attempt.member, Abort(attempt.stream))
-            self.detach(live)
+            self.detach(live, why)
 
-    def detach(self, live: LiveRequest) -> None:
-        """Forget the attempt that runs, if any: it has ended on its replica, or with it."""
+    def detach(self, live: LiveRequest, why: str = "") -> None:
+        """Forget the attempt that runs, if any: it has ended on its replica, or with it.
+
+        why: code of the error that ended it, for its trace; "" = it is complete.
+        """
         attempt = live.attempt
         if attempt is None:
             return
+        if live.trace is not None:
+            live.trace.attempt_over(why)
         if attempt.member.detach(live, attempt):
             self.probe_ended()
         self.retire_if_idle(attempt.member)

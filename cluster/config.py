@@ -15,6 +15,7 @@ from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import policy_named
+from cluster.tracing.endpoint import checked_endpoint
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -26,6 +27,7 @@ INGRESSES = ("serve", "haproxy")
 MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)
+LOG_FORMATS = ("text", "json")
 
 
 def _names(value: Any) -> Any:
@@ -146,6 +148,10 @@ class ClusterConfig(ModelConfig):
     batch_dir: where the files and batches of `/v1/files` and `/v1/batches` are kept: a directory that all routers
         share, or a URL that fsspec opens. None = nowhere, and these routes say so.
     max_file_bytes: largest file that may be uploaded; as with OpenAI 200 MiB unless given.
+    otlp_traces_endpoint: where spans of requests are sent, OTLP over HTTP, or the file that they are appended to
+        (`file:///...`); None = there are none.
+    log_format: of what routers, replicas and ranks log: `text`, or `json`, an object a line.
+    enable_log_requests / max_log_len: log a line for each request, and so many characters of its prompt.
     batch_share: of the sequences that the replicas run, what batches may take while clients' requests run.
     metrics_compat: whose names figures have beside ours: `vllm`, for dashboards and scalers that know those.
     """
@@ -169,6 +175,10 @@ class ClusterConfig(ModelConfig):
     max_file_bytes: Annotated[int, Field(ge=1024)] = MAX_FILE_BYTES
     batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
     metrics_compat: Annotated[str, _one_of(METRICS_COMPATS)] | None = None
+    otlp_traces_endpoint: Annotated[str, AfterValidator(checked_endpoint)] | None = None
+    log_format: Annotated[str, _one_of(LOG_FORMATS)] = "text"
+    enable_log_requests: bool = False
+    max_log_len: Annotated[int, Field(ge=0)] = 0
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

@@ -18,6 +18,7 @@ from cluster.fleet import Fleet, ReplicaView
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.inquiries import Explanation, Inquiries, explanation
 from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
+from cluster.log_lines import about_request
 from cluster.member import LiveRequest, Member
 from cluster.messages import (
     Down,
@@ -227,7 +228,7 @@ class Dispatcher:
         for live in stranded:
             if died and live.attempt is not None and not live.attempt.progressed:
                 live.strikes += 1
-            self._attempts.detach(live)
+            self._attempts.detach(live, code)
         for live in stranded:
             self._attempts.move(live, f"replica {member.replica_id} is lost: {code}")
         if self._on_link_lost is not None:
@@ -237,7 +238,7 @@ class Dispatcher:
         """Go on elsewhere with what still runs on a draining replica, where that can be (called by the fleet)."""
         for live in list(member.live.values()):
             if self._fleet.has_successor(live):
-                self._attempts.withdraw(live)
+                self._attempts.withdraw(live, "draining")
                 self._attempts.move(live, f"replica {member.replica_id} is to go")
 
     def _accept(self, request: Request, context: CallContext) -> LiveRequest:
@@ -267,7 +268,7 @@ class Dispatcher:
 
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""
-        self._attempts.end(live)
+        self._attempts.end(live, "" if live.log.finished else "cancelled")
         self._deadlines.forget(live)
         del self._live[live.request_id]
         outcome = "completed" if live.log.finished else "aborted"
@@ -278,6 +279,8 @@ class Dispatcher:
         self.counters.outcomes[outcome] += 1
         if live.request_id in self._flight:
             self._flight.note(live.request_id, Wait.DONE, outcome)
+        if live.trace is not None:
+            live.trace.end(live)
         if not self._live:
             self._quiet.set()
 
@@ -349,7 +352,7 @@ class Dispatcher:
 
     def _break_off(self, choice: ChoiceLog, problem: str) -> None:
         live = self._live[choice.log.request.request_id]
-        logger.error("request %s: %s", live.request_id, problem)
+        logger.error("request %s: %s", live.request_id, problem, extra=about_request(live.request_id))
         self._attempts.fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
 
     def _on_finish(self, member: Member, row: FinishRow) -> None:
@@ -358,7 +361,7 @@ class Dispatcher:
             return
         live = self._live[choice.log.request.request_id]
         if row.reason == FinishReason.ABORT:
-            self._attempts.detach(live)
+            self._attempts.detach(live, "given_up")
             self._attempts.move(live, f"replica {member.replica_id} gave it up")
         elif row.reason == FinishReason.ERROR and row.code:
             self._attempts.fail(live, ApiError(row.code, row.message))
@@ -382,7 +385,7 @@ class Dispatcher:
         if live is None:
             return
         member.draining = member.draining or refusal.elsewhere
-        self._attempts.detach(live)
+        self._attempts.detach(live, refusal.code)
         if refusal.elsewhere:
             self._attempts.place(live)
         else:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from cluster.log_lines import about_request
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
@@ -254,7 +255,8 @@ class EngineThread:
             raise
         except Exception:
             # One request's data must not end the others'.
-            logger.exception("request %s could not be added", request.request_id)
+            extra = about_request(request.request_id)
+            logger.exception("request %s could not be added", request.request_id, extra=extra)
             refusal = InvalidRequestError("the request could not be started", None, "internal_error")
         else:
             return

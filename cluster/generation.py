@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.report import TokenLogprob
 from engine.request import Request
+
+if TYPE_CHECKING:
+    from cluster.tracing.call_trace import CallTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,13 @@ class CallContext:
 
     session_id: what requests of one conversation share (`x-session-id`), "" without.
     waited: seconds that it has stood in line before it was handed on. fingerprint: of the model that alone may run
-    it, as replicas tell theirs; None = any that is there.
+    it, as replicas tell theirs; None = any that is there. trace: of the call, None where it is not traced.
     """
 
     session_id: str = ""
     waited: float = 0.0
     fingerprint: str | None = None
+    trace: CallTrace | None = None
 
 
 NO_CONTEXT = CallContext()

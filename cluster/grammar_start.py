@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
+from cluster.log_lines import about_request
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar, PreparedGrammar
 from engine.request import Request
@@ -72,7 +73,8 @@ class GrammarStart:
             self._refused(request.request_id, error)
         except Exception:
             # One request's grammar must not end the others'.
-            logger.exception("request %s: its grammar could not be made", request.request_id)
+            extra = about_request(request.request_id)
+            logger.exception("request %s: its grammar could not be made", request.request_id, extra=extra)
             why = InvalidRequestError("the grammar could not be made ready", "structured", "internal_error")
             self._refused(request.request_id, why)
         else:

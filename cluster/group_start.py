@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import ray
 from ray.util import get_current_placement_group
-from ray.util.placement_group import PlacementGroup
 
 from cluster.config import ClusterConfig
+from cluster.logs import JSON
 from cluster.rank_main import RankOf, rank_main
-from cluster.worker_actor import RayGang
+from cluster.worker_actor import LogAs, RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
@@ -40,7 +40,7 @@ class StartedGroup:
 
 
 def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
-    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: names it in figures.
+    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: names it in figures and logs.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
@@ -57,20 +57,27 @@ def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, repli
             "tensor_parallel_size",
         )
     on_phase("workers")
+    gang = RayGang(placement, tuple(placement.bundle_specs), log_as=_log_as(config, replica_id))
     of = RankOf(config.model_id, replica_id, config.metrics_compat is not None)
-    return _start_gang(folder, engine, placement, config, of, on_phase)
+    return _start_gang(gang, folder, engine, config, of, on_phase)
+
+
+def _log_as(config: ClusterConfig, replica_id: str) -> LogAs:
+    """Return how a rank logs: with which fields, None where it leaves that to Python."""
+    if config.log_format != JSON:
+        return lambda _: None
+    return lambda rank: {"replica": replica_id, "rank": rank, "model": config.model_id}
 
 
 def _start_gang(
+    gang: RayGang,
     folder: ModelFolder,
     engine: EngineConfig,
-    placement: PlacementGroup,
     config: ClusterConfig,
     of: RankOf,
     on_phase: OnPhase,
 ) -> StartedGroup:
     size = engine.tensor_parallel_size
-    gang = RayGang(placement, tuple(placement.bundle_specs))
     here = ray.get_runtime_context().get_node_id()
     try:
         rendezvous = Rendezvous.create(listening_host(config, gang.nodes))

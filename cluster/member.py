@@ -37,6 +37,7 @@ class LiveRequest:
     strikes: deaths of replicas, one after the other, under attempts that had brought no token.
     device_seconds / block_seconds: used by its choices that have ended, where they ended (`note_use`).
     predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
+    trace: its spans, None where it is not traced.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class LiveRequest:
         "log",
         "predicted",
         "strikes",
+        "trace",
         "was_submitted",
     )
 
@@ -65,6 +67,7 @@ class LiveRequest:
         self.predicted: int | None = None
         self.device_seconds = 0.0
         self.block_seconds = 0.0
+        self.trace = None if context.trace is None else context.trace.request(log.request, context.waited)
 
     def note_use(self, used: Usage) -> None:
         """Take in what a choice used in its last attempt; what it used on replicas that were lost is not known."""

@@ -50,6 +50,13 @@ class Waited(_Message, frozen=True):
     detail: Text = ""
 
 
+class TraceContext(_Message, frozen=True):
+    """The span that what is done for a request hangs under, as W3C Trace Context writes it."""
+
+    traceparent: Name
+    tracestate: Text = ""
+
+
 class Submit(_Message, tag=2, frozen=True):
     """Run a request. Choice c of it reports under the key `stream + c`.
 
@@ -59,6 +66,7 @@ class Submit(_Message, tag=2, frozen=True):
     scored: prompt tokens whose log-probabilities are known from there.
     timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
     tenant: whose account it is charged to. story: what it has waited for in the router, earlier attempts included.
+    trace: of the attempt, where the router traces it.
     """
 
     stream: Count
@@ -74,6 +82,7 @@ class Submit(_Message, tag=2, frozen=True):
     timeout: Annotated[float, Meta(ge=0)] | None = None
     tenant: Name = ""
     story: tuple[Waited, ...] = ()
+    trace: TraceContext | None = None
 
 
 class Abort(_Message, tag=3, frozen=True):

@@ -16,7 +16,7 @@ from cluster.flight_dump import log_folder
 from cluster.group_start import start_group
 from cluster.life.start import Start
 from cluster.life.start_register import StartRegister, living_actors, version_of
-from cluster.logs import log_to_serve
+from cluster.logs import log_to_serve, rank_fields
 from cluster.orphans import watch_parent
 from cluster.replica_host import ReplicaHost
 from cluster.start_error import ReplicaStartError
@@ -31,9 +31,9 @@ class Replica:
     """
 
     def __init__(self, settings: dict[str, Any], title: str = "") -> None:
-        log_to_serve()
-        watch_parent()
         name = serve.get_replica_context().replica_id.unique_id
+        log_to_serve(log_format=settings["log_format"], process=rank_fields(name, settings))
+        watch_parent()
         start = _start(name, settings)
         start.hold_back()
         try:
@@ -56,6 +56,12 @@ class Replica:
         """Return what the autoscaling policy goes by (called by Serve)."""
         core = self._host.core
         return replica_stats(core.stats, self._config.max_num_seqs, core.prefill_wait, core.queue)
+
+    def __del__(self) -> None:
+        """Export what would be lost (called by Serve when all streams have ended, also where `__init__` failed)."""
+        host: ReplicaHost | None = getattr(self, "_host", None)
+        if host is not None:
+            host.close_traces()
 
     def check_health(self) -> None:
         """Raise `EngineDeadError` when the engine does not move (called by Serve)."""

@@ -7,6 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cluster.admission.figures import QueueFigures, together
 from cluster.autoscaling.speed import StepSpeed
@@ -40,6 +41,9 @@ from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
 from engine.request import Request
 
+if TYPE_CHECKING:
+    from cluster.tracing.engine_spans import EngineSpans
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,7 +53,7 @@ class ReplicaCore:
     on_dead: called once with the reason when the engine cannot go on; the process should then end.
     incarnation: number of this life of the replica; random unless given.
     grammars: compiles what outputs must match, and is closed with this; None = such requests are refused.
-    engine: makes what runs the core. clock: the core's.
+    engine: makes what runs the core. clock: the core's. spans: of attempts that routers trace; None = of none.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class ReplicaCore:
         grammars: Grammars | None = None,
         engine: EngineMaker = EngineThread,
         clock: Callable[[], float] = time.monotonic,
+        spans: EngineSpans | None = None,
     ) -> None:
         self.facts = facts
         self.incarnation = secrets.randbits(62) if incarnation is None else incarnation
@@ -77,6 +82,7 @@ class ReplicaCore:
         self._cached = CachedBlocks()
         self._num_sessions = 0
         self._clock = clock
+        self._spans = spans
         self._speed = StepSpeed()
         self._draining = False
         self._engine.start()
@@ -152,6 +158,8 @@ class ReplicaCore:
         await self._grammars.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
+        if self._spans is not None:
+            self._spans.abandon(CLOSED, self._clock())
 
     async def serve(self, link: RouterLink) -> None:
         """Serve one router until its link ends; its requests are ended with it."""
@@ -175,6 +183,8 @@ class ReplicaCore:
         self._speed.note(report.num_tokens, report.seconds)
         self._runs.distribute(report)
         self.figures.note(report)
+        if self._spans is not None:
+            self._spans.note(report, self._engine.flight)
         blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
@@ -184,6 +194,8 @@ class ReplicaCore:
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
+        if self._spans is not None:
+            self._spans.refused(request_id, error.code, self._clock())
         run = self._runs.get(request_id)
         if run is not None:
             self._runs.drop(run)
@@ -197,6 +209,8 @@ class ReplicaCore:
         if self.dead_reason is not None:
             return
         self.dead_reason = clipped(reason)
+        if self._spans is not None:
+            self._spans.abandon(ENGINE_DEAD, self._clock())
         for session in list(self._sessions.values()):
             self._end_session(session, ENGINE_DEAD, self.dead_reason)
         if self._on_dead is not None:
@@ -266,6 +280,8 @@ class ReplicaCore:
             self._engine.flight.note(engine_id, event.what, event.detail, at, submit.tenant)
         self._runs.start(session, submit.stream, request)
         self.figures.submitted(request.resume is not None)
+        if self._spans is not None and submit.trace is not None:
+            self._spans.begin(request, submit.trace, self._clock())
         if request.params.structured is None:
             self._engine.add(request)
         else:
@@ -274,6 +290,8 @@ class ReplicaCore:
     def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> None:
         if self._runs.get(request.request_id) is not None:  # nobody has ended it meanwhile
             self._engine.add(request, grammar)
+        elif self._spans is not None:
+            self._spans.refused(request.request_id, "cancelled", self._clock())
 
     def _abort(self, run: Run | None) -> None:
         if run is not None:

@@ -22,6 +22,7 @@ from cluster.link import LinkAddress
 from cluster.links.tcp import LinkServer
 from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
+from cluster.tracing.start import replica_spans
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
@@ -61,7 +62,10 @@ class ReplicaHost:
         self._loop = asyncio.get_running_loop()
         self._deadline = HEALTH_FACTOR * config.step_timeout
         facts = _facts(replica_id, config, group)
-        self.core = ReplicaCore(_engine(group), facts, on_dead=self._on_dead, grammars=_grammars(group))
+        self._spans = replica_spans(config, replica_id)
+        self.core = ReplicaCore(
+            _engine(group), facts, on_dead=self._on_dead, grammars=_grammars(group), spans=self._spans
+        )
         own = {"replica": replica_id, "rank": "0"}
         publisher = RayPublisher((Source.TOLD, Source.REPLICA, Source.RANK), own, config.metrics_compat is not None)
         self._publishing = Publishing(on_loop(lambda: replica_metrics(self.core)), publisher, publish_period())
@@ -86,6 +90,11 @@ class ReplicaHost:
         info = self._group.info
         address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
         return Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
+
+    def close_traces(self) -> None:
+        """Export the spans that wait, in a few seconds at most. Can be called twice; from any thread."""
+        if self._spans is not None:
+            self._spans.close()
 
     def check_health(self) -> None:
         """End the replica when it does not move: health is progress, not that a process exists."""
@@ -121,6 +130,7 @@ class ReplicaHost:
         if self._log_folder is not None:
             dump_flight(self.core.flight, self._log_folder, self._id, reason)
         self._on_death(reason)
+        self.close_traces()
 
 
 def _end_process() -> NoReturn:

@@ -42,6 +42,7 @@ from cluster.readiness import app_ready_body
 from cluster.start_error import ReplicaStartError
 from cluster.tenants.start import keys_for
 from cluster.tenants.tenancy import Tenancy
+from cluster.tracing.start import router_tracing
 from engine.errors import SquadronError
 from engine.heap import settle_heap
 
@@ -61,7 +62,8 @@ class Router:
         built_of: BuiltOf,
         batches: DeploymentHandle[Any] | None = None,
     ) -> None:
-        log_to_serve()
+        self._router_id = uuid4().hex
+        log_to_serve(log_format=settings[0]["log_format"], process={"router": self._router_id})
         watch_parent()
         self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
         self._config = self._configs[0]
@@ -69,10 +71,10 @@ class Router:
             check_ingress(self._config.ingress)
             self._keys = keys_for(self._config.api_key, self._config.api_key_file)
             self._store = _store(self._config)
+            self._tracing = router_tracing(self._config, self._router_id)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
-        self._router_id = uuid4().hex
         context = serve.get_replica_context()
         self._others = OtherRouters(context.app_name, context.deployment)
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
@@ -98,12 +100,13 @@ class Router:
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
-        self._ingress = IngressCheck(app)
+        self._ingress = IngressCheck(app if self._tracing is None else self._tracing.app(app))
         settle_heap()
         gate = StartGate(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None:
             return gate
-        services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes)
+        traced = None if self._tracing is None else self._tracing.rpc
+        services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes, traced)
         return BesideHttp(gate, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:

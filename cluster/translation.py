@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, Usage, Waited
+from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
 from engine.errors import InvalidRequestError
 from engine.flight import Event
 from engine.ledger import NANOS
@@ -29,6 +29,7 @@ def submit_message(
     scored: int | None = None,
     now: float = 0.0,
     story: Sequence[Event] = (),
+    trace: TraceContext | None = None,
 ) -> Submit:
     """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own.
 
@@ -48,6 +49,7 @@ def submit_message(
         None if request.deadline is None else max(0.0, request.deadline - now),
         request.tenant,
         tuple(waited(event, now) for event in story),
+        trace,
     )
 
 

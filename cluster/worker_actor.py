@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -12,16 +12,24 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.logs import log_to_stderr
 from cluster.orphans import watch_parent
 from engine.errors import EngineDeadError
 from engine.runner import START_TIMEOUT
 from parallel.memory_deaths import MemoryDeaths
 
+LogAs = Callable[[int], Mapping[str, str | int] | None]  # rank -> fields
+
 
 class WorkerActor:
-    """One rank in a process of its own, placed by Ray. Runs the engine's worker loop until the driver lets go."""
+    """One rank in a process of its own, placed by Ray. Runs the engine's worker loop until the driver lets go.
 
-    def __init__(self) -> None:
+    log_fields: of the JSON lines that it logs to standard error; None = it logs as Python does.
+    """
+
+    def __init__(self, log_fields: Mapping[str, str | int] | None = None) -> None:
+        if log_fields is not None:
+            log_to_stderr(log_fields)
         watch_parent()
 
     def identity(self) -> tuple[str, int]:
@@ -37,11 +45,16 @@ class RayGang:
     """The worker actors of one replica. Gangs live and die together.
 
     bundles: resources of each rank's bundle; actor i sits in bundle i of `group`. timeout: seconds in which all
-    actors must have answered. Raises `EngineDeadError` naming the rank that did not come up; none is left then.
+    actors must have answered. log_as: fields of what a rank logs (see `WorkerActor`). Raises `EngineDeadError` naming
+    the rank that did not come up; none is left then.
     """
 
     def __init__(
-        self, group: PlacementGroup, bundles: tuple[dict[str, float], ...], timeout: float = START_TIMEOUT
+        self,
+        group: PlacementGroup,
+        bundles: tuple[dict[str, float], ...],
+        timeout: float = START_TIMEOUT,
+        log_as: LogAs = lambda _: None,
     ) -> None:
         self._memory = MemoryDeaths()
         actor = ray.remote(WorkerActor)
@@ -53,7 +66,7 @@ class RayGang:
                 # The loop blocks one thread for good; the other answers `identity`.
                 max_concurrency=2,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote()
+            ).remote(log_as(rank))
             for rank, bundle in enumerate(bundles)
             if rank > 0
         ]

@@ -16,7 +16,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import FAILURE_ACTIONS, INGRESSES, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
+from cluster.config import FAILURE_ACTIONS, INGRESSES, LOG_FORMATS, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
@@ -37,6 +37,7 @@ CHOICES = {
     "ingress": INGRESSES,
     "update_failure_action": FAILURE_ACTIONS,
     "metrics_compat": METRICS_COMPATS,
+    "log_format": LOG_FORMATS,
 }
 # What an open setting (default None) comes to.
 OPEN_DEFAULTS = {
@@ -60,6 +61,7 @@ OPEN_DEFAULTS = {
     "max_surge_percent": "one copy, where there is room",
     "batch_dir": "none are kept",
     "metrics_compat": "nobody's",
+    "otlp_traces_endpoint": "no traces",
     "link_host": "loopback on one node, else the node's address",
 }
 HELP = {
@@ -123,6 +125,12 @@ HELP = {
         "target_ttft": "Seconds to the first token that are aimed at; bounds the wait in a router.",
         "metrics_compat": "Whose names figures have beside ours, for dashboards and scalers that know those.",
     },
+    "Observability": {
+        "otlp_traces_endpoint": "Where traces go: an OTLP collector over HTTP, or a file as file:///PATH.",
+        "log_format": "Of what the processes log: text, or json, an object a line.",
+        "enable_log_requests": "Log a line for each request: its ids, lengths and parameters.",
+        "max_log_len": "Characters of each prompt that such a line shows; 0 = none.",
+    },
     "Batches": {
         "batch_dir": "Directory that all routers share, or URL, for the files and batches of /v1/files, /v1/batches.",
         "max_file_bytes": "Largest file that may be uploaded.",
@@ -176,6 +184,7 @@ PLANNED = (
 OF_A_SERVICE = (
     *HELP["HTTP"],
     *HELP["Batches"],
+    *HELP["Observability"],
     "routers",
     "min_replicas",
     "max_replicas",

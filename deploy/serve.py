@@ -13,14 +13,13 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import LoggingConfig
-from rich.console import Console
 from rich.text import Text
 
-from cluster.app import build, uses_gpu
+from cluster.app import build, logging_config, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
 from cluster.ingress.check import UNGUARDED
+from cluster.logs import JSON
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.client import client_for, is_guarded
@@ -33,6 +32,7 @@ from deploy.phases import PhaseLog
 from deploy.ray_output import quiet_serve, without_death_notices
 from deploy.readiness import Readiness, StartError
 from deploy.replica_log import ReplicaLog, listed_replicas
+from deploy.terminal import terminal
 from engine.errors import ConfigError
 
 APP = "squadron"
@@ -87,7 +87,7 @@ class Server:
         self._replicas: list[dict[str, Any]] = []  # as /ready showed them when all were up
         self._app = app
         self._options = options
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = terminal(json_lines=app.shared.log_format == JSON)
         self._phases = PhaseLog(self._console)
         self._cluster: RayCluster | None = None
         self._deployed = False
@@ -243,7 +243,7 @@ class Server:
         self._started_serve = True
         serve.start(
             http_options={"host": self._config.host, "port": self._config.port},
-            logging_config=LoggingConfig(enable_access_log=False),
+            logging_config=logging_config(self._config.log_format),
         )
 
     def _find_proxy(self) -> None:

@@ -43,14 +43,15 @@ class Boundary:
         while self._broken:
             sequence, error = self._broken.pop()
             request_id = sequence.request.request_id
+            about = {"squadron": {"request_id": request_id}}  # fields of the line, where lines have any
             if isinstance(error, InvalidRequestError):
-                logger.info("request %s cannot go on: %s", request_id, error.code)
+                logger.info("request %s cannot go on: %s", request_id, error.code, extra=about)
                 self._roster.finish_request(request_id, FinishReason.ERROR, str(error), error.code)
                 continue
             if isinstance(error, StepMemoryError):
-                logger.error("request %s is shed: %s", request_id, error)
+                logger.error("request %s is shed: %s", request_id, error, extra=about)
                 self._roster.finish_request(request_id, FinishReason.ERROR, NO_MEMORY, error.code)
                 continue
-            logger.error("request %s failed in the engine", request_id, exc_info=error)
+            logger.error("request %s failed in the engine", request_id, exc_info=error, extra=about)
             message = f"the engine failed on this request ({type(error).__name__})"
             self._roster.finish_request(request_id, FinishReason.ERROR, message)

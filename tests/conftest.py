@@ -42,6 +42,11 @@ def demo_app(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> App:
     """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
     from tests.cluster.harness import deploy
 
-    kept = str(tmp_path_factory.mktemp("kept"))
+    kept = tmp_path_factory.mktemp("kept")
+    traces = tmp_path_factory.mktemp("told") / "traces.jsonl"
     sizes = {"replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
-    return deploy(serve_port, model="demo", drain_timeout=5, batch_dir=kept, metrics_compat="vllm", **sizes)
+    told = {"otlp_traces_endpoint": f"file://{traces}", "log_format": "json", "enable_log_requests": True}
+    shown = told | {"metrics_compat": "vllm"}
+    app = deploy(serve_port, model="demo", drain_timeout=5, batch_dir=str(kept), **sizes, **shown)
+    app.traces = traces
+    return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -149,9 +149,9 @@ def grpc_services(
 
 
 @contextlib.asynccontextmanager
-async def running_grpc(services: GrpcServices, metrics: Metrics) -> AsyncIterator[Served]:
-    """Serve on a free loopback port."""
-    server = GrpcServer(ListenAddress(), services)
+async def running_grpc(services: GrpcServices, metrics: Metrics, **changes) -> AsyncIterator[Served]:
+    """Serve on a free loopback port. changes: of the services."""
+    server = GrpcServer(ListenAddress(), replace(services, **changes))
     await server.start()
     options = [("grpc.max_send_message_length", -1)]
     try:

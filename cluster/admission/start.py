@@ -7,11 +7,12 @@ import asyncio
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.config import ClusterConfig
 from cluster.dispatcher import Dispatcher
+from cluster.generation import TokenSource
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
 
 
-def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
-    """Return the gate of one model on one router.
+def fair_gate(config: ClusterConfig, dispatcher: Dispatcher, source: TokenSource | None = None) -> FairGate:
+    """Return the gate of one model on one router. source: what passes requests on to the dispatcher, if not itself.
 
     Where no replica is ready nobody is held back: the dispatcher says at once what is wrong. Unless the model may
     have none while nobody asks: then those who come wait for one.
@@ -35,7 +36,7 @@ def fair_gate(config: ClusterConfig, dispatcher: Dispatcher) -> FairGate:
     cold_wait = config.cold_start_timeout if config.scales_to_zero else None
     bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft, cold_wait)
     gate = FairGate(
-        dispatcher,
+        source or dispatcher,
         room.sequences,
         bounds,
         room.tokens,

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,11 +17,18 @@ from cluster.client_id import is_client_id
 from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
+from cluster.log_lines import about
 from cluster.routing.session import HEADER as SESSION_HEADER
+from cluster.tracing import semantics as names
 from engine.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from cluster.tracing.call_trace import CallTrace
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, str], None]  # method, status, id of the model or ""
+Metadata = Iterable[tuple[str, str | bytes]]
+Traced = Callable[[str, Metadata | None], "CallTrace | None"]  # method, metadata
 
 
 @dataclass(slots=True)
@@ -31,6 +39,7 @@ class Exchange:
     without one. arrival: on the event loop's clock.
     model: id of the one that is asked, "" before it is known.
     session: the client's `x-session-id` as it came, "" without.
+    trace: of the call, None where it is not traced.
     """
 
     method: str
@@ -42,6 +51,7 @@ class Exchange:
     arrival: float
     model: str = ""
     session: str = ""
+    trace: CallTrace | None = None
 
     def deadline(self) -> float | None:
         """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
@@ -53,8 +63,19 @@ class Exchange:
         """What goes back as `x-request-id`."""
         return self.client_id or self.id
 
+    def names(self, error: str = "") -> dict[str, str]:
+        """Return what log lines tell of the call. error: code of the answer that is one."""
+        trace_id = "" if self.trace is None else self.trace.trace_id
+        known = {"id": self.id, "client_id": self.client_id, "model": self.model}
+        return {**known, "error": error, "trace_id": trace_id}
 
-def metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> str:
+    def trailing(self) -> tuple[tuple[str, str], ...]:
+        """Return what follows a complete answer."""
+        traced = () if self.trace is None else (("traceresponse", self.trace.response),)
+        return (("x-request-id", self.shown_id), *traced)
+
+
+def metadata_value(metadata: Metadata | None, name: str) -> str:
     """Return the first text value of `name`, "" without one."""
     for key, value in metadata or ():
         if key == name and isinstance(value, str):
@@ -64,9 +85,9 @@ def metadata_value(metadata: Iterable[tuple[str, str | bytes]] | None, name: str
 
 @asynccontextmanager
 async def exchange(
-    method: str, context: grpc.aio.ServicerContext, answered: Answered
+    method: str, context: grpc.aio.ServicerContext, answered: Answered, traced: Traced | None = None
 ) -> AsyncGenerator[Exchange, None]:
-    """Run one RPC. Whatever it raises becomes its status; `answered` hears of it."""
+    """Run one RPC. Whatever it raises becomes its status; `answered` hears of it. traced: begins its trace."""
     metadata = context.invocation_metadata()
     label = metadata_value(metadata, "x-request-id")
     rpc = Exchange(
@@ -78,11 +99,12 @@ async def exchange(
         context.time_remaining(),
         asyncio.get_running_loop().time(),
         session=metadata_value(metadata, SESSION_HEADER),
+        trace=None if traced is None else traced(method, metadata),
     )
     try:
         yield rpc
-        context.set_trailing_metadata((("x-request-id", rpc.shown_id),))
-        answered(method, grpc.StatusCode.OK.name, rpc.model)
+        context.set_trailing_metadata(rpc.trailing())
+        _told(rpc, grpc.StatusCode.OK, answered)
     except asyncio.CancelledError:
         _left(rpc, answered)
         raise
@@ -93,20 +115,34 @@ async def exchange(
     except ApiError as error:
         await _fail(context, error, rpc, answered)
     except Exception:
-        log.exception("request %s failed inside", rpc.id)
+        log.exception("request %s failed inside", rpc.id, extra=about(rpc.names()))
         sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
         await _fail(context, sorry, rpc, answered)
 
 
+def _told(rpc: Exchange, code: grpc.StatusCode, answered: Answered, error: str = "", failed: bool = False) -> None:
+    """Count the answer and end the trace. error: its code; failed: by our fault."""
+    answered(rpc.method, code.name, rpc.model)
+    if rpc.trace is not None:
+        told = {
+            names.RPC_RESPONSE_STATUS_CODE: code.name,
+            names.REQUEST_ID: rpc.id,
+            names.CLIENT_REQUEST_ID: rpc.client_id,
+        }
+        rpc.trace.end(told, error, failed)
+
+
 def _left(rpc: Exchange, answered: Answered) -> None:
-    answered(rpc.method, grpc.StatusCode.CANCELLED.name, rpc.model)
-    log.info("request %s (client id %r): the client left, or its deadline passed", rpc.id, rpc.client_id)
+    _told(rpc, grpc.StatusCode.CANCELLED, answered, names.CANCELLED)
+    message = "request %s (client id %r): the client left, or its deadline passed"
+    log.info(message, rpc.id, rpc.client_id, extra=about(rpc.names()))
 
 
 async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Exchange, answered: Answered) -> None:
     error.request_id = rpc.id
     code = status_code(error)
-    log.info("request %s (client id %r): %s %s", rpc.id, rpc.client_id, code.name, error.code)
-    answered(rpc.method, code.name, rpc.model)
+    told = rpc.id, rpc.client_id, code.name, error.code
+    log.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
+    _told(rpc, code, answered, error.code, failed=error.status >= 500)
     with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
         await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))

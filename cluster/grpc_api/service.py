@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from cluster.errors import ApiError
 from cluster.fleet import ReplicaView
 from cluster.generation import CallContext
-from cluster.grpc_api.exchange import Answered, Exchange, exchange
+from cluster.grpc_api.exchange import Answered, Exchange, Traced, exchange
 from cluster.grpc_api.live_calls import LiveCalls
 from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_fields, parsed, shown
 from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Responses, usage_message
@@ -38,13 +38,14 @@ from engine.request import Request
 class GrpcServices:
     """What the service shares with the HTTP app, and what it tells of the cluster.
 
-    answered: hears of each answer, by method, status and model.
+    answered: hears of each answer, by method, status and model. traced: begins the trace of a call; None = no traces.
     """
 
     models: Models
     tenancy: Tenancy
     answered: Answered
     max_message_bytes: int
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +165,14 @@ class InferenceService:
         return front
 
     def _exchange(self, method: str, context: grpc.aio.ServicerContext) -> Any:
-        return exchange(method, context, self._services.answered)
+        return exchange(method, context, self._services.answered, self._services.traced)
 
     async def _visit(self, rpc: Exchange) -> Visit:
         tenancy = self._services.tenancy
-        tenant, context = tenancy.tenant_of(rpc.authorization), CallContext(checked_session(rpc.session))
+        tenant, context = (
+            tenancy.tenant_of(rpc.authorization),
+            CallContext(checked_session(rpc.session), trace=rpc.trace),
+        )
         return await tenancy.visit(tenant, rpc.deadline(), context)
 
 

@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import ApiError
+from cluster.log_lines import about
 from cluster.logs import log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.
@@ -99,7 +100,8 @@ class _Exchange:
         if self._unknown:
             await self._refuse(no_router(request_id))
             return
-        log.warning("request %s: its router was lost before its answer was complete", request_id)
+        extra = about({"client_id": request_id or ""})
+        log.warning("request %s: its router was lost before its answer was complete", request_id, extra=extra)
         error = router_lost(request_id)
         if not self._started:
             await self._refuse(error)

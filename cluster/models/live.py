@@ -13,11 +13,13 @@ from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.figures.costs import CostCollector
 from cluster.figures.requests import RequestCollector
+from cluster.generation import TokenSource
 from cluster.life.app_body import ModelViews
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.models.front import ModelFront
 from cluster.openai.served_model import ServedModel
 from cluster.readiness import ready_body
+from cluster.request_log import LoggedSource
 from cluster.routing.figures import RoutingCollector
 from cluster.translation import stats_of
 from engine.fingerprint import vocabulary_fingerprint
@@ -53,7 +55,7 @@ class LiveModel:
         metrics.register(CostCollector(model.model_id, self._dispatcher.replicas, self._dispatcher.counters))
         self.front = ModelFront(
             model,
-            fair_gate(config, self._dispatcher),
+            fair_gate(config, self._dispatcher, self._logged(config, model)),
             metrics.of(model.model_id, self._figures),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
@@ -67,6 +69,11 @@ class LiveModel:
     def views(self) -> ModelViews:
         """Return what this router sees of the model's replicas."""
         return ModelViews(self.front.model_id, self._deployment, self._dispatcher.replicas())
+
+    def _logged(self, config: ClusterConfig, model: ServedModel) -> TokenSource:
+        if not config.enable_log_requests:
+            return self._dispatcher
+        return LoggedSource(self._dispatcher, model.tokenizer, model.model_id, config.max_log_len)
 
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import ApiError, as_api_error
+from cluster.log_lines import about
 from cluster.models.front import ModelFront
 from cluster.models.registry import Models
 from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
@@ -54,19 +55,22 @@ class Responder(ABC):
         try:
             await self._respond(scope, receive, answer)
         except ClientGone as gone:
-            log.info("request %s (client id %r): %s", exchange["id"], exchange["client_id"], gone)
+            exchange["error"] = "cancelled"
+            told = exchange["id"], exchange["client_id"], gone
+            log.info("request %s (client id %r): %s", *told, extra=about(exchange))
         except InvalidRequestError as error:
             await self._fail(answer, as_api_error(error), exchange)
         except ApiError as error:
             await self._fail(answer, error, exchange)
         except Exception:
-            log.exception("request %s failed inside", exchange["id"])
+            log.exception("request %s failed inside", exchange["id"], extra=about(exchange))
             sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
             await self._fail(answer, sorry, exchange)
 
     async def _fail(self, answer: Answer, error: ApiError, exchange: dict[str, str]) -> None:
-        error.request_id = exchange["id"]
-        log.info("request %s (client id %r): %s %s", exchange["id"], exchange["client_id"], error.status, error.code)
+        error.request_id, exchange["error"] = exchange["id"], error.code
+        told = exchange["id"], exchange["client_id"], error.status, error.code
+        log.info("request %s (client id %r): %s %s", *told, extra=about(exchange))
         await answer.error(error)
 
     @abstractmethod

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -17,6 +17,7 @@ from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.generation import CallContext
+from cluster.log_lines import about
 from cluster.metrics import Metrics
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
@@ -25,6 +26,9 @@ from cluster.routing.session import checked_session
 from cluster.tenants.keys import as_bearer
 from cluster.tenants.tenancy import Tenancy, Visit
 from cluster.tenants.tenant import OPEN, Tenant
+
+if TYPE_CHECKING:
+    from cluster.tracing.call_trace import CallTrace
 
 OPEN_PATHS = frozenset({"/health"})
 PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
@@ -37,7 +41,9 @@ class Gate:
 
     `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
     `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either),
-    `tenant` (a name) and, once it is known, `model` (the id); `scope["state"]["tenant"]` is the `Tenant`.
+    `tenant` (a name) and, once they are known, `model` (the id) and `error` (the code of the answer that is one),
+    and `trace_id` where it is traced;
+    `scope["state"]["tenant"]` is the `Tenant`.
     names_answers: whether answers get `x-request-id` here; not where the carrier of the app sets it.
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
@@ -61,6 +67,9 @@ class Gate:
         exchange = {"id": f"req-{secrets.token_hex(16)}", "client_id": _fit(headers.get("x-request-id", ""))}
         state: dict[str, Any] = scope.setdefault("state", {})
         state["exchange"] = exchange
+        trace: CallTrace | None = state.get("trace")
+        if trace is not None:
+            exchange["trace_id"] = trace.trace_id
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -73,9 +82,9 @@ class Gate:
         try:
             tenant = state["tenant"] = self._tenant(scope, headers)
             exchange["tenant"] = tenant.name
-            visit = await self._visit(tenant, headers) if scope["method"] == "POST" else None
+            visit = await self._visit(tenant, headers, trace) if scope["method"] == "POST" else None
         except ApiError as error:
-            asks = error.code == "unauthorized" and _path(scope) in PAGES
+            asks = error.code == "unauthorized" and raw_path(scope) in PAGES
             await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
             return
         if visit is None:
@@ -85,25 +94,25 @@ class Gate:
             state["visit"] = visit
             await self._app(scope, receive, send_named)
 
-    async def _visit(self, tenant: Tenant, headers: Headers) -> Visit:
+    async def _visit(self, tenant: Tenant, headers: Headers, trace: CallTrace | None) -> Visit:
         seconds = timeout_of(headers.getlist(HEADER))
         deadline = None if seconds is None else asyncio.get_running_loop().time() + before_the_proxy(seconds)
-        context = CallContext(checked_session(headers.get(SESSION_HEADER, "")))
+        context = CallContext(checked_session(headers.get(SESSION_HEADER, "")), trace=trace)
         return await self._tenancy.visit(tenant, deadline, context)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
-        if _path(scope) in OPEN_PATHS:
+        if raw_path(scope) in OPEN_PATHS:
             return OPEN
         given = headers.get("authorization", "")
         # What a browser adds by itself counts only on the way to a page and from it: other sites' pages could have
         # it sent as well. Source: W3C Fetch Metadata, which all browsers of today send and no page can forge.
-        if _path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
+        if raw_path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
             given = as_bearer(given)
         return self._tenancy.tenant_of(given)
 
     def _route_label(self, scope: Scope) -> str:
         """The route of a path without parameters: clients must not be able to make up labels."""
-        path = _path(scope)
+        path = raw_path(scope)
         return path if path in self._known else "other"
 
     async def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -117,13 +126,14 @@ class Gate:
 async def _refuse(
     error: ApiError, exchange: dict[str, str], send: Send, headers: Iterable[tuple[bytes, bytes]] = ()
 ) -> None:
-    error.request_id = exchange["id"]
+    error.request_id, exchange["error"] = exchange["id"], error.code
     tenant = exchange.get("tenant", "unknown")
-    log.info("request %s of tenant %s: refused at the door: %s", exchange["id"], tenant, error.code)
+    told = exchange["id"], tenant, error.code
+    log.info("request %s of tenant %s: refused at the door: %s", *told, extra=about(exchange))
     await Answer(send).error(error, headers)
 
 
-def _path(scope: Scope) -> str:
+def raw_path(scope: Scope) -> str:
     """The raw path below the mount point, exactly as routing sees it."""
     path: str = scope["path"]
     root = scope.get("root_path", "")

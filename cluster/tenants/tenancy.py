@@ -114,6 +114,8 @@ class Visit:
         """Note which model is asked, before anything is charged. gate: the model's."""
         self._model = model
         self._gate = gate
+        if self.context.trace is not None:
+            self.context.trace.model = model
 
     @property
     def source(self) -> TokenSource:

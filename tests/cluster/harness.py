@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,11 +75,12 @@ def start_serve() -> int:
 
 @dataclass
 class App:
-    """One deployed app."""
+    """One deployed app. traces: the file that its spans go to, where it has one."""
 
     port: int
     replicas: int
     prefix: str = ""
+    traces: Path | None = None
 
     @property
     def url(self) -> str:

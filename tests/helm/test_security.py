@@ -140,6 +140,22 @@ def test_pods_reach_each_other_names_and_the_hub_alone(helm4):
     assert policy["spec"]["egress"][0]["to"] == [{"podSelector": {"matchLabels": OWN}}]
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "reached"),
+    [
+        ("http://otel-collector.monitoring:4318", 4318),
+        ("http://collector/v1/traces", 80),
+        ("https://collector.example/v1/traces", 443),
+        ("file:///tmp/traces.jsonl", None),
+    ],
+)
+def test_collector_of_traces_is_reached_where_there_is_one(helm4, endpoint, reached):
+    chosen = ("--set", "networkPolicy.hub=false", "--set", f"app.otlp_traces_endpoint={endpoint}")
+    (policy,) = of_kind(helm4.template(None, *chosen), "NetworkPolicy")
+    further = [port["port"] for rule in policy["spec"]["egress"][2:] for port in rule["ports"]]
+    assert further == ([] if reached is None else [reached])
+
+
 def test_without_hub_and_autoscaler_nothing_outside_is_reached(helm4):
     objects = helm4.template(None, "--set", "networkPolicy.hub=false")
     policy = policy_of(objects)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
@@ -22,6 +22,9 @@ from engine.fake_executor import FakeExecutor
 from engine.report import EngineStats, SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.request import Request
 from tests.unit.engine_driver import EOS, VOCAB, expected, request
+
+if TYPE_CHECKING:
+    from cluster.tracing.engine_spans import EngineSpans
 
 BLOCK = 4
 FREE_RUN = 10**9
@@ -82,6 +85,7 @@ class LabReplica:
         num_blocks: int,
         times: ReplicaTimes,
         fingerprint: str = "",
+        spans: EngineSpans | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": BLOCK}
@@ -90,7 +94,7 @@ class LabReplica:
         self.executor = executor
         self.engine = CheckedCore(config, executor, (EOS,), VOCAB, num_blocks)
         facts = ReplicaFacts(name, "fake", config.context_len, VOCAB, BLOCK, num_blocks - 1, (EOS,), fingerprint)
-        self.core = ReplicaCore(self.engine, facts, times)
+        self.core = ReplicaCore(self.engine, facts, times, spans=spans)
         self.links: list[FaultyLink] = []
 
     async def link(
@@ -142,11 +146,12 @@ class Lab:
         times: ReplicaTimes | None = None,
         num_blocks: int = 512,
         fingerprint: str = "",
+        spans: EngineSpans | None = None,
     ) -> LabReplica:
         """Start a replica and give the dispatcher a link to it."""
         executor = GatedExecutor(num_blocks, steps, poison, pace)
         times = times or ReplicaTimes(heartbeat=0.05)
-        replica = LabReplica(name, executor, num_blocks, times, fingerprint, **self._settings)
+        replica = LabReplica(name, executor, num_blocks, times, fingerprint, spans, **self._settings)
         self.alive[name] = replica
         self.dispatcher.add_link(await replica.link(plan=plan, rng=self.rng))
         return replica

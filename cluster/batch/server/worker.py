@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 from collections.abc import Callable
 from hashlib import blake2b
@@ -46,7 +47,7 @@ class Batches:
     """Serve builds one. settings / replicas: of each model, as the routers have them."""
 
     def __init__(self, settings: list[dict[str, Any]], replicas: list[DeploymentHandle[Any]]) -> None:
-        log_to_serve()
+        log_to_serve(log_format=settings[0]["log_format"], process={"batches": os.getpid()})
         watch_parent()
         try:
             configs = [resolve_config(one) for one in settings]

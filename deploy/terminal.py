@@ -1,0 +1,35 @@
+"""Where `squadron serve` says what it does: a terminal for people, or lines of JSON for collectors of logs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from cluster.log_lines import JsonLines
+
+NAME = "squadron.serve"
+
+
+class JsonConsole(Console):
+    """A console whose every print is one JSON object, like the lines that the other processes log."""
+
+    def __init__(self) -> None:
+        super().__init__(force_terminal=False, highlight=False, soft_wrap=True)
+        self._lines = JsonLines()
+
+    def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
+        """Print the text of `objects` as the message of one line."""
+        texts = [one.plain if isinstance(one, Text) else str(one) for one in objects]
+        message = " ".join(texts if markup is False else [Text.from_markup(text).plain for text in texts]).strip()
+        level = logging.WARNING if message.startswith("Warning:") else logging.INFO
+        record = logging.LogRecord(NAME, level, __file__, 0, "%s", (message,), None)
+        self.file.write(self._lines.format(record) + "\n")
+        self.file.flush()
+
+
+def terminal(json_lines: bool) -> Console:
+    """Return where to print."""
+    return JsonConsole() if json_lines else Console(highlight=False, soft_wrap=True)

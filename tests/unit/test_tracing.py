@@ -1,0 +1,335 @@
+"""Traces: one for a request, joined from the client's span to the engine's phases, and none where none is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.trace import SpanKind, StatusCode
+
+from cluster.dispatch_config import DispatcherConfig
+from cluster.generation import CallContext
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.messages import TraceContext, decode_up, encode
+from cluster.metrics import Metrics
+from cluster.models.registry import Models
+from cluster.tenants.fair_gate import FairGate
+from cluster.tracing import semantics as names
+from cluster.tracing.call_trace import call_trace
+from cluster.tracing.ingress import RouterTracing
+from cluster.translation import submit_message
+from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
+from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model
+from tests.unit.cluster_lab import long_request, until
+from tests.unit.engine_driver import VOCAB
+from tests.unit.tracing_lab import BODY, CALLER, TRACE, TRACEPARENT, Spans, TracedLab, traced_client
+
+SLACK = 100_000  # nanoseconds: each side's offset of the wall clock is taken for itself
+PHASES = (("queue",), ("prefill",), ("decode",))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return served_model(tmp_path_factory.mktemp("model"))
+
+
+async def post(client: httpx.AsyncClient, path="/v1/completions", headers=None, **changes) -> httpx.Response:
+    return await client.post(path, json={**BODY, **changes}, headers=headers)
+
+
+async def test_streamed_request_is_one_trace_with_all_spans_joined(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a")
+        answer = await post(client, headers={"traceparent": TRACEPARENT, "tracestate": "vendor=1"})
+        assert answer.status_code == 200
+        await until(lambda: len(lab.spans.all()) == 6)
+    spans = lab.spans
+    ingress = spans.one("POST /v1/completions")
+    assert spans.tree(ingress) == (
+        "POST /v1/completions",
+        (f"text_completion {MODEL}", ("attempt", *PHASES)),
+    )
+    assert {f"{one.context.trace_id:032x}" for one in spans.all()} == {TRACE}
+    assert f"{ingress.parent.span_id:016x}" == CALLER
+    assert ingress.kind is SpanKind.SERVER
+    assert answer.headers["traceresponse"] == f"00-{TRACE}-{ingress.context.span_id:016x}-01"
+    assert {one.context.trace_state["vendor"] for one in spans.all()} == {"1"}
+    assert {one.status.status_code for one in spans.all()} == {StatusCode.UNSET}
+
+
+async def test_spans_lie_within_their_parents_and_phases_leave_no_gap(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a", pace=0.002)
+        await post(client)
+        await until(lambda: len(lab.spans.all()) == 6)
+    spans = lab.spans
+    for parent in spans.all():
+        for child in spans.children(parent):
+            assert parent.start_time - SLACK <= child.start_time <= child.end_time <= parent.end_time + SLACK
+    queue, prefill, decode = spans.children(spans.one("attempt"))
+    assert (queue.end_time, prefill.end_time) == (prefill.start_time, decode.start_time)
+    phases = sum(one.end_time - one.start_time for one in (queue, prefill, decode))
+    attempt = spans.one("attempt")
+    assert phases == decode.end_time - queue.start_time
+    assert 11 * 2_000_000 < phases <= attempt.end_time - attempt.start_time + SLACK
+
+
+async def test_spans_tell_what_was_asked_and_what_came(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a")
+        answer = await post(client, temperature=0.5, top_p=0.9, top_k=7, n=2, headers={"x-request-id": "mine"})
+        await until(lambda: len(lab.spans.all()) == 6)
+    spans = lab.spans
+    request_id = answer.text.split('"id":"')[1].split('"')[0]
+    told = spans.one(f"text_completion {MODEL}").attributes
+    assert told[names.PROVIDER_NAME] == "squadron"
+    assert told[names.REQUEST_MODEL] == told[names.RESPONSE_MODEL] == MODEL
+    assert told[names.RESPONSE_ID] == request_id
+    assert (told[names.REQUEST_TEMPERATURE], told[names.REQUEST_TOP_P], told[names.REQUEST_TOP_K]) == (0.5, 0.9, 7)
+    assert (told[names.REQUEST_MAX_TOKENS], told[names.REQUEST_CHOICE_COUNT]) == (12, 2)
+    assert (told[names.USAGE_INPUT_TOKENS], told[names.USAGE_OUTPUT_TOKENS]) == (5, 24)
+    assert told[names.RESPONSE_FINISH_REASONS] == ("length", "length")
+    assert 0 < told[names.RESPONSE_TIME_TO_FIRST_CHUNK] < 10
+    assert told[names.DEVICE_SECONDS] > 0
+    assert told[names.MIGRATIONS] == 0
+    ingress = spans.one("POST /v1/completions").attributes
+    assert (ingress[names.REQUEST_ID], ingress[names.CLIENT_REQUEST_ID]) == (request_id, "mine")
+    assert (ingress[names.HTTP_RESPONSE_STATUS_CODE], ingress[names.HTTP_ROUTE]) == (200, "/v1/completions")
+    decode = spans.one("decode").attributes
+    assert (decode[names.DECODED_TOKENS], decode[names.REPLICA_ID]) == (24, "a")
+    assert decode[names.FINISH_REASONS] == ("length", "length")
+    assert spans.one("prefill").attributes[names.COMPUTED_TOKENS] == 5
+    assert spans.one("decode").resource.attributes[names.ROLE] == "replica"
+
+
+async def test_lost_replica_shows_as_a_second_attempt_linked_to_the_first(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        first = await lab.begin("a", steps=4)
+        task = asyncio.create_task(post(client))
+        await until(lambda: first.executor.executed >= 4)
+        await lab.begin("b")
+        lab.kill("a")
+        assert (await task).status_code == 200
+        await until(lambda: lab.spans.named("decode") != [])
+    spans = lab.spans
+    request = spans.one(f"text_completion {MODEL}")
+    lost, second = spans.named("attempt")
+    assert [one.name for one in spans.children(request)] == ["attempt", "migrate", "attempt"]
+    assert len({one.context.trace_id for one in spans.all()}) == 1
+    assert (lost.attributes[names.ERROR_TYPE], lost.status.status_code) == ("lost", StatusCode.ERROR)
+    assert [one.name for one in spans.children(lost)] in ([], ["engine"]), "who was killed tells of no phase"
+    assert second.links[0].context.span_id == lost.context.span_id
+    assert (second.attributes[names.REPLICA_ID], second.attributes[names.ATTEMPT_NUMBER]) == ("b", 2)
+    assert second.attributes[names.ATTEMPT_RESUMED_TOKENS] > 0
+    assert spans.tree(second) == ("attempt", *PHASES)
+    assert "replica a is lost" in spans.one("migrate").attributes[names.REASON]
+    assert request.attributes[names.MIGRATIONS] == 1
+    assert request.status.status_code is StatusCode.UNSET
+    assert (
+        spans.one("prefill").attributes[names.COMPUTED_TOKENS] == 5 + second.attributes[names.ATTEMPT_RESUMED_TOKENS]
+    )
+
+
+async def test_wait_for_a_replica_and_for_a_turn_are_spans(model):
+    async with TracedLab() as lab:
+        gate = FairGate(lab.dispatcher, lambda: 1)
+        async with traced_client(lab, model, gate=gate) as client:
+            tasks = [asyncio.create_task(post(client)) for _ in range(2)]
+            await until(lambda: gate.num_waiting == 1 and lab.dispatcher.queue().requests == 1)
+            await lab.begin("a")
+            await asyncio.gather(*tasks)
+            await until(lambda: len(lab.spans.named("decode")) == 2)
+    spans = lab.spans
+    first, second = spans.named(f"text_completion {MODEL}")
+    assert [one.name for one in spans.children(first)] == ["replica wait", "attempt"]
+    assert [one.name for one in spans.children(second)] == ["turn", "attempt"]
+
+
+async def test_preemption_is_a_span_within_its_phase(model):
+    async with TracedLab(max_num_seqs=4) as lab, traced_client(lab, model) as client:
+        await lab.begin("a", num_blocks=9)
+        await asyncio.gather(*[post(client, max_tokens=20, temperature=1) for _ in range(3)])
+        await until(lambda: len(lab.spans.named("attempt")) == len(lab.spans.named("decode")) == 3)
+    spans = lab.spans
+    assert spans.named("preempted")
+    for one in spans.named("preempted"):
+        (phase,) = [parent for parent in spans.all() if parent.context.span_id == one.parent.span_id]
+        assert phase.name in ("prefill", "decode")
+        assert phase.start_time <= one.start_time <= one.end_time <= phase.end_time
+    told = [phase.attributes[names.PREEMPTIONS] for phase in spans.named("decode")]
+    assert sum(told) >= len(spans.named("preempted")) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "headers", "status", "code"),
+    [
+        ({"max_tokens": "many"}, {}, 400, "invalid_type"),
+        ({"model": "other"}, {}, 404, "model_not_found"),
+        ({}, {"authorization": "Bearer wrong"}, 401, "unauthorized"),
+    ],
+)
+async def test_refused_calls_carry_their_code_and_are_no_faults(model, changes, headers, status, code):
+    async with TracedLab() as lab, traced_client(lab, model, api_key="right") as client:
+        answer = await post(client, headers={"authorization": "Bearer right"} | headers, **changes)
+    assert answer.status_code == status
+    span = lab.spans.one("POST /v1/completions")
+    assert span.attributes[names.ERROR_TYPE] == code == answer.json()["error"]["code"]
+    assert span.attributes[names.HTTP_RESPONSE_STATUS_CODE] == status
+    assert span.status.status_code is StatusCode.UNSET
+    assert lab.spans.named("attempt") == []
+
+
+async def test_request_that_the_engine_refuses_carries_the_code_in_every_span(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a")
+        answer = await post(client, prompt=[VOCAB + 5])
+        await until(lambda: len(lab.spans.all()) == 4)
+    code = answer.json()["error"]["code"]
+    assert {one.attributes[names.ERROR_TYPE] for one in lab.spans.all()} == {code}
+    assert lab.spans.tree(lab.spans.one("attempt")) == ("attempt", ("queue",))
+
+
+async def test_failure_of_ours_is_an_error(model):
+    config = DispatcherConfig(no_replica_timeout=0.05)
+    async with TracedLab(config) as lab, traced_client(lab, model) as client:
+        await lab.begin("a", poison=6)
+        answer = await post(client)
+        await until(lambda: lab.spans.named("POST /v1/completions") != [])
+    assert answer.status_code >= 500
+    for name in ("POST /v1/completions", f"text_completion {MODEL}"):
+        span = lab.spans.one(name)
+        assert span.attributes[names.ERROR_TYPE] == answer.json()["error"]["code"]
+        assert span.status.status_code is StatusCode.ERROR
+    assert lab.spans.one("engine").attributes[names.ERROR_TYPE] == "engine_dead"
+
+
+async def test_client_that_leaves_is_no_fault(model):
+    async with TracedLab() as lab:
+        await lab.begin("a", steps=3)
+        trace = call_trace(lab.spans.tracing(), "POST /v1/completions", "text_completion", {}, {})
+        chunks = lab.dispatcher.generate(long_request("r"), CallContext(trace=trace))
+        await anext(chunks)
+        await chunks.aclose()
+        lab.alive["a"].executor.allow(100)
+        await until(lambda: len(lab.spans.named("decode")) == 1)
+    for name in ("text_completion", "attempt"):
+        span = lab.spans.one(name)
+        assert span.attributes[names.ERROR_TYPE] == "cancelled"
+        assert span.status.status_code is StatusCode.UNSET
+    assert lab.spans.one("decode").attributes[names.FINISH_REASONS] == ("abort",)
+
+
+async def test_unsampled_parent_gives_no_spans_and_nothing_to_the_replica(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        replica = await lab.begin("a")
+        answer = await post(client, headers={"traceparent": f"00-{TRACE}-{CALLER}-00"})
+        assert answer.status_code == 200
+        assert "traceresponse" not in answer.headers
+        await until(lambda: replica.core.num_requests == 0)
+    assert lab.spans.all() == []
+
+
+@pytest.mark.parametrize(("sampler", "spans"), [("always_off", 0), ("parentbased_always_on", 6)])
+async def test_sampler_of_the_standard_is_heard(model, monkeypatch, sampler, spans):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        replica = await lab.begin("a")
+        await post(client)
+        await until(lambda: replica.core.num_requests == 0 and len(lab.spans.all()) == spans)
+
+
+async def test_probes_and_pages_are_not_traced(model):
+    spans = Spans()
+    async with client_for(RouterTracing(spans.tracing()).app(app_for(saying(model, "a"), model))) as client:
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            assert (await client.get(path)).status_code == 200
+        await client.post("/tokenize", json={"model": MODEL, "prompt": "a"})
+    assert spans.all() == []
+
+
+async def test_prompt_and_answer_are_in_no_span(model):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        await lab.begin("a")
+        await client.post("/v1/completions", json={**BODY, "prompt": "SECRETPROMPT", "stop": ["SECRETSTOP"]})
+        await client.post("/v1/completions", json={**BODY, "prompt": "SECRETPROMPT", "user": "SECRETUSER", "no": 1})
+        answer = await post(client, stop=["SECRETSTOP"])
+        await until(lambda: len(lab.spans.named("decode")) == 2)
+    text = "".join(one.to_json() for one in lab.spans.all())
+    assert "SECRET" not in text
+    assert "[5, 6, 7" not in text
+    assert answer.status_code == 200
+
+
+async def test_grpc_call_is_traced_as_an_http_one(model):
+    async with TracedLab() as lab:
+        await lab.begin("a")
+        metrics = Metrics()
+        services = grpc_services(Models([front_for(lab.dispatcher, model, metrics)]), metrics)
+        traced = RouterTracing(lab.spans.tracing()).rpc
+        async with running_grpc(services, metrics, traced=traced) as served:
+            request = pb.GenerateRequest(
+                model=MODEL, prompt_token_ids=pb.TokenIds(ids=[5, 6, 7]), sampling=pb.Sampling(max_tokens=4)
+            )
+            call = served.stub.Generate(request, metadata=(("traceparent", TRACEPARENT),))
+            await gathered(call)
+            trailing = dict(await call.trailing_metadata())
+            bad = await refusal_of(served.stub.Generate(pb.GenerateRequest(model="other", prompt="a")))
+            await served.stub.Health(pb.HealthRequest())
+            await until(lambda: len(lab.spans.all()) == 7)
+    good, refused = lab.spans.named("squadron.v1.Inference/Generate")
+    assert f"{good.parent.span_id:016x}" == CALLER
+    assert lab.spans.tree(good)[1] == (f"text_completion {MODEL}", ("attempt", *PHASES))
+    assert trailing["traceresponse"] == f"00-{TRACE}-{good.context.span_id:016x}-01"
+    assert good.attributes[names.RPC_RESPONSE_STATUS_CODE] == "OK"
+    assert refused.attributes[names.ERROR_TYPE] == bad.code == "model_not_found"
+    assert refused.attributes[names.RPC_RESPONSE_STATUS_CODE] == bad.status.name
+
+
+HEX = st.text("0123456789abcdef", min_size=1, max_size=40)
+PARENTS = st.one_of(
+    st.text(max_size=80),
+    st.builds("{}-{}-{}-{}".format, HEX, HEX, HEX, HEX),
+    st.builds(
+        "00-{}-{}-{}".format,
+        st.text("0123456789abcdef", min_size=32, max_size=32),
+        st.text("0123456789abcdef", min_size=16, max_size=16),
+        st.sampled_from(["00", "01", "03", "ff"]),
+    ),
+)
+STATES = st.one_of(st.text(max_size=700), st.builds(lambda one, n: ",".join([one] * n), HEX, st.integers(1, 300)))
+
+
+@pytest.fixture(scope="module")
+def traced():
+    spans = Spans()
+    return spans, spans.tracing()
+
+
+@given(PARENTS, STATES)
+def test_whatever_a_client_sends_as_context_does_no_harm(traced, parent, state):
+    spans, tracing = traced
+    spans.exporter.clear()
+    trace = call_trace(tracing, "call", "chat", {"traceparent": parent, "tracestate": state}, {})
+    if trace is None:
+        assert int(parent[-2:], 16) & 1 == 0, "only a parent that does not sample keeps spans away"
+        return
+    request = trace.request(long_request("r"))
+    sent = tracing.carried(request._span)
+    message = submit_message(long_request("r"), 0, trace=sent)
+    assert decode_up(encode(message)).trace == sent, "the replica must be able to read it"
+    trace.end({})
+    (span,) = spans.all()
+    if span.parent is not None:
+        assert f"-{span.parent.trace_id:032x}-{span.parent.span_id:016x}-" in parent
+
+
+async def test_context_that_is_no_context_is_passed_over_by_a_replica():
+    async with TracedLab() as lab:
+        spans = lab.spans.engine("a")
+        for carried in ("", "00-zz", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
+            spans.begin(long_request("r"), TraceContext(carried), 0.0)
+        spans.abandon("engine_dead", 1.0)
+        assert lab.spans.all() == []
