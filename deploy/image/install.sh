@@ -13,7 +13,7 @@ install() {
 }
 
 packages() {
-  install --requirement pyproject.toml --extra data
+  install --requirement pyproject.toml --extra data --extra otel
   # xgrammar asks for triton, a gigabyte for a kernel that is not used here.
   install --no-deps xgrammar apache-tvm-ffi
 }

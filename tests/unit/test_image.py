@@ -120,7 +120,8 @@ def installed(tmp_path, *arguments, **variables):
 def test_packages_are_those_of_the_constraints_for_the_backend_that_was_named(tmp_path):
     calls = installed(tmp_path, "packages", TORCH="cu130")
     assert calls[0] == (
-        "uv pip install --torch-backend cu130 --constraint constraints.txt --requirement pyproject.toml --extra data"
+        "uv pip install --torch-backend cu130 --constraint constraints.txt --requirement pyproject.toml "
+        "--extra data --extra otel"
     )
     assert all("--constraint constraints.txt" in call for call in calls)
 
