@@ -20,17 +20,8 @@ from cluster.inquiries import Explanation, Inquiries, explanation
 from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
 from cluster.log_lines import about_request
 from cluster.member import LiveRequest, Member
-from cluster.messages import (
-    Down,
-    Draining,
-    Explained,
-    FinishChoice,
-    FinishRow,
-    Heartbeat,
-    PromptRow,
-    Rejected,
-    Report,
-)
+from cluster.message_parts import FinishRow, PromptRow
+from cluster.messages import Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
 from cluster.routing.cache_reports import CacheReports
 from cluster.token_log import ChoiceLog, TokenLog
 from cluster.translation import pooled_state, prompt_logprobs, waited

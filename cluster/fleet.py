@@ -13,7 +13,8 @@ from cluster.admission.room import ReplicaRoom
 from cluster.dispatch_config import DispatcherConfig
 from cluster.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
 from cluster.member import LiveRequest, Member
-from cluster.messages import BlockUpdate, Costs, Down, Heartbeat, Load, Ping, Resync, Up
+from cluster.message_parts import BlockUpdate, Costs, Load
+from cluster.messages import Down, Heartbeat, Ping, Resync, Up
 from cluster.routing.cache_reports import CacheReports
 from cluster.routing.chooser import Chooser
 

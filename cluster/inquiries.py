@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import count
 
 from cluster.member import Member
-from cluster.messages import Explain, Explained, Up, Waited
+from cluster.message_parts import Waited
+from cluster.messages import Explain, Explained, Up
 from engine.flight import Wait
 
 PATIENCE = 1.0  # seconds for replicas to answer

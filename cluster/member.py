@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from cluster.counters import DispatcherCounters
 from cluster.generation import NO_CONTEXT, CallContext
 from cluster.link import ReplicaLink
-from cluster.messages import Costs, Load, Report, Usage
+from cluster.message_parts import Costs, Load, Usage
+from cluster.messages import Report
 from cluster.routing.prompt_keys import PromptKeys
 from cluster.token_log import ChoiceLog, TokenLog
 from engine.report import TokenLogprob

@@ -11,53 +11,41 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
+from cluster.message_parts import (
+    BlockUpdate,
+    Choice,
+    Costs,
+    Count,
+    FinishRow,
+    Load,
+    LogprobRow,
+    Name,
+    Packed,
+    PooledRow,
+    PromptRow,
+    Text,
+    TraceContext,
+    Waited,
+)
 from engine.errors import SquadronError
-from engine.flight import Wait
-from engine.sampling_params import MAX_N
 
 PROTOCOL_VERSION = 6
-
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
-Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
-Seconds = Annotated[float, Meta(ge=0)]
-MAX_TEXT = 4096
 
 
 class DamagedMessageError(SquadronError):
     """Bytes on a link that are no message of the protocol: the link must be closed."""
 
 
-class _Message(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class Hello(_Message, tag=1, frozen=True):
+class Hello(Packed, tag=1, frozen=True):
     """First message of a router on a new link."""
 
     router_id: Name
     protocol: Count = PROTOCOL_VERSION
 
 
-class Waited(_Message, frozen=True):
-    """An event of a request's life that began `age` seconds ago (`engine.flight`). Ages, since clocks differ."""
-
-    age: Seconds
-    what: Wait
-    detail: Text = ""
-
-
-class TraceContext(_Message, frozen=True):
-    """The span that what is done for a request hangs under, as W3C Trace Context writes it."""
-
-    traceparent: Name
-    tracestate: Text = ""
-
-
-class Submit(_Message, tag=2, frozen=True):
+class Submit(Packed, tag=2, frozen=True):
     """Run a request. Choice c of it reports under the key `stream + c`.
 
     `stream` is above every key the link has carried before: a submit that arrives twice is known by that.
@@ -85,20 +73,20 @@ class Submit(_Message, tag=2, frozen=True):
     trace: TraceContext | None = None
 
 
-class Abort(_Message, tag=3, frozen=True):
+class Abort(Packed, tag=3, frozen=True):
     """End the attempt submitted under `stream`. Unknown or finished attempts are passed over."""
 
     stream: Count
 
 
-class FinishChoice(_Message, tag=4, frozen=True):
+class FinishChoice(Packed, tag=4, frozen=True):
     """End one choice of the attempt submitted under `stream`; its other choices go on."""
 
     stream: Count
     choice: Choice
 
 
-class Ping(_Message, tag=5, frozen=True):
+class Ping(Packed, tag=5, frozen=True):
     """The router is alive, and this waits in it: see `QueueFigures`."""
 
     queued_requests: Count = 0
@@ -107,11 +95,11 @@ class Ping(_Message, tag=5, frozen=True):
     drain_rate: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class Resync(_Message, tag=6, frozen=True):
+class Resync(Packed, tag=6, frozen=True):
     """Tell again all that the prefix cache holds: an update of it did not arrive."""
 
 
-class Explain(_Message, tag=7, frozen=True):
+class Explain(Packed, tag=7, frozen=True):
     """Tell what a request waited for; the answer bears the same ticket.
 
     name: of the request, to its client. tenant: whose it must be, None = anybody's.
@@ -122,7 +110,7 @@ class Explain(_Message, tag=7, frozen=True):
     tenant: Name | None
 
 
-class Welcome(_Message, tag=11, frozen=True):
+class Welcome(Packed, tag=11, frozen=True):
     """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
 
     fingerprint: of the model and its arithmetic (`engine.fingerprint`); a stream goes on only where it is the same.
@@ -141,105 +129,7 @@ class Welcome(_Message, tag=11, frozen=True):
     protocol: Count = PROTOCOL_VERSION
 
 
-class Load(_Message, frozen=True):
-    """Figures of a replica; the first ones as in `EngineStats`. `progress_age`: seconds since its engine moved."""
-
-    num_running: Count = 0
-    num_waiting: Count = 0
-    outstanding_tokens: Count = 0
-    kv_blocks_total: Count = 0
-    kv_blocks_free: Count = 0
-    kv_blocks_cached: Count = 0
-    prefix_query_tokens: Count = 0
-    prefix_hit_tokens: Count = 0
-    preemptions: Count = 0
-    prompt_tokens: Count = 0
-    generated_tokens: Count = 0
-    progress_age: float = 0.0
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the blocks that live sequences hold, 0 to 1."""
-        used = self.kv_blocks_total - self.kv_blocks_free - self.kv_blocks_cached
-        return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
-
-
-class Usage(_Message, frozen=True):
-    """Seconds of a device, and of a KV block, that somebody used (`engine.ledger`)."""
-
-    device_seconds: Seconds = 0.0
-    block_seconds: Seconds = 0.0
-
-
-class Costs(_Message, frozen=True):
-    """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats."""
-
-    total: Usage
-    idle: Usage
-    tenants: dict[Name, Usage]
-
-
-class FinishRow(_Message, frozen=True):
-    """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
-
-    code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
-    by a step without memory. "" = of any other end, of an error inside among them. used: by this attempt.
-    """
-
-    stream: Count
-    reason: Name
-    num_tokens: Count
-    message: Text = ""
-    code: Text = ""
-    used: Usage = Usage()
-
-
-class LogprobRow(_Message, frozen=True):
-    """Log-probabilities of the token in row `row` of its report; the alternatives best first."""
-
-    row: Count
-    logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-class PromptRow(_Message, frozen=True):
-    """Log-probabilities of prompt tokens of an attempt, from the one at position `first` on.
-
-    Columns, one entry per token: its own (logprobs), and the alternatives, best first.
-    """
-
-    stream: Count
-    first: Count
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-
-    def __post_init__(self) -> None:
-        if not len(self.logprobs) == len(self.top_ids) == len(self.top_logprobs):
-            raise ValueError("the columns of a prompt's log-probabilities differ in length")
-
-
-class PooledRow(_Message, frozen=True):
-    """The pooled state of an attempt: fp32, little-endian."""
-
-    stream: Count
-    state: bytes
-
-
-class BlockUpdate(_Message, frozen=True):
-    """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
-
-    `sequence` counts the updates of one link from 0: after a gap the router asks to be told all anew (`Resync`).
-    """
-
-    sequence: Count
-    stored: list[int]
-    removed: list[int]
-    cleared: bool = False
-
-
-class Report(_Message, tag=12, frozen=True):
+class Report(Packed, tag=12, frozen=True):
     """One engine step as one router sees it. `sequence` counts the reports of one link from 0, without gaps.
 
     Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
@@ -254,12 +144,12 @@ class Report(_Message, tag=12, frozen=True):
     indices: list[int]
     tokens: list[int]
     load: Load
-    finishes: list[FinishRow] = []
-    logprobs: list[LogprobRow] = []
-    cached: list[tuple[int, int]] = []
+    finishes: list[FinishRow] = field(default_factory=list)
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
     blocks: BlockUpdate | None = None
-    prompts: list[PromptRow] = []
-    pooled: list[PooledRow] = []
+    prompts: list[PromptRow] = field(default_factory=list)
+    pooled: list[PooledRow] = field(default_factory=list)
     others: Count = 0
     costs: Costs | None = None
 
@@ -271,7 +161,7 @@ class Report(_Message, tag=12, frozen=True):
             raise ValueError("log-probabilities for a row that the report does not have")
 
 
-class Rejected(_Message, tag=13, frozen=True):
+class Rejected(Packed, tag=13, frozen=True):
     """A submit that the replica does not run. `elsewhere`: the replica drains, others may well take it."""
 
     stream: Count
@@ -281,7 +171,7 @@ class Rejected(_Message, tag=13, frozen=True):
     elsewhere: bool = False
 
 
-class Heartbeat(_Message, tag=14, frozen=True):
+class Heartbeat(Packed, tag=14, frozen=True):
     """The replica is alive although it had nothing to report.
 
     block_updates: those sent on this link so far. others: as in `Report`.
@@ -294,11 +184,11 @@ class Heartbeat(_Message, tag=14, frozen=True):
     costs: Costs | None = None
 
 
-class Draining(_Message, tag=15, frozen=True):
+class Draining(Packed, tag=15, frozen=True):
     """The replica finishes what it has and takes nothing new."""
 
 
-class Explained(_Message, tag=16, frozen=True):
+class Explained(Packed, tag=16, frozen=True):
     """What the replica knows of a request's waiting, the oldest first; nothing of one that did not have to wait."""
 
     ticket: Count

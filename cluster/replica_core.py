@@ -16,15 +16,14 @@ from cluster.engine_thread import Core, EngineMaker, EngineThread
 from cluster.figures.steps import DRAINING, StepFigures
 from cluster.grammar_start import Grammars, GrammarStart
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
+from cluster.message_parts import Costs, Load
 from cluster.messages import (
     Abort,
-    Costs,
     Draining,
     Explain,
     Explained,
     FinishChoice,
     Heartbeat,
-    Load,
     Ping,
     Rejected,
     Resync,

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from cluster.admission.figures import QueueFigures
 from cluster.link import LinkClosedError, RouterLink
-from cluster.messages import BlockUpdate, Costs, Down, FinishRow, Load, LogprobRow, PooledRow, PromptRow, Report
+from cluster.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, PooledRow, PromptRow
+from cluster.messages import Down, Report
 from engine.report import TokenLogprob
 from engine.request import Sequence
 

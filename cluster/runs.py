@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.messages import FinishRow
+from cluster.message_parts import FinishRow
 from cluster.router_session import Lane, RouterSession, Run
 from cluster.translation import clipped, pooled_row, prompt_row, usage_of
 from engine.report import Finish, StepReport

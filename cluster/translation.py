@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from cluster.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
+from cluster.message_parts import MAX_TEXT, Costs, Load, PooledRow, PromptRow, TraceContext, Usage, Waited
+from cluster.messages import Submit
 from engine.errors import InvalidRequestError
 from engine.flight import Event
 from engine.ledger import NANOS

@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.errors import ApiError
 from cluster.inquiries import Told
-from cluster.messages import Waited
+from cluster.message_parts import Waited
 from cluster.models.front import ModelFront
 from cluster.tenants.tenant import Tenant
 from engine.flight import Wait

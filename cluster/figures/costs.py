@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from cluster.counters import DispatcherCounters
 from cluster.figures.samples import Labels, family_of, histogram_of
 from cluster.fleet import ReplicaView
-from cluster.messages import Costs, Usage
+from cluster.message_parts import Costs, Usage
 
 _UNITS: Mapping[str, Callable[[Usage], float]] = {
     "device_seconds": lambda used: used.device_seconds,

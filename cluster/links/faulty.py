@@ -11,7 +11,8 @@ from random import Random
 from msgspec import structs
 
 from cluster.link import CLOSED, LOST, LinkClosedError, ReplicaLink
-from cluster.messages import BlockUpdate, Down, Report, Up
+from cluster.message_parts import BlockUpdate
+from cluster.messages import Down, Report, Up
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.messages import BlockUpdate
+from cluster.message_parts import BlockUpdate
 from cluster.routing.prefix_index import PrefixIndex
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
-from cluster.messages import TraceContext
+from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
 from cluster.tracing.provider import Tracing
 

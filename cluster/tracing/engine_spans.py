@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
-from cluster.messages import TraceContext
+from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
 from cluster.tracing.provider import Tracing, is_sampled
 from engine.flight import Event, FlightRecorder, Wait

@@ -16,7 +16,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer, get_current_span, set_sp
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from cluster.messages import TraceContext
+from cluster.message_parts import TraceContext
 from cluster.tracing import semantics
 from cluster.tracing.endpoint import file_of
 from cluster.tracing.exporters import FileExporter, ForgivingExporter

@@ -22,7 +22,8 @@ from cluster.link import LinkAddress, ReplicaLink
 from cluster.links import tcp
 from cluster.links.local import connect_local
 from cluster.member import LiveRequest, Member
-from cluster.messages import Load, Report, Welcome, decode_down, encode
+from cluster.message_parts import Load
+from cluster.messages import Report, Welcome, decode_down, encode
 from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
 from cluster.token_log import TokenLog

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import SpanExporter
 
 from cluster.generation import NO_CONTEXT, CallContext
 from cluster.member import LiveRequest
-from cluster.messages import TraceContext
+from cluster.message_parts import TraceContext
 from cluster.token_log import TokenLog
 from cluster.tracing.call_trace import call_trace
 from cluster.tracing.engine_spans import EngineSpans

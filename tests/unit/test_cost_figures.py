@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.figures.costs import CostCollector
-from cluster.messages import Costs, Usage
+from cluster.message_parts import Costs, Usage
 from cluster.metrics import Metrics
 from cluster.replica_facts import ReplicaTimes
 from cluster.tenants.fair_gate import FairGate

@@ -7,26 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, Usage, Waited
 from cluster.messages import (
     Abort,
-    BlockUpdate,
-    Costs,
     DamagedMessageError,
     Draining,
     Explain,
     Explained,
     FinishChoice,
-    FinishRow,
     Heartbeat,
     Hello,
-    Load,
-    LogprobRow,
     Ping,
     Rejected,
     Report,
     Resync,
-    Usage,
-    Waited,
     Welcome,
     decode_down,
     decode_up,

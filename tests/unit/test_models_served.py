@@ -11,7 +11,7 @@ import pytest
 
 from cluster.fleet import ReplicaView
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.messages import Load
+from cluster.message_parts import Load
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.models.registry import Models
 from cluster.openai.served_model import ServedModel

@@ -13,7 +13,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.messages import TraceContext, decode_up, encode
+from cluster.message_parts import TraceContext
+from cluster.messages import decode_up, encode
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
 from cluster.tenants.fair_gate import FairGate

@@ -25,7 +25,7 @@ from opentelemetry.semconv.attributes import (
 )
 
 from cluster.config import parse_config
-from cluster.messages import TraceContext
+from cluster.message_parts import TraceContext
 from cluster.tracing import provider, semantics
 from cluster.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
 from cluster.tracing.engine_spans import EngineSpans

@@ -16,7 +16,8 @@ from cluster.config import ClusterConfig
 from cluster.flight_dump import MOST_DUMPS, dump_flight, log_folder
 from cluster.group_start import start_group
 from cluster.inquiries import PATIENCE, Inquiries, explanation
-from cluster.messages import Explained, Waited
+from cluster.message_parts import Waited
+from cluster.messages import Explained
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
 from cluster.openai.app import build_app
