@@ -20,6 +20,7 @@ from cluster.config import FAILURE_ACTIONS, INGRESSES, LOG_FORMATS, METRICS_COMP
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
+from deploy.flag_texts import HELP, OPEN_DEFAULTS
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
 from engine.errors import ConfigError
 
@@ -38,104 +39,6 @@ CHOICES = {
     "update_failure_action": FAILURE_ACTIONS,
     "metrics_compat": METRICS_COMPATS,
     "log_format": LOG_FORMATS,
-}
-# What an open setting (default None) comes to.
-OPEN_DEFAULTS = {
-    "tokenizer": "the model's own",
-    "device": "cuda where there is one",
-    "max_model_len": "the model's own limit",
-    "num_kv_blocks": "from memory",
-    "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
-    "served_model_name": "the last part of MODEL",
-    "grpc_port": "off",
-    "api_key": "$SQUADRON_API_KEY, else no key",
-    "api_key_file": "none",
-    "max_inflight": "what the replicas' steps hold, and a little more",
-    "max_inflight_tokens": "what the replicas' KV caches hold, and a little more",
-    "target_ttft": "none",
-    "min_replicas": "1, where --max-replicas is given",
-    "max_replicas": "no autoscaling",
-    "downscale_to_zero_delay_s": "as --downscale-delay-s",
-    "tool_call_parser": "none",
-    "reasoning_parser": "none",
-    "max_surge_percent": "one copy, where there is room",
-    "batch_dir": "none are kept",
-    "metrics_compat": "nobody's",
-    "otlp_traces_endpoint": "no traces",
-    "link_host": "loopback on one node, else the node's address",
-}
-HELP = {
-    "Model": {
-        "tokenizer": "Folder or hub id of the tokenizer.",
-        "served_model_name": "Model id that clients use; more than one apart by commas, answers show the first.",
-        "dtype": "Type of weights and activations.",
-        "max_model_len": "Most tokens of prompt and output of one sequence.",
-        "seed": "Seed of requests that bring none.",
-        "tool_call_parser": "Format in which the model calls tools; needed for tool_choice auto.",
-        "reasoning_parser": "How the model marks its thinking, which is then told apart from its answer.",
-        "embedding_pooling": "States an embedding is made of: of the last token, or the mean of all.",
-    },
-    "Engine": {
-        "tensor_parallel_size": "Ranks of one replica; each holds a slice of the model.",
-        "device": "Where the model runs.",
-        "max_num_seqs": "Most sequences in one step.",
-        "max_num_batched_tokens": "Most tokens in one step, prompt and decode.",
-        "long_prefill_token_threshold": "Most prompt tokens of one sequence in a step; 0 = all.",
-        "scheduling_policy": "Who goes first.",
-        "attention_backend": "How attention is computed.",
-        "enforce_eager": "Never capture or compile; easier to debug.",
-        "step_timeout": "Seconds after which a step counts as hung and its replica is replaced.",
-    },
-    "KV cache": {
-        "block_size": "Tokens in one KV block; a power of two.",
-        "num_kv_blocks": "KV blocks of each rank.",
-        "gpu_memory_utilization": "Share of a GPU's memory to use, above 0 and at most 1.",
-        "kv_cache_memory_bytes": "Bytes of KV cache of each rank on CPU.",
-        "enable_prefix_caching": "Reuse the KV blocks of prompts that begin alike.",
-    },
-    "Cluster": {
-        "replicas": "Copies of the model, each a tensor-parallel group.",
-        "routers": "Copies of the HTTP front end.",
-        "min_replicas": "Fewest copies that autoscaling leaves; 0 = none while nobody asks.",
-        "max_replicas": "Most copies that autoscaling starts; --replicas of them are there first.",
-        "upscale_delay_s": "Seconds that more copies must have been wanted for.",
-        "downscale_delay_s": "Seconds that fewer copies must have been enough for.",
-        "downscale_to_zero_delay_s": "Seconds without a request after which the last copy goes.",
-        "cold_start_timeout": "Seconds that a request waits for a first copy before it gets a 503.",
-        "cpus_per_worker": "CPUs that Ray reserves for each rank.",
-        "link_host": "Address on which replicas listen for routers.",
-        "routing_policy": "How a router chooses the replica of a request.",
-        "stall_timeout": "Seconds without a sign of life after which a router leaves a replica.",
-        "drain_timeout": "Seconds that a router or replica told to stop may take to finish its streams.",
-        "max_surge_percent": "Copies beyond --replicas that an update starts before it stops old ones; 0 = none.",
-        "update_failure_action": "What follows an update that fails: rollback, or pause.",
-    },
-    "HTTP": {
-        "ingress": "What stands before the routers: Ray Serve's own proxy, or HAProxy, which passes on more.",
-        "host": "Address to listen on; 0.0.0.0 = all, for which an --api-key is advised.",
-        "port": "Port to listen on; 0 = any free one.",
-        "grpc_port": "Port of the gRPC endpoint, on the same address; 0 = any free one.",
-        "api_key": "Key that clients must send as a bearer token.",
-        "api_key_file": "YAML or JSON file of keys with tenant, expiry, quotas; `squadron keys new` makes entries.",
-        "max_body_bytes": "Largest request body.",
-        "max_inflight": "Sequences that a router hands to the replicas at once; tenants take turns for the rest.",
-        "max_inflight_tokens": "The same in tokens of prompts and expected output.",
-        "max_waiting_per_tenant": "Requests of one tenant that may wait in a router; more get a 429.",
-        "max_queue_wait": "Seconds that a request may wait in a router; who would wait longer gets a 429 at once.",
-        "target_ttft": "Seconds to the first token that are aimed at; bounds the wait in a router.",
-        "metrics_compat": "Whose names figures have beside ours, for dashboards and scalers that know those.",
-    },
-    "Observability": {
-        "otlp_traces_endpoint": "Where traces go: an OTLP collector over HTTP, or a file as file:///PATH.",
-        "log_format": "Of what the processes log: text, or json, an object a line.",
-        "enable_log_requests": "Log a line for each request: its ids, lengths and parameters.",
-        "max_log_len": "Characters of each prompt that such a line shows; 0 = none.",
-    },
-    "Batches": {
-        "batch_dir": "Directory that all routers share, or URL, for the files and batches of /v1/files, /v1/batches.",
-        "max_file_bytes": "Largest file that may be uploaded.",
-        "batch_share": "Share of the replicas' sequences that batches may take while clients' requests run.",
-    },
 }
 
 

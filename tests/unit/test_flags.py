@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import deploy
 from cluster.config import ClusterConfig, parse_config
 from deploy import cli
-from deploy.flags import CHOICES, OPEN_DEFAULTS, in_flags, load_settings, merge_settings, settings
+from deploy.flag_texts import OPEN_DEFAULTS
+from deploy.flags import CHOICES, in_flags, load_settings, merge_settings, settings
 from engine.errors import ConfigError
 
 SETTINGS = {setting.name: setting for setting in settings()}
