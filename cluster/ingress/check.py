@@ -1,10 +1,11 @@
-"""Tells whether requests reach this router through an ingress that would tell clients of its death."""
+"""Tells whether requests reach this router through an ingress that would tell clients of its death, and of theirs."""
 
 from __future__ import annotations
 
 import logging
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from ray.exceptions import RayError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK
 
@@ -31,4 +32,25 @@ class IngressCheck:
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-        await self._app(scope, receive, send)
+        await self._app(scope, until_lost(receive), send)
+
+
+def until_lost(receive: Receive) -> Receive:
+    """Return `receive` that tells of a disconnect where Ray cannot fetch more from the proxy: nobody is there.
+
+    Serve raises what its call to the proxy raised, when that has died, or has cancelled a request on whose client it
+    has given up while its body was still on its way.
+    """
+    lost = False
+
+    async def receive_or_disconnect() -> Message:
+        nonlocal lost
+        if not lost:
+            try:
+                return await receive()
+            except RayError as error:
+                lost = True
+                log.info("a request's client is gone: %s", type(error).__name__)
+        return {"type": "http.disconnect"}
+
+    return receive_or_disconnect

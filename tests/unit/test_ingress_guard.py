@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import openai
 import pytest
+from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, RouterLossGuard, proxy_middlewares
@@ -163,6 +164,26 @@ async def test_a_router_tells_once_when_its_proxy_is_not_guarded(caplog: pytest.
     assert app.guarded is False
     assert len(caplog.records) == 1
     assert CALLBACK in caplog.text
+
+
+@pytest.mark.parametrize("lost", [TaskCancelledError(), ActorDiedError()], ids=lambda one: type(one).__name__)
+async def test_a_client_whose_proxy_is_lost_has_left(lost: Exception) -> None:
+    """Serve raises what its call to the proxy raised, once; whoever asks again would wait for ever."""
+    arriving = iter([{"type": "http.request", "body": b"{", "more_body": True}, lost])
+    heard = []
+
+    async def receive() -> dict:
+        message = next(arriving)
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    async def app(_scope, receive, _send) -> None:
+        for _ in range(3):
+            heard.append((await receive())["type"])
+
+    await IngressCheck(app)({"type": "http", "headers": [(MARK, b"")]}, receive, None)
+    assert heard == ["http.request", "http.disconnect", "http.disconnect"]
 
 
 @pytest.mark.parametrize(
