@@ -58,6 +58,14 @@ def test_a_misspelt_field_is_found_in_an_object_of_kuberay(helm4):
     assert "minReplica" in trouble
 
 
+@pytest.mark.skipif(not KUBERAY.is_dir(), reason=f"KubeRay's schemas are not here: {KUBERAY}")
+def test_what_only_an_api_server_could_check_is_told(helm4):
+    """So that the schemas say all that a server would say of what the chart renders today."""
+    (service,) = copy.deepcopy(of_kind(rendered("tp4"), "RayService"))
+    service["spec"]["managedBy"] = "ray.io/kuberay-operator"
+    assert any("self == oldSelf" in line for line in ray_trouble(service))
+
+
 def test_a_misspelt_field_is_found_in_a_pod(helm4):
     pod = pod_of(copy.deepcopy(next(pod_templates(rendered("tp4")))))
     pod["spec"]["containers"][0]["readinesProbe"] = {}
