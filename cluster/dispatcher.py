@@ -18,15 +18,14 @@ from cluster.fleet import Fleet, ReplicaView
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.inquiries import Explanation, Inquiries, explanation
 from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
-from cluster.log_lines import about_request
 from cluster.member import LiveRequest, Member
-from cluster.message_parts import FinishRow, PromptRow
 from cluster.messages import Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
+from cluster.progress import Progress
 from cluster.routing.cache_reports import CacheReports
-from cluster.token_log import ChoiceLog, TokenLog
-from cluster.translation import pooled_state, prompt_logprobs, waited
+from cluster.token_log import TokenLog
+from cluster.translation import waited
 from engine.flight import FlightRecorder, Wait
-from engine.request import FinishReason, Request
+from engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +53,14 @@ class Dispatcher:
         self._live: dict[str, LiveRequest] = {}
         self._flight = FlightRecorder(self._loop.time)
         self._attempts = Attempts(self._config, self._fleet, self.counters, self._flight)
+        self._progress = Progress(
+            self._live,
+            self._fleet,
+            self._attempts,
+            self.counters,
+            self._config.max_pending_tokens,
+            self._loop.time,
+        )
         self._inquiries = Inquiries(self._attempts.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
@@ -196,12 +203,12 @@ class Dispatcher:
         """Act on what a replica said (called by the fleet)."""
         match message:
             case Report():
-                self._on_report(member, message)
+                self._progress.on_report(member, message)
             case Heartbeat(incarnation=incarnation):
                 if incarnation == member.incarnation:
                     self._fleet.note_heartbeat(member, message)
             case Rejected():
-                self._on_rejected(member, message)
+                self._progress.on_rejected(member, message)
             case Explained():
                 self._inquiries.on_answer(member, message)
             case Draining():
@@ -285,99 +292,3 @@ class Dispatcher:
         self.counters.block_seconds.observe(live.block_seconds)
         if live.first_token_at is not None and live.log.longest > 1:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
-
-    def _on_report(self, member: Member, report: Report) -> None:
-        if report.incarnation != member.incarnation or report.sequence < member.next_report:
-            self.counters.stale_reports += 1
-            return
-        if report.sequence > member.next_report:
-            self._fleet.lose(member, DAMAGED, f"report {member.next_report} is missing")
-            return
-        member.next_report += 1
-        member.note_load(report.load, report.others)
-        member.note_costs(report.costs)
-        self.counters.reports += 1
-        watched, misplaced = member.read(report, self.counters)
-        for choice in watched:
-            self._look_at(choice)
-        for choice in misplaced:
-            self._break_off(choice, "a token is not at its place")
-        for prompt in report.prompts:
-            self._on_prompt(member, prompt)
-        for pooled in report.pooled:
-            if (pooling := member.streams.get(pooled.stream)) is not None:
-                pooling.log.embedding = pooled_state(pooled)
-                self._note_progress(self._live[pooling.log.request.request_id])
-        for row in report.finishes:
-            self._on_finish(member, row)
-        blocks = report.blocks
-        if blocks is not None and not member.gone:
-            self._fleet.note_blocks(member, blocks)
-
-    def _on_prompt(self, member: Member, row: PromptRow) -> None:
-        choice = member.streams.get(row.stream)
-        if choice is None:
-            return
-        live = self._live[choice.log.request.request_id]
-        self._note_progress(live)
-        if not choice.log.tell_prompt(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
-            self._break_off(choice, "log-probabilities of its prompt are not at their place")
-
-    def _look_at(self, choice: ChoiceLog) -> None:
-        live = self._live[choice.log.request.request_id]
-        self._note_progress(live)
-        if live.first_token_at is None:
-            live.first_token_at = self._loop.time()
-            self.counters.ttft.observe(live.first_token_at - live.accepted_at)
-        choice.check_at = choice.delivered + self._config.max_pending_tokens
-        if choice.pending > self._config.max_pending_tokens:
-            message = f"more than {self._config.max_pending_tokens} tokens waited for a reader that did not take them"
-            self._attempts.fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
-
-    def _note_progress(self, live: LiveRequest) -> None:
-        attempt = live.attempt
-        if attempt is None or attempt.progressed:
-            return
-        if attempt.member.progressed(live, attempt, self.counters):
-            self._attempts.probe_ended()
-
-    def _break_off(self, choice: ChoiceLog, problem: str) -> None:
-        live = self._live[choice.log.request.request_id]
-        logger.error("request %s: %s", live.request_id, problem, extra=about_request(live.request_id))
-        self._attempts.fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
-
-    def _on_finish(self, member: Member, row: FinishRow) -> None:
-        choice = member.streams.get(row.stream)
-        if choice is None:
-            return
-        live = self._live[choice.log.request.request_id]
-        if row.reason == FinishReason.ABORT:
-            self._attempts.detach(live, "given_up")
-            self._attempts.move(live, f"replica {member.replica_id} gave it up")
-        elif row.reason == FinishReason.ERROR and row.code:
-            self._attempts.fail(live, ApiError(row.code, row.message))
-        elif row.reason == FinishReason.ERROR:
-            self._break_off(choice, f"replica {member.replica_id} ended it: {row.message}")
-        elif row.num_tokens != len(choice.tokens):
-            self._break_off(choice, f"{row.num_tokens} tokens were generated, {len(choice.tokens)} arrived")
-        else:
-            self._complete(member, live, choice, row)
-
-    def _complete(self, member: Member, live: LiveRequest, choice: ChoiceLog, row: FinishRow) -> None:
-        del member.streams[row.stream]
-        choice.finish(row.reason)
-        live.note_use(row.used)
-        if live.log.finished:
-            self._attempts.detach(live)
-        live.log.wake()
-
-    def _on_rejected(self, member: Member, refusal: Rejected) -> None:
-        live = member.live.get(refusal.stream)
-        if live is None:
-            return
-        member.draining = member.draining or refusal.elsewhere
-        self._attempts.detach(live, refusal.code)
-        if refusal.elsewhere:
-            self._attempts.place(live)
-        else:
-            self._attempts.fail(live, ApiError(refusal.code, refusal.message, param=refusal.param))
