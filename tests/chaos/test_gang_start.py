@@ -38,7 +38,7 @@ def test_rank_that_dies_in_its_constructor_is_named_at_once(
     group: PlacementGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Doomed:
-        def __init__(self) -> None:
+        def __init__(self, _log_fields: None) -> None:
             os._exit(1)
 
         def identity(self) -> None:
