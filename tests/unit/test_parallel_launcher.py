@@ -19,14 +19,14 @@ ROOT = str(Path(__file__).parents[2])
 
 # No `if __name__ == "__main__"`: users' scripts often have none.
 SCRIPT = """
-import threading, time
+import os, threading, time
 from parallel.launcher import launch
 from tests.unit import parallel_targets
 
 gangs = []
 starter = lambda: gangs.append(launch(3, parallel_targets.wait))
 {start}
-print("started", flush=True)
+os.write(1, b"started\\n")
 {then}
 """
 IN_MAIN_THREAD = "starter()"
