@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from cluster.tracing.exporters import FileExporter, ForgivingExporter
 BATCH_MILLIS = 1000  # a replica that is killed loses at most what it made since
 CLOSE_SECONDS = 3.0
 MAX_STATE = 512  # characters of a client's `tracestate` that are carried; W3C asks for as many
+CONTEXT_LOGGER = "opentelemetry.trace"  # of what reads contexts
 Attributes = Mapping[str, AttributeValue]
 
 
@@ -39,6 +41,8 @@ class Tracing:
         self._tracer: Tracer = provider.get_tracer("squadron", version("squadron"))
         self._propagator = TraceContextTextMapPropagator()
         self._offset = time.time_ns() - time.monotonic_ns()
+        # It would quote a client's bad `tracestate`, a line for each call.
+        logging.getLogger(CONTEXT_LOGGER).setLevel(logging.ERROR)
 
     def nanos(self, seconds: float) -> int:
         """Return nanoseconds since 1970 for monotonic seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import httpx
 import pytest
@@ -325,6 +326,21 @@ def test_whatever_a_client_sends_as_context_does_no_harm(traced, parent, state):
     (span,) = spans.all()
     if span.parent is not None:
         assert f"-{span.parent.trace_id:032x}-{span.parent.span_id:016x}-" in parent
+
+
+@pytest.mark.parametrize(
+    ("parent", "state"),
+    [
+        (TRACEPARENT, "SECRET with spaces and no sign"),
+        (TRACEPARENT, ",".join(f"SECRET{number}=1" for number in range(40))),
+        (TRACEPARENT + "SECRET" * 100, ""),
+    ],
+)
+def test_bad_context_of_a_client_is_quoted_in_no_line(caplog, parent, state):
+    tracing = Spans().tracing()
+    with caplog.at_level(logging.DEBUG):
+        tracing.parent_of({"traceparent": parent, "tracestate": state})
+    assert caplog.records == [], "neither its text, nor a line for each of its calls"
 
 
 async def test_context_that_is_no_context_is_passed_over_by_a_replica():
