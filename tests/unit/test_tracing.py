@@ -278,7 +278,9 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
             call = served.stub.Generate(request, metadata=(("traceparent", TRACEPARENT),))
             await gathered(call)
             trailing = dict(await call.trailing_metadata())
-            bad = await refusal_of(served.stub.Generate(pb.GenerateRequest(model="other", prompt="a")))
+            refused_call = served.stub.Generate(pb.GenerateRequest(model="other", prompt="a"))
+            bad = await refusal_of(refused_call)
+            trailing_bad = dict(await refused_call.trailing_metadata())
             await served.stub.Health(pb.HealthRequest())
             await until(lambda: len(lab.spans.all()) == 7)
     good, refused = lab.spans.named("squadron.v1.Inference/Generate")
@@ -288,6 +290,9 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
     assert good.attributes[names.RPC_RESPONSE_STATUS_CODE] == "OK"
     assert refused.attributes[names.ERROR_TYPE] == bad.code == "model_not_found"
     assert refused.attributes[names.RPC_RESPONSE_STATUS_CODE] == bad.status.name
+    ids = f"00-{refused.context.trace_id:032x}-{refused.context.span_id:016x}-"
+    assert trailing_bad["traceresponse"].startswith(ids), "a refusal is what one looks for most"
+    assert good.attributes[names.TENANT] == refused.attributes[names.TENANT] == "default"
 
 
 HEX = st.text("0123456789abcdef", min_size=1, max_size=40)
