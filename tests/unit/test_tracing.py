@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import nullcontext, suppress
 
 import httpx
 import pytest
@@ -222,6 +223,36 @@ async def test_client_that_leaves_is_no_fault(model):
         assert span.attributes[names.ERROR_TYPE] == "cancelled"
         assert span.status.status_code is StatusCode.UNSET
     assert lab.spans.one("decode").attributes[names.FINISH_REASONS] == ("abort",)
+
+
+@pytest.mark.parametrize(
+    ("status", "ending", "error", "failed"),
+    [
+        (200, asyncio.CancelledError(), "cancelled", False),
+        (200, RuntimeError("broken"), "internal_error", True),
+        (0, RuntimeError("broken"), "internal_error", True),
+        (0, None, "cancelled", False),
+        (500, None, None, True),
+        (200, None, None, False),
+    ],
+)
+async def test_call_whose_app_is_cancelled_or_breaks_ends_its_span_with_that(status, ending, error, failed):
+    async def app(scope, receive, send):
+        if status:
+            await send({"type": "http.response.start", "status": status, "headers": []})
+        if ending is not None:
+            raise ending
+
+    async def heard(message):
+        assert message["status"] == status
+
+    spans = Spans()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    with suppress(type(ending)) if ending is not None else nullcontext():
+        await RouterTracing(spans.tracing()).app(app)(scope, None, heard)
+    span = spans.one("POST /v1/completions")
+    assert span.attributes.get(names.ERROR_TYPE) == error
+    assert (span.status.status_code is StatusCode.ERROR) is failed
 
 
 async def test_unsampled_parent_gives_no_spans_and_nothing_to_the_replica(model):
