@@ -10,6 +10,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
+from cluster.tracing.faults import is_fault
 from cluster.tracing.provider import Tracing
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class RequestTrace:
         """End the attempt that runs. why: the type of the error that ended it, "" for its own end."""
         if self._attempt is not None:
             now = self._tracing.nanos(time.monotonic())
-            _end(self._attempt, now, why, failed=why not in ("", names.CANCELLED))
+            _end(self._attempt, now, why, is_fault(why))
             self._former, self._attempt = self._attempt, None
 
     def moves(self, reason: str) -> None:

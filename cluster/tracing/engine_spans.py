@@ -11,6 +11,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 
 from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
+from cluster.tracing.faults import is_fault
 from cluster.tracing.provider import Tracing, is_sampled
 from engine.flight import Event, FlightRecorder, Wait
 from engine.report import Finish, StepReport
@@ -164,5 +165,5 @@ def _failure(ended: Items[Finish]) -> str:
 
 def _fail(span: Span, code: str) -> None:
     span.set_attribute(names.ERROR_TYPE, code)
-    if code != names.CANCELLED:
+    if is_fault(code):
         span.set_status(Status(StatusCode.ERROR))

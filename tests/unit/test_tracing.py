@@ -22,6 +22,7 @@ from cluster.models.registry import Models
 from cluster.tenants.fair_gate import FairGate
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
+from cluster.tracing.faults import is_fault
 from cluster.tracing.ingress import RouterTracing
 from cluster.translation import submit_message
 from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
@@ -192,7 +193,18 @@ async def test_request_that_the_engine_refuses_carries_the_code_in_every_span(mo
         await until(lambda: len(lab.spans.all()) == 4)
     code = answer.json()["error"]["code"]
     assert {one.attributes[names.ERROR_TYPE] for one in lab.spans.all()} == {code}
+    assert {one.status.status_code for one in lab.spans.all()} == {StatusCode.UNSET}, "it is the client's fault"
     assert lab.spans.tree(lab.spans.one("attempt")) == ("attempt", ("queue",))
+
+
+@pytest.mark.parametrize("code", ["", "cancelled", "invalid_type", "aborted", "draining", "drained", "slow_consumer"])
+def test_what_a_client_or_a_drain_ends_is_no_fault(code):
+    assert not is_fault(code)
+
+
+@pytest.mark.parametrize("code", ["lost", "engine_dead", "closed", "given_up", "internal_error", "deadline_exceeded"])
+def test_loss_of_a_replica_and_errors_of_5xx_are_faults(code):
+    assert is_fault(code)
 
 
 async def test_failure_of_ours_is_an_error(model):
