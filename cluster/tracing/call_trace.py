@@ -25,6 +25,7 @@ def call_trace(
 
     carrier: headers or metadata, in lower case, with the caller's `traceparent` where it has one.
     """
+    tracing.follow_clock()
     span = tracing.begin(name, time.monotonic(), tracing.parent_of(carrier), SpanKind.SERVER, attributes)
     return CallTrace(tracing, span, operation) if span.is_recording() else None
 

@@ -54,6 +54,7 @@ class EngineSpans:
 
     def begin(self, request: Request, carried: TraceContext, now: float) -> None:
         """Follow an attempt that came now. carried: the context of its span in the router."""
+        self._tracing.follow_clock()
         parent = self._tracing.parent_of({"traceparent": carried.traceparent, "tracestate": carried.tracestate})
         if is_sampled(parent):
             choices = request.params.n if request.resume is None else len(request.resume)
