@@ -15,11 +15,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.member import LiveRequest
 from cluster.message_parts import TraceContext
 from cluster.messages import decode_up, encode
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
-from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.token_log import TokenLog
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
 from cluster.tracing.faults import is_fault
@@ -150,6 +152,43 @@ async def test_wait_for_a_replica_and_for_a_turn_are_spans(model):
     first, second = spans.named(f"text_completion {MODEL}")
     assert [one.name for one in spans.children(first)] == ["replica wait", "attempt"]
     assert [one.name for one in spans.children(second)] == ["turn", "attempt"]
+
+
+async def test_request_that_never_gets_its_turn_shows_how_long_it_waited(model):
+    async with TracedLab() as lab:
+        gate = FairGate(lab.dispatcher, lambda: 1, FairGateConfig(max_wait=0.05))
+        async with traced_client(lab, model, gate=gate) as client:
+            first = asyncio.create_task(post(client))
+            await until(lambda: lab.dispatcher.queue().requests == 1)
+            refused = await post(client)
+            await lab.begin("a")
+            await first
+    assert refused.status_code == 429
+    spans = lab.spans
+    (ingress,) = [one for one in spans.named("POST /v1/completions") if names.ERROR_TYPE in one.attributes]
+    assert spans.tree(ingress)[1] == (f"text_completion {MODEL}", ("turn",))
+    (request,) = spans.children(ingress)
+    assert request.attributes[names.ERROR_TYPE] == "overloaded"
+    assert request.status.status_code is StatusCode.UNSET
+    (turn,) = spans.children(request)
+    assert turn.end_time - turn.start_time >= 50_000_000 - SLACK
+
+
+def test_refusal_of_a_replica_that_drains_is_no_migration():
+    """Nothing ran there: `squadron_migrations_total` does not count it, either."""
+    spans = Spans()
+    trace = call_trace(spans.tracing(), "call", "chat", {}, {})
+    live = LiveRequest(TokenLog(long_request("r"), None), 0.0, CallContext(trace=trace))
+    told = live.trace
+    for replica, why in (("a", "draining"), ("b", "lost"), ("c", "")):
+        told.attempt(live, replica)
+        told.sent()
+        told.attempt_over(why)
+        if why == "lost":
+            told.moves("replica b is lost")
+    told.end(live)
+    assert len(spans.named("attempt")) == 3
+    assert spans.one("chat").attributes[names.MIGRATIONS] == 1
 
 
 async def test_preemption_is_a_span_within_its_phase(model):
