@@ -11,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.generation import CallContext
@@ -132,15 +133,17 @@ def test_the_command_prints_lines_of_json(capsys):
     assert isinstance(console, JsonConsole)
     console.print("Replica a is lost;\nothers go on", markup=False)
     console.print("[bold red]Warning:[/] anybody can use it")
+    console.print(Text.assemble(("Warning:", "bold red"), " [/some/path] is no markup"))
     with console.status("Replicas ..."):
         console.print("[not markup]", markup=False)
     read = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["message"] for one in read] == [
         "Replica a is lost;\nothers go on",
         "Warning: anybody can use it",
+        "Warning: [/some/path] is no markup",
         "[not markup]",
     ]
-    assert [one["level"] for one in read] == ["info", "warning", "info"]
+    assert [one["level"] for one in read] == ["info", "warning", "warning", "info"]
     assert {one["logger"] for one in read} == {"squadron.serve"}
     assert not isinstance(terminal(json_lines=False), JsonConsole)
 
