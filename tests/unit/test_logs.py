@@ -73,6 +73,26 @@ def test_any_message_is_one_line_that_reads_back(text, fields):
         assert read["tenant"] == fields["tenant"]
 
 
+class Unspeakable:
+    """Can be told in no way."""
+
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    "value", [{(1, 2): 3}, float("nan"), [float("inf")], Unspeakable(), {1, 2}, b"\xff", "\ud800"]
+)
+def test_field_that_is_no_json_does_not_cost_the_line(value):
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    line = JsonLines({"rank": 0}).format(record("as ever", squadron={"params": value}))
+    read = json.loads(line, parse_constant=refuse)
+    assert (read["message"], read["level"]) == ("as ever", "warning")
+    assert "params" in read
+
+
 def test_exception_is_a_field_of_the_same_line():
     try:
         raise ValueError("first\nsecond")
