@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from contextlib import nullcontext, suppress
 
-import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.trace import SpanKind, StatusCode
 
-from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.member import LiveRequest
-from cluster.message_parts import TraceContext
-from cluster.messages import decode_up, encode
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
 from cluster.tenants.fair_gate import FairGate, FairGateConfig
 from cluster.token_log import TokenLog
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
-from cluster.tracing.faults import is_fault
 from cluster.tracing.ingress import RouterTracing
-from cluster.translation import submit_message
 from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model
 from tests.unit.cluster_lab import long_request, until
-from tests.unit.engine_driver import VOCAB
-from tests.unit.tracing_lab import BODY, CALLER, TRACE, TRACEPARENT, Spans, TracedLab, traced_client
+from tests.unit.tracing_lab import BODY, CALLER, TRACE, TRACEPARENT, Spans, TracedLab, post, traced_client
 
 SLACK = 100_000  # nanoseconds: each side's offset of the wall clock is taken for itself
 PHASES = (("queue",), ("prefill",), ("decode",))
@@ -40,10 +29,6 @@ PHASES = (("queue",), ("prefill",), ("decode",))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return served_model(tmp_path_factory.mktemp("model"))
-
-
-async def post(client: httpx.AsyncClient, path="/v1/completions", headers=None, **changes) -> httpx.Response:
-    return await client.post(path, json={**BODY, **changes}, headers=headers)
 
 
 async def test_streamed_request_is_one_trace_with_all_spans_joined(model):
@@ -206,106 +191,6 @@ async def test_preemption_is_a_span_within_its_phase(model):
     assert sum(told) >= len(spans.named("preempted")) > 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "headers", "status", "code"),
-    [
-        ({"max_tokens": "many"}, {}, 400, "invalid_type"),
-        ({"model": "other"}, {}, 404, "model_not_found"),
-        ({}, {"authorization": "Bearer wrong"}, 401, "unauthorized"),
-    ],
-)
-async def test_refused_calls_carry_their_code_and_are_no_faults(model, changes, headers, status, code):
-    async with TracedLab() as lab, traced_client(lab, model, api_key="right") as client:
-        answer = await post(client, headers={"authorization": "Bearer right"} | headers, **changes)
-    assert answer.status_code == status
-    span = lab.spans.one("POST /v1/completions")
-    assert span.attributes[names.ERROR_TYPE] == code == answer.json()["error"]["code"]
-    assert span.attributes[names.HTTP_RESPONSE_STATUS_CODE] == status
-    assert span.status.status_code is StatusCode.UNSET
-    assert lab.spans.named("attempt") == []
-
-
-async def test_request_that_the_engine_refuses_carries_the_code_in_every_span(model):
-    async with TracedLab() as lab, traced_client(lab, model) as client:
-        await lab.begin("a")
-        answer = await post(client, prompt=[VOCAB + 5])
-        await until(lambda: len(lab.spans.all()) == 4)
-    code = answer.json()["error"]["code"]
-    assert {one.attributes[names.ERROR_TYPE] for one in lab.spans.all()} == {code}
-    assert {one.status.status_code for one in lab.spans.all()} == {StatusCode.UNSET}, "it is the client's fault"
-    assert lab.spans.tree(lab.spans.one("attempt")) == ("attempt", ("queue",))
-
-
-@pytest.mark.parametrize("code", ["", "cancelled", "invalid_type", "aborted", "draining", "drained", "slow_consumer"])
-def test_what_a_client_or_a_drain_ends_is_no_fault(code):
-    assert not is_fault(code)
-
-
-@pytest.mark.parametrize("code", ["lost", "engine_dead", "closed", "given_up", "internal_error", "deadline_exceeded"])
-def test_loss_of_a_replica_and_errors_of_5xx_are_faults(code):
-    assert is_fault(code)
-
-
-async def test_failure_of_ours_is_an_error(model):
-    config = DispatcherConfig(no_replica_timeout=0.05)
-    async with TracedLab(config) as lab, traced_client(lab, model) as client:
-        await lab.begin("a", poison=6)
-        answer = await post(client)
-        await until(lambda: lab.spans.named("POST /v1/completions") != [])
-    assert answer.status_code >= 500
-    for name in ("POST /v1/completions", f"text_completion {MODEL}"):
-        span = lab.spans.one(name)
-        assert span.attributes[names.ERROR_TYPE] == answer.json()["error"]["code"]
-        assert span.status.status_code is StatusCode.ERROR
-    assert lab.spans.one("engine").attributes[names.ERROR_TYPE] == "engine_dead"
-
-
-async def test_client_that_leaves_is_no_fault(model):
-    async with TracedLab() as lab:
-        await lab.begin("a", steps=3)
-        trace = call_trace(lab.spans.tracing(), "POST /v1/completions", "text_completion", {}, {})
-        chunks = lab.dispatcher.generate(long_request("r"), CallContext(trace=trace))
-        await anext(chunks)
-        await chunks.aclose()
-        lab.alive["a"].executor.allow(100)
-        await until(lambda: len(lab.spans.named("decode")) == 1)
-    for name in ("text_completion", "attempt"):
-        span = lab.spans.one(name)
-        assert span.attributes[names.ERROR_TYPE] == "cancelled"
-        assert span.status.status_code is StatusCode.UNSET
-    assert lab.spans.one("decode").attributes[names.FINISH_REASONS] == ("abort",)
-
-
-@pytest.mark.parametrize(
-    ("status", "ending", "error", "failed"),
-    [
-        (200, asyncio.CancelledError(), "cancelled", False),
-        (200, RuntimeError("broken"), "internal_error", True),
-        (0, RuntimeError("broken"), "internal_error", True),
-        (0, None, "cancelled", False),
-        (500, None, None, True),
-        (200, None, None, False),
-    ],
-)
-async def test_call_whose_app_is_cancelled_or_breaks_ends_its_span_with_that(status, ending, error, failed):
-    async def app(scope, receive, send):
-        if status:
-            await send({"type": "http.response.start", "status": status, "headers": []})
-        if ending is not None:
-            raise ending
-
-    async def heard(message):
-        assert message["status"] == status
-
-    spans = Spans()
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    with suppress(type(ending)) if ending is not None else nullcontext():
-        await RouterTracing(spans.tracing()).app(app)(scope, None, heard)
-    span = spans.one("POST /v1/completions")
-    assert span.attributes.get(names.ERROR_TYPE) == error
-    assert (span.status.status_code is StatusCode.ERROR) is failed
-
-
 async def test_unsampled_parent_gives_no_spans_and_nothing_to_the_replica(model):
     async with TracedLab() as lab, traced_client(lab, model) as client:
         replica = await lab.begin("a")
@@ -375,65 +260,3 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
     ids = f"00-{refused.context.trace_id:032x}-{refused.context.span_id:016x}-"
     assert trailing_bad["traceresponse"].startswith(ids), "a refusal is what one looks for most"
     assert good.attributes[names.TENANT] == refused.attributes[names.TENANT] == "default"
-
-
-HEX = st.text("0123456789abcdef", min_size=1, max_size=40)
-PARENTS = st.one_of(
-    st.text(max_size=80),
-    st.builds("{}-{}-{}-{}".format, HEX, HEX, HEX, HEX),
-    st.builds(
-        "00-{}-{}-{}".format,
-        st.text("0123456789abcdef", min_size=32, max_size=32),
-        st.text("0123456789abcdef", min_size=16, max_size=16),
-        st.sampled_from(["00", "01", "03", "ff"]),
-    ),
-)
-STATES = st.one_of(st.text(max_size=700), st.builds(lambda one, n: ",".join([one] * n), HEX, st.integers(1, 300)))
-
-
-@pytest.fixture(scope="module")
-def traced():
-    spans = Spans()
-    return spans, spans.tracing()
-
-
-@given(PARENTS, STATES)
-def test_whatever_a_client_sends_as_context_does_no_harm(traced, parent, state):
-    spans, tracing = traced
-    spans.exporter.clear()
-    trace = call_trace(tracing, "call", "chat", {"traceparent": parent, "tracestate": state}, {})
-    if trace is None:
-        assert int(parent[-2:], 16) & 1 == 0, "only a parent that does not sample keeps spans away"
-        return
-    request = trace.request(long_request("r"))
-    sent = tracing.carried(request._span)
-    message = submit_message(long_request("r"), 0, trace=sent)
-    assert decode_up(encode(message)).trace == sent, "the replica must be able to read it"
-    trace.end({})
-    (span,) = spans.all()
-    if span.parent is not None:
-        assert f"-{span.parent.trace_id:032x}-{span.parent.span_id:016x}-" in parent
-
-
-@pytest.mark.parametrize(
-    ("parent", "state"),
-    [
-        (TRACEPARENT, "SECRET with spaces and no sign"),
-        (TRACEPARENT, ",".join(f"SECRET{number}=1" for number in range(40))),
-        (TRACEPARENT + "SECRET" * 100, ""),
-    ],
-)
-def test_bad_context_of_a_client_is_quoted_in_no_line(caplog, parent, state):
-    tracing = Spans().tracing()
-    with caplog.at_level(logging.DEBUG):
-        tracing.parent_of({"traceparent": parent, "tracestate": state})
-    assert caplog.records == [], "neither its text, nor a line for each of its calls"
-
-
-async def test_context_that_is_no_context_is_passed_over_by_a_replica():
-    async with TracedLab() as lab:
-        spans = lab.spans.engine("a")
-        for carried in ("", "00-zz", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
-            spans.begin(long_request("r"), TraceContext(carried), 0.0)
-        spans.abandon("engine_dead", 1.0)
-        assert lab.spans.all() == []
