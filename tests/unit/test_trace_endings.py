@@ -10,6 +10,7 @@ from opentelemetry.trace import StatusCode
 
 from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
+from cluster.tracing import engine_spans
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
 from cluster.tracing.faults import is_fault
@@ -123,3 +124,16 @@ async def test_call_whose_app_is_cancelled_or_breaks_ends_its_span_with_that(sta
     span = spans.one("POST /v1/completions")
     assert span.attributes.get(names.ERROR_TYPE) == error
     assert (span.status.status_code is StatusCode.ERROR) is failed
+
+
+async def test_spans_that_cannot_be_made_end_neither_replica_nor_request(model, monkeypatch, caplog):
+    async with TracedLab() as lab, traced_client(lab, model) as client:
+        replica = await lab.begin("a")
+        monkeypatch.setattr(engine_spans, "_figures", lambda *_: 1 / 0)
+        for _ in range(2):
+            answer = await post(client)
+            assert (answer.status_code, "[DONE]" in answer.text) == (200, True)
+        await until(lambda: replica.core.num_requests == 0)
+        assert replica.core.dead_reason is None
+        assert len(lab.spans.named("attempt")) == 2
+    assert any("its spans could not be made" in one.getMessage() for one in caplog.records)
