@@ -183,6 +183,8 @@ def _described(request: Request) -> dict[str, str | int | float]:
         found[names.REQUEST_MAX_TOKENS] = params.max_tokens
     if params.top_k:
         found[names.REQUEST_TOP_K] = params.top_k
+    if params.seed is not None:
+        found[names.REQUEST_SEED] = params.seed
     if params.n > 1:
         found[names.REQUEST_CHOICE_COUNT] = params.n
     return found

@@ -33,8 +33,8 @@ Attributes = Mapping[str, AttributeValue]
 class Tracing:
     """Makes spans with explicit times, which are monotonic seconds; the wall clock is followed where it was set.
 
-    Used on one event loop. Ended spans wait in a bounded queue for a thread that exports them; those that find it
-    full are dropped.
+    Used on one event loop. Ended spans wait in a bounded queue for a thread that exports them; of a full one the
+    oldest are dropped.
     """
 
     def __init__(self, provider: TracerProvider) -> None:

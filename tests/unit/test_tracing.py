@@ -71,7 +71,9 @@ async def test_spans_lie_within_their_parents_and_phases_leave_no_gap(model):
 async def test_spans_tell_what_was_asked_and_what_came(model):
     async with TracedLab() as lab, traced_client(lab, model) as client:
         await lab.begin("a")
-        answer = await post(client, temperature=0.5, top_p=0.9, top_k=7, n=2, headers={"x-request-id": "mine"})
+        answer = await post(
+            client, temperature=0.5, top_p=0.9, top_k=7, seed=11, n=2, headers={"x-request-id": "mine"}
+        )
         await until(lambda: len(lab.spans.all()) == 6)
     spans = lab.spans
     request_id = answer.text.split('"id":"')[1].split('"')[0]
@@ -80,6 +82,7 @@ async def test_spans_tell_what_was_asked_and_what_came(model):
     assert told[names.REQUEST_MODEL] == told[names.RESPONSE_MODEL] == MODEL
     assert told[names.RESPONSE_ID] == request_id
     assert (told[names.REQUEST_TEMPERATURE], told[names.REQUEST_TOP_P], told[names.REQUEST_TOP_K]) == (0.5, 0.9, 7)
+    assert told[names.REQUEST_SEED] == 11
     assert (told[names.REQUEST_MAX_TOKENS], told[names.REQUEST_CHOICE_COUNT]) == (12, 2)
     assert (told[names.USAGE_INPUT_TOKENS], told[names.USAGE_OUTPUT_TOKENS]) == (5, 24)
     assert told[names.RESPONSE_FINISH_REASONS] == ("length", "length")
