@@ -53,7 +53,17 @@ class JsonLines(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             line["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(line, default=str)
+        try:
+            return json.dumps(line, default=str, allow_nan=False)
+        except Exception:  # a field that is no JSON must not cost the line
+            return json.dumps({name: _text(value) for name, value in line.items()})
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -182,14 +182,14 @@ class ReplicaCore:
         self._speed.note(report.num_tokens, report.seconds)
         self._runs.distribute(report)
         self.figures.note(report)
-        if self._spans is not None:
-            self._spans.note(report, self._engine.flight)
         blocks = self._cached.note(report.events)
         load = load_of(report.stats, 0.0)
         for session in self._sessions.values():
             if blocks is not None or session.has_rows:
                 told = self._others(session), blocks, self._costs_for(session, now)
                 session.flush(report.step, load, now, *told)
+        if self._spans is not None:  # last: no token waits for that
+            self._spans.note(report, self._engine.flight)
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""

@@ -22,12 +22,17 @@ class JsonConsole(Console):
 
     def print(self, *objects: Any, markup: bool | None = None, **_: Any) -> None:
         """Print the text of `objects` as the message of one line."""
-        texts = [one.plain if isinstance(one, Text) else str(one) for one in objects]
-        message = " ".join(texts if markup is False else [Text.from_markup(text).plain for text in texts]).strip()
+        message = " ".join([_plain(one, markup is not False) for one in objects]).strip()
         level = logging.WARNING if message.startswith("Warning:") else logging.INFO
         record = logging.LogRecord(NAME, level, __file__, 0, "%s", (message,), None)
         self.file.write(self._lines.format(record) + "\n")
         self.file.flush()
+
+
+def _plain(printed: Any, markup: bool) -> str:
+    if isinstance(printed, Text):
+        return printed.plain
+    return Text.from_markup(str(printed)).plain if markup else str(printed)
 
 
 def terminal(json_lines: bool) -> Console:

@@ -38,7 +38,7 @@ class Exchange:
     timeouts: what the client sent as `x-request-timeout-seconds`. remaining: seconds of its gRPC deadline, None
     without one. arrival: on the event loop's clock.
     model: id of the one that is asked, "" before it is known.
-    session: the client's `x-session-id` as it came, "" without.
+    session: the client's `x-session-id` as it came, "" without. tenant: whose key it has, "" before that is known.
     trace: of the call, None where it is not traced.
     """
 
@@ -51,6 +51,7 @@ class Exchange:
     arrival: float
     model: str = ""
     session: str = ""
+    tenant: str = ""
     trace: CallTrace | None = None
 
     def deadline(self) -> float | None:
@@ -66,13 +67,16 @@ class Exchange:
     def names(self, error: str = "") -> dict[str, str]:
         """Return what log lines tell of the call. error: code of the answer that is one."""
         trace_id = "" if self.trace is None else self.trace.trace_id
-        known = {"id": self.id, "client_id": self.client_id, "model": self.model}
+        known = {"id": self.id, "client_id": self.client_id, "tenant": self.tenant, "model": self.model}
         return {**known, "error": error, "trace_id": trace_id}
+
+    def traced(self) -> tuple[tuple[str, str], ...]:
+        """Return what follows any answer where the call is traced."""
+        return () if self.trace is None else (("traceresponse", self.trace.response),)
 
     def trailing(self) -> tuple[tuple[str, str], ...]:
         """Return what follows a complete answer."""
-        traced = () if self.trace is None else (("traceresponse", self.trace.response),)
-        return (("x-request-id", self.shown_id), *traced)
+        return (("x-request-id", self.shown_id), *self.traced())
 
 
 def metadata_value(metadata: Metadata | None, name: str) -> str:
@@ -128,6 +132,7 @@ def _told(rpc: Exchange, code: grpc.StatusCode, answered: Answered, error: str =
             names.RPC_RESPONSE_STATUS_CODE: code.name,
             names.REQUEST_ID: rpc.id,
             names.CLIENT_REQUEST_ID: rpc.client_id,
+            names.TENANT: rpc.tenant,
         }
         rpc.trace.end(told, error, failed)
 
@@ -145,4 +150,5 @@ async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Exchang
     log.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
     _told(rpc, code, answered, error.code, failed=error.status >= 500)
     with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
-        await context.abort(code, status_message(error), trailing_metadata(error, rpc.shown_id))
+        told_last = (*trailing_metadata(error, rpc.shown_id), *rpc.traced())
+        await context.abort(code, status_message(error), told_last)

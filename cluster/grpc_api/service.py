@@ -169,10 +169,9 @@ class InferenceService:
 
     async def _visit(self, rpc: Exchange) -> Visit:
         tenancy = self._services.tenancy
-        tenant, context = (
-            tenancy.tenant_of(rpc.authorization),
-            CallContext(checked_session(rpc.session), trace=rpc.trace),
-        )
+        tenant = tenancy.tenant_of(rpc.authorization)
+        rpc.tenant = tenant.name
+        context = CallContext(checked_session(rpc.session), trace=rpc.trace)
         return await tenancy.visit(tenant, rpc.deadline(), context)
 
 

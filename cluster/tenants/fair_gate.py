@@ -321,7 +321,13 @@ class _Turn:
     async def _first(self) -> TokenChunk:
         if self._closed:
             raise StopAsyncIteration
-        await self._gate.enter(self)
+        try:
+            await self._gate.enter(self)
+        except BaseException as error:
+            context = self._told()
+            if context.trace is not None and context.waited:
+                context.trace.turned_away(self.request, context.waited, error)
+            raise
         # `TokenSource.generate` promises an iterator that can be closed.
         chunks = self._gate.source.generate(self.request, self._told())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from cluster.errors import ApiError
 from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
+from cluster.tracing.faults import is_fault
 from cluster.tracing.provider import Tracing
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ def call_trace(
 
     carrier: headers or metadata, in lower case, with the caller's `traceparent` where it has one.
     """
+    tracing.follow_clock()
     span = tracing.begin(name, time.monotonic(), tracing.parent_of(carrier), SpanKind.SERVER, attributes)
     return CallTrace(tracing, span, operation) if span.is_recording() else None
 
@@ -62,6 +65,10 @@ class CallTrace:
             self._tracing.span(names.TURN, now - waited, now, span)
         return RequestTrace(self._tracing, span)
 
+    def turned_away(self, request: Request, waited: float, error: BaseException) -> None:
+        """Tell of a request that stood in line and never got its turn. waited: seconds."""
+        self.request(request, waited).turned_away(error)
+
     def end(self, told: Mapping[str, str | int], error: str = "", failed: bool = False) -> None:
         """End the span now. told: what is known of the answer. error: its type, "" without; failed: by our fault."""
         self._span.set_attributes({name: value for name, value in told.items() if value != ""})
@@ -81,6 +88,7 @@ class RequestTrace:
         self._attempt: Span | None = None  # that runs
         self._former: Span | None = None
         self._attempts = 0
+        self._moves = 0
         self._waits_since: float | None = None
         self._left: tuple[float, str] | None = None  # when an attempt was lost, and why
 
@@ -110,18 +118,24 @@ class RequestTrace:
         """End the attempt that runs. why: the type of the error that ended it, "" for its own end."""
         if self._attempt is not None:
             now = self._tracing.nanos(time.monotonic())
-            _end(self._attempt, now, why, failed=why not in ("", names.CANCELLED))
+            _end(self._attempt, now, why, is_fault(why))
             self._former, self._attempt = self._attempt, None
 
     def moves(self, reason: str) -> None:
         """Note that it is to go on elsewhere."""
+        self._moves += 1
         self._left = time.monotonic(), reason
         self._span.add_event(names.MIGRATE, {names.REASON: reason}, self._tracing.nanos(self._left[0]))
+
+    def turned_away(self, error: BaseException) -> None:
+        """End the span of a request that no replica was asked to take."""
+        code = error.code if isinstance(error, ApiError) else names.CANCELLED
+        _end(self._span, self._tracing.nanos(time.monotonic()), code, is_fault(code))
 
     def end(self, live: LiveRequest) -> None:
         """End the span of the request with what is known in the end."""
         log, now = live.log, time.monotonic()
-        self._span.set_attributes(_outcome(live, self._attempts))
+        self._span.set_attributes(_outcome(live, self._moves))
         error = "" if log.finished else names.CANCELLED
         if log.error is not None:
             error = log.error.code
@@ -169,15 +183,17 @@ def _described(request: Request) -> dict[str, str | int | float]:
         found[names.REQUEST_MAX_TOKENS] = params.max_tokens
     if params.top_k:
         found[names.REQUEST_TOP_K] = params.top_k
+    if params.seed is not None:
+        found[names.REQUEST_SEED] = params.seed
     if params.n > 1:
         found[names.REQUEST_CHOICE_COUNT] = params.n
     return found
 
 
-def _outcome(live: LiveRequest, attempts: int) -> dict[str, int | float | list[str]]:
+def _outcome(live: LiveRequest, moves: int) -> dict[str, int | float | list[str]]:
     log = live.log
     found: dict[str, int | float | list[str]] = {
-        names.MIGRATIONS: max(0, attempts - 1),
+        names.MIGRATIONS: moves,
         names.USAGE_OUTPUT_TOKENS: sum([len(choice.tokens) for choice in log.choices.values()]),
         names.USAGE_CACHE_READ_INPUT_TOKENS: log.num_cached_tokens,
         names.DEVICE_SECONDS: live.device_seconds,

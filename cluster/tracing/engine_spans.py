@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -9,13 +10,16 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
+from cluster.log_lines import about_request
 from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
+from cluster.tracing.faults import is_fault
 from cluster.tracing.provider import Tracing, is_sampled
 from engine.flight import Event, FlightRecorder, Wait
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 
+log = logging.getLogger(__name__)
 WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, told as events of the phase
 
 
@@ -53,6 +57,7 @@ class EngineSpans:
 
     def begin(self, request: Request, carried: TraceContext, now: float) -> None:
         """Follow an attempt that came now. carried: the context of its span in the router."""
+        self._tracing.follow_clock()
         parent = self._tracing.parent_of({"traceparent": carried.traceparent, "tracestate": carried.tracestate})
         if is_sampled(parent):
             choices = request.params.n if request.resume is None else len(request.resume)
@@ -68,7 +73,7 @@ class EngineSpans:
                 attempt.ended.append(finish)
                 attempt.open -= 1
                 if not attempt.open:
-                    self._end(attempt, flight)
+                    self._told(attempt, flight)
 
     def refused(self, request_id: str, code: str, now: float) -> None:
         """End an attempt that the engine never began."""
@@ -91,9 +96,17 @@ class EngineSpans:
         _fail(span, code)
         span.end(self._tracing.nanos(now))
 
+    def _told(self, attempt: _Attempt, flight: FlightRecorder) -> None:
+        del self._attempts[attempt.request.request_id]
+        try:
+            self._end(attempt, flight)
+        except Exception:
+            # Whoever hands out the step's report would take the replica for broken.
+            request_id = attempt.request.request_id
+            log.exception("request %s: its spans could not be made", request_id, extra=about_request(request_id))
+
     def _end(self, attempt: _Attempt, flight: FlightRecorder) -> None:
         request_id, now = attempt.request.request_id, attempt.until
-        del self._attempts[request_id]
         events = flight.story(request_id)
         spans = [
             (self._tracing.begin(name, start, attempt.parent, attributes=self._about), start, end, name)
@@ -164,5 +177,5 @@ def _failure(ended: Items[Finish]) -> str:
 
 def _fail(span: Span, code: str) -> None:
     span.set_attribute(names.ERROR_TYPE, code)
-    if code != names.CANCELLED:
+    if is_fault(code):
         span.set_status(Status(StatusCode.ERROR))

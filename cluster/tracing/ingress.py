@@ -59,7 +59,7 @@ class TracedApp:
             await self._app(scope, receive, send)
             return
         scope.setdefault("state", {})["trace"] = trace
-        status = 0
+        status, broken_off = 0, names.CANCELLED
 
         async def send_traced(message: Message) -> None:
             nonlocal status
@@ -70,8 +70,12 @@ class TracedApp:
 
         try:
             await self._app(scope, receive, send_traced)
+            broken_off = ""
+        except Exception:
+            broken_off = "internal_error"
+            raise
         finally:
-            _end(trace, scope["state"].get("exchange", {}), status)
+            _end(trace, scope["state"].get("exchange", {}), status, broken_off)
 
     def _closing(self, send: Send) -> Send:
         async def close_and_send(message: Message) -> None:
@@ -93,8 +97,9 @@ class TracedApp:
         return call_trace(self._tracing, f"POST {path}", operation, headers, about)
 
 
-def _end(trace: CallTrace, exchange: dict[str, str], status: int) -> None:
-    error = exchange.get("error", "" if status else names.CANCELLED)
+def _end(trace: CallTrace, exchange: dict[str, str], status: int, broken_off: str) -> None:
+    """End the trace of a call. broken_off: what became of it where the app did not return, "" where it did."""
+    error = exchange.get("error") or broken_off or ("" if status else names.CANCELLED)
     told: dict[str, str | int] = {
         names.REQUEST_ID: exchange.get("id", ""),
         names.CLIENT_REQUEST_ID: exchange.get("client_id", ""),
@@ -103,4 +108,4 @@ def _end(trace: CallTrace, exchange: dict[str, str], status: int) -> None:
     if status:
         told[names.HTTP_RESPONSE_STATUS_CODE] = status
     # An error after a 200 is one in the middle of a stream.
-    trace.end(told, error, failed=bool(error) and error != names.CANCELLED and (status >= 500 or status < 300))
+    trace.end(told, error, failed=status >= 500 or (bool(error) and error != names.CANCELLED and status < 300))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -24,25 +25,35 @@ from cluster.tracing.exporters import FileExporter, ForgivingExporter
 BATCH_MILLIS = 1000  # a replica that is killed loses at most what it made since
 CLOSE_SECONDS = 3.0
 MAX_STATE = 512  # characters of a client's `tracestate` that are carried; W3C asks for as many
+CLOCK_STEP = 100_000_000  # nanoseconds: a wall clock that is as far off was set, or the machine slept
+CONTEXT_LOGGER = "opentelemetry.trace"  # of what reads contexts
 Attributes = Mapping[str, AttributeValue]
 
 
 class Tracing:
-    """Makes spans with explicit times, which are monotonic seconds; the wall clock is looked at once.
+    """Makes spans with explicit times, which are monotonic seconds; the wall clock is followed where it was set.
 
-    Used on one event loop. Ended spans wait in a bounded queue for a thread that exports them; those that find it
-    full are dropped.
+    Used on one event loop. Ended spans wait in a bounded queue for a thread that exports them; of a full one the
+    oldest are dropped.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer: Tracer = provider.get_tracer("squadron", version("squadron"))
         self._propagator = TraceContextTextMapPropagator()
-        self._offset = time.time_ns() - time.monotonic_ns()
+        self._offset = _wall_offset()
+        # It would quote a client's bad `tracestate`, a line for each call.
+        logging.getLogger(CONTEXT_LOGGER).setLevel(logging.ERROR)
 
     def nanos(self, seconds: float) -> int:
         """Return nanoseconds since 1970 for monotonic seconds."""
         return int(seconds * 1e9) + self._offset
+
+    def follow_clock(self) -> None:
+        """Look at the wall clock again, for it may have been set; small steps would tear spans apart for nothing."""
+        offset = _wall_offset()
+        if abs(offset - self._offset) > CLOCK_STEP:
+            self._offset = offset
 
     def parent_of(self, carrier: Mapping[str, str]) -> Context:
         """Return the context of who called, from `traceparent` and `tracestate`; an empty one where they are bad."""
@@ -91,6 +102,11 @@ class Tracing:
         ending = threading.Thread(target=self._provider.shutdown, name="traces-end", daemon=True)
         ending.start()
         ending.join(CLOSE_SECONDS)
+
+
+def _wall_offset() -> int:
+    """Return the nanoseconds from the monotonic clock to the wall clock."""
+    return time.time_ns() - time.monotonic_ns()
 
 
 def is_sampled(context: Context) -> bool:

@@ -36,7 +36,6 @@ URL_SCHEME = "url.scheme"
 RPC_SYSTEM_NAME = "rpc.system.name"
 RPC_METHOD = "rpc.method"
 RPC_RESPONSE_STATUS_CODE = "rpc.response.status_code"
-SERVER_ADDRESS = "server.address"
 ERROR_TYPE = "error.type"
 # Of a process.
 SERVICE_NAME = "service.name"

@@ -11,6 +11,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from cluster.config import ClusterConfig, parse_config
 from cluster.generation import CallContext
@@ -70,6 +71,26 @@ def test_any_message_is_one_line_that_reads_back(text, fields):
     assert read["ts"].endswith("+00:00")
     if "tenant" in fields:
         assert read["tenant"] == fields["tenant"]
+
+
+class Unspeakable:
+    """Can be told in no way."""
+
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    "value", [{(1, 2): 3}, float("nan"), [float("inf")], Unspeakable(), {1, 2}, b"\xff", "\ud800"]
+)
+def test_field_that_is_no_json_does_not_cost_the_line(value):
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    line = JsonLines({"rank": 0}).format(record("as ever", squadron={"params": value}))
+    read = json.loads(line, parse_constant=refuse)
+    assert (read["message"], read["level"]) == ("as ever", "warning")
+    assert "params" in read
 
 
 def test_exception_is_a_field_of_the_same_line():
@@ -132,15 +153,17 @@ def test_the_command_prints_lines_of_json(capsys):
     assert isinstance(console, JsonConsole)
     console.print("Replica a is lost;\nothers go on", markup=False)
     console.print("[bold red]Warning:[/] anybody can use it")
+    console.print(Text.assemble(("Warning:", "bold red"), " [/some/path] is no markup"))
     with console.status("Replicas ..."):
         console.print("[not markup]", markup=False)
     read = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["message"] for one in read] == [
         "Replica a is lost;\nothers go on",
         "Warning: anybody can use it",
+        "Warning: [/some/path] is no markup",
         "[not markup]",
     ]
-    assert [one["level"] for one in read] == ["info", "warning", "info"]
+    assert [one["level"] for one in read] == ["info", "warning", "warning", "info"]
     assert {one["logger"] for one in read} == {"squadron.serve"}
     assert not isinstance(terminal(json_lines=False), JsonConsole)
 
@@ -187,7 +210,7 @@ CHATS = [
 
 
 @pytest.mark.parametrize("logged", [False, True])
-async def test_no_line_holds_a_text_of_a_clients(model, lines, logged):
+async def test_no_line_holds_a_text_of_a_clients(model, lines, caplog, logged):
     async with Lab() as lab:
         await lab.start("a")
         source = LoggedSource(lab.dispatcher, model.tokenizer, MODEL, 0) if logged else lab.dispatcher
@@ -202,7 +225,7 @@ async def test_no_line_holds_a_text_of_a_clients(model, lines, logged):
                 statuses.add((await client.post(path, json=asked)).status_code)
             await client.post("/v1/completions", content=f'{{"prompt": "{SECRET}')
     assert statuses >= {200, 400}, "some were served, some were not"
-    told = "".join(lines())
+    told = "".join(lines()) + caplog.text  # of whoever logs: a library of ours would tell it as well
     assert len(lines()) >= len(FUZZED) // 2
     assert SECRET not in told
     assert ("prompt tokens" in told) is logged

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from opentelemetry.trace import SpanKind, StatusCode
 
-from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.message_parts import TraceContext
-from cluster.messages import decode_up, encode
+from cluster.member import LiveRequest
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
-from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.token_log import TokenLog
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
 from cluster.tracing.ingress import RouterTracing
-from cluster.translation import submit_message
 from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model
 from tests.unit.cluster_lab import long_request, until
-from tests.unit.engine_driver import VOCAB
-from tests.unit.tracing_lab import BODY, CALLER, TRACE, TRACEPARENT, Spans, TracedLab, traced_client
+from tests.unit.tracing_lab import BODY, CALLER, TRACE, TRACEPARENT, Spans, TracedLab, post, traced_client
 
 SLACK = 100_000  # nanoseconds: each side's offset of the wall clock is taken for itself
 PHASES = (("queue",), ("prefill",), ("decode",))
@@ -35,10 +29,6 @@ PHASES = (("queue",), ("prefill",), ("decode",))
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return served_model(tmp_path_factory.mktemp("model"))
-
-
-async def post(client: httpx.AsyncClient, path="/v1/completions", headers=None, **changes) -> httpx.Response:
-    return await client.post(path, json={**BODY, **changes}, headers=headers)
 
 
 async def test_streamed_request_is_one_trace_with_all_spans_joined(model):
@@ -81,7 +71,9 @@ async def test_spans_lie_within_their_parents_and_phases_leave_no_gap(model):
 async def test_spans_tell_what_was_asked_and_what_came(model):
     async with TracedLab() as lab, traced_client(lab, model) as client:
         await lab.begin("a")
-        answer = await post(client, temperature=0.5, top_p=0.9, top_k=7, n=2, headers={"x-request-id": "mine"})
+        answer = await post(
+            client, temperature=0.5, top_p=0.9, top_k=7, seed=11, n=2, headers={"x-request-id": "mine"}
+        )
         await until(lambda: len(lab.spans.all()) == 6)
     spans = lab.spans
     request_id = answer.text.split('"id":"')[1].split('"')[0]
@@ -90,6 +82,7 @@ async def test_spans_tell_what_was_asked_and_what_came(model):
     assert told[names.REQUEST_MODEL] == told[names.RESPONSE_MODEL] == MODEL
     assert told[names.RESPONSE_ID] == request_id
     assert (told[names.REQUEST_TEMPERATURE], told[names.REQUEST_TOP_P], told[names.REQUEST_TOP_K]) == (0.5, 0.9, 7)
+    assert told[names.REQUEST_SEED] == 11
     assert (told[names.REQUEST_MAX_TOKENS], told[names.REQUEST_CHOICE_COUNT]) == (12, 2)
     assert (told[names.USAGE_INPUT_TOKENS], told[names.USAGE_OUTPUT_TOKENS]) == (5, 24)
     assert told[names.RESPONSE_FINISH_REASONS] == ("length", "length")
@@ -149,6 +142,43 @@ async def test_wait_for_a_replica_and_for_a_turn_are_spans(model):
     assert [one.name for one in spans.children(second)] == ["turn", "attempt"]
 
 
+async def test_request_that_never_gets_its_turn_shows_how_long_it_waited(model):
+    async with TracedLab() as lab:
+        gate = FairGate(lab.dispatcher, lambda: 1, FairGateConfig(max_wait=0.05))
+        async with traced_client(lab, model, gate=gate) as client:
+            first = asyncio.create_task(post(client))
+            await until(lambda: lab.dispatcher.queue().requests == 1)
+            refused = await post(client)
+            await lab.begin("a")
+            await first
+    assert refused.status_code == 429
+    spans = lab.spans
+    (ingress,) = [one for one in spans.named("POST /v1/completions") if names.ERROR_TYPE in one.attributes]
+    assert spans.tree(ingress)[1] == (f"text_completion {MODEL}", ("turn",))
+    (request,) = spans.children(ingress)
+    assert request.attributes[names.ERROR_TYPE] == "overloaded"
+    assert request.status.status_code is StatusCode.UNSET
+    (turn,) = spans.children(request)
+    assert turn.end_time - turn.start_time >= 50_000_000 - SLACK
+
+
+def test_refusal_of_a_replica_that_drains_is_no_migration():
+    """Nothing ran there: `squadron_migrations_total` does not count it, either."""
+    spans = Spans()
+    trace = call_trace(spans.tracing(), "call", "chat", {}, {})
+    live = LiveRequest(TokenLog(long_request("r"), None), 0.0, CallContext(trace=trace))
+    told = live.trace
+    for replica, why in (("a", "draining"), ("b", "lost"), ("c", "")):
+        told.attempt(live, replica)
+        told.sent()
+        told.attempt_over(why)
+        if why == "lost":
+            told.moves("replica b is lost")
+    told.end(live)
+    assert len(spans.named("attempt")) == 3
+    assert spans.one("chat").attributes[names.MIGRATIONS] == 1
+
+
 async def test_preemption_is_a_span_within_its_phase(model):
     async with TracedLab(max_num_seqs=4) as lab, traced_client(lab, model) as client:
         await lab.begin("a", num_blocks=9)
@@ -162,65 +192,6 @@ async def test_preemption_is_a_span_within_its_phase(model):
         assert phase.start_time <= one.start_time <= one.end_time <= phase.end_time
     told = [phase.attributes[names.PREEMPTIONS] for phase in spans.named("decode")]
     assert sum(told) >= len(spans.named("preempted")) > 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "headers", "status", "code"),
-    [
-        ({"max_tokens": "many"}, {}, 400, "invalid_type"),
-        ({"model": "other"}, {}, 404, "model_not_found"),
-        ({}, {"authorization": "Bearer wrong"}, 401, "unauthorized"),
-    ],
-)
-async def test_refused_calls_carry_their_code_and_are_no_faults(model, changes, headers, status, code):
-    async with TracedLab() as lab, traced_client(lab, model, api_key="right") as client:
-        answer = await post(client, headers={"authorization": "Bearer right"} | headers, **changes)
-    assert answer.status_code == status
-    span = lab.spans.one("POST /v1/completions")
-    assert span.attributes[names.ERROR_TYPE] == code == answer.json()["error"]["code"]
-    assert span.attributes[names.HTTP_RESPONSE_STATUS_CODE] == status
-    assert span.status.status_code is StatusCode.UNSET
-    assert lab.spans.named("attempt") == []
-
-
-async def test_request_that_the_engine_refuses_carries_the_code_in_every_span(model):
-    async with TracedLab() as lab, traced_client(lab, model) as client:
-        await lab.begin("a")
-        answer = await post(client, prompt=[VOCAB + 5])
-        await until(lambda: len(lab.spans.all()) == 4)
-    code = answer.json()["error"]["code"]
-    assert {one.attributes[names.ERROR_TYPE] for one in lab.spans.all()} == {code}
-    assert lab.spans.tree(lab.spans.one("attempt")) == ("attempt", ("queue",))
-
-
-async def test_failure_of_ours_is_an_error(model):
-    config = DispatcherConfig(no_replica_timeout=0.05)
-    async with TracedLab(config) as lab, traced_client(lab, model) as client:
-        await lab.begin("a", poison=6)
-        answer = await post(client)
-        await until(lambda: lab.spans.named("POST /v1/completions") != [])
-    assert answer.status_code >= 500
-    for name in ("POST /v1/completions", f"text_completion {MODEL}"):
-        span = lab.spans.one(name)
-        assert span.attributes[names.ERROR_TYPE] == answer.json()["error"]["code"]
-        assert span.status.status_code is StatusCode.ERROR
-    assert lab.spans.one("engine").attributes[names.ERROR_TYPE] == "engine_dead"
-
-
-async def test_client_that_leaves_is_no_fault(model):
-    async with TracedLab() as lab:
-        await lab.begin("a", steps=3)
-        trace = call_trace(lab.spans.tracing(), "POST /v1/completions", "text_completion", {}, {})
-        chunks = lab.dispatcher.generate(long_request("r"), CallContext(trace=trace))
-        await anext(chunks)
-        await chunks.aclose()
-        lab.alive["a"].executor.allow(100)
-        await until(lambda: len(lab.spans.named("decode")) == 1)
-    for name in ("text_completion", "attempt"):
-        span = lab.spans.one(name)
-        assert span.attributes[names.ERROR_TYPE] == "cancelled"
-        assert span.status.status_code is StatusCode.UNSET
-    assert lab.spans.one("decode").attributes[names.FINISH_REASONS] == ("abort",)
 
 
 async def test_unsampled_parent_gives_no_spans_and_nothing_to_the_replica(model):
@@ -277,7 +248,9 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
             call = served.stub.Generate(request, metadata=(("traceparent", TRACEPARENT),))
             await gathered(call)
             trailing = dict(await call.trailing_metadata())
-            bad = await refusal_of(served.stub.Generate(pb.GenerateRequest(model="other", prompt="a")))
+            refused_call = served.stub.Generate(pb.GenerateRequest(model="other", prompt="a"))
+            bad = await refusal_of(refused_call)
+            trailing_bad = dict(await refused_call.trailing_metadata())
             await served.stub.Health(pb.HealthRequest())
             await until(lambda: len(lab.spans.all()) == 7)
     good, refused = lab.spans.named("squadron.v1.Inference/Generate")
@@ -287,50 +260,6 @@ async def test_grpc_call_is_traced_as_an_http_one(model):
     assert good.attributes[names.RPC_RESPONSE_STATUS_CODE] == "OK"
     assert refused.attributes[names.ERROR_TYPE] == bad.code == "model_not_found"
     assert refused.attributes[names.RPC_RESPONSE_STATUS_CODE] == bad.status.name
-
-
-HEX = st.text("0123456789abcdef", min_size=1, max_size=40)
-PARENTS = st.one_of(
-    st.text(max_size=80),
-    st.builds("{}-{}-{}-{}".format, HEX, HEX, HEX, HEX),
-    st.builds(
-        "00-{}-{}-{}".format,
-        st.text("0123456789abcdef", min_size=32, max_size=32),
-        st.text("0123456789abcdef", min_size=16, max_size=16),
-        st.sampled_from(["00", "01", "03", "ff"]),
-    ),
-)
-STATES = st.one_of(st.text(max_size=700), st.builds(lambda one, n: ",".join([one] * n), HEX, st.integers(1, 300)))
-
-
-@pytest.fixture(scope="module")
-def traced():
-    spans = Spans()
-    return spans, spans.tracing()
-
-
-@given(PARENTS, STATES)
-def test_whatever_a_client_sends_as_context_does_no_harm(traced, parent, state):
-    spans, tracing = traced
-    spans.exporter.clear()
-    trace = call_trace(tracing, "call", "chat", {"traceparent": parent, "tracestate": state}, {})
-    if trace is None:
-        assert int(parent[-2:], 16) & 1 == 0, "only a parent that does not sample keeps spans away"
-        return
-    request = trace.request(long_request("r"))
-    sent = tracing.carried(request._span)
-    message = submit_message(long_request("r"), 0, trace=sent)
-    assert decode_up(encode(message)).trace == sent, "the replica must be able to read it"
-    trace.end({})
-    (span,) = spans.all()
-    if span.parent is not None:
-        assert f"-{span.parent.trace_id:032x}-{span.parent.span_id:016x}-" in parent
-
-
-async def test_context_that_is_no_context_is_passed_over_by_a_replica():
-    async with TracedLab() as lab:
-        spans = lab.spans.engine("a")
-        for carried in ("", "00-zz", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"):
-            spans.begin(long_request("r"), TraceContext(carried), 0.0)
-        spans.abandon("engine_dead", 1.0)
-        assert lab.spans.all() == []
+    ids = f"00-{refused.context.trace_id:032x}-{refused.context.span_id:016x}-"
+    assert trailing_bad["traceresponse"].startswith(ids), "a refusal is what one looks for most"
+    assert good.attributes[names.TENANT] == refused.attributes[names.TENANT] == "default"

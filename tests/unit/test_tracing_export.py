@@ -27,6 +27,7 @@ from opentelemetry.semconv.attributes import (
 from cluster.config import parse_config
 from cluster.message_parts import TraceContext
 from cluster.tracing import provider, semantics
+from cluster.tracing.call_trace import call_trace
 from cluster.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
 from cluster.tracing.engine_spans import EngineSpans
 from cluster.tracing.exporters import FileExporter, ForgivingExporter
@@ -36,6 +37,7 @@ from cluster.tracing.start import replica_spans, router_tracing
 from engine.errors import ConfigError
 from tests.openai_app import MODEL, app_for, saying, served_model, serving
 from tests.unit.cluster_lab import long_request
+from tests.unit.tracing_lab import Spans
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +60,23 @@ def test_writers_that_share_a_file_write_whole_lines(tmp_path):
     assert len(spans) == 600
     assert {span["resource"]["attributes"]["service.instance.id"] for span in spans} == {"0", "1"}
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(("step", "followed"), [(3600.0, 3600.0), (-3600.0, -3600.0), (0.02, 0.0)])
+def test_wall_clock_that_is_set_is_followed_by_calls_that_come_later(monkeypatch, step, followed):
+    wall, monotonic = 1e9, 5.0
+    monkeypatch.setattr(provider.time, "time_ns", lambda: int(wall * 1e9))
+    monkeypatch.setattr(provider.time, "monotonic_ns", lambda: int(monotonic * 1e9))
+    spans = Spans()
+    router, replica = spans.tracing(), spans.engine("a")
+    wall += 10 + step
+    monotonic += 10
+    trace = call_trace(router, "call", "chat", {}, {})
+    replica.begin(long_request("r"), TraceContext(trace.response), monotonic)
+    replica.abandon("closed", monotonic)
+    trace.end({})
+    told = [router.nanos(monotonic), spans.one("engine").start_time]
+    assert told == [pytest.approx((1e9 + 10 + followed) * 1e9, abs=1e6)] * 2
 
 
 class DeadCollector(SpanExporter):

@@ -71,3 +71,7 @@ async def traced_client(lab: TracedLab, model: ServedModel, **changes) -> AsyncI
     app = RouterTracing(lab.spans.tracing()).app(app_for(lab.dispatcher, model, **changes))
     async with client_for(app) as client:
         yield client
+
+
+async def post(client: httpx.AsyncClient, path="/v1/completions", headers=None, **changes) -> httpx.Response:
+    return await client.post(path, json={**BODY, **changes}, headers=headers)
