@@ -56,12 +56,16 @@ class Window:
         return sum(self.growth(name, **labels).values()) / self.seconds
 
     def growth(self, name: str, **labels: str) -> Series:
-        """Return how much each sample of a counter grew; one that began anew, by all that it has."""
+        """Return how much each sample of a counter grew; one that began anew, by all that it has.
+
+        A replica that the router did not know at the old look brings the counters of all its life: none of it counts.
+        """
         wanted = labels.items()
         before = self.old.samples.get(name, {})
+        known = _replicas(before)
         grown = {}
         for key, value in self.new.samples.get(name, {}).items():
-            if key >= wanted:
+            if key >= wanted and _replica(key) in known:
                 was = before.get(key, 0.0)
                 grown[key] = value - was if value >= was else value
         return grown
@@ -86,3 +90,12 @@ def by_label(series: Series, label: str, kept: Callable[[str], bool] = bool) -> 
         if kept(name):
             sums[name] = sums.get(name, 0.0) + value
     return sums
+
+
+def _replicas(series: Series) -> set[str]:
+    """Return the replicas that a series is of; "" is what routers count themselves."""
+    return {"", *map(_replica, series)}
+
+
+def _replica(key: Labels) -> str:
+    return dict(key).get("replica", "")
