@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.link import ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
 
@@ -12,7 +13,7 @@ REPLICA = f"{MODEL}, replica"
 DEPLOYMENT = f"{CLUSTER}, deployment"
 OF_MODEL = "{{ $labels.model_name }}"
 GOOD_ENDS = "completed|aborted|deadline_exceeded"  # a deadline is the client's, and has an alert of its own
-DEATHS = "lost|engine_dead|stalled|silent"  # reasons for which a link ends with its replica
+DEATHS = "|".join(code for code in ENDS if code not in PEER_ALIVE)  # why a link ends with its replica
 
 
 def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:

@@ -7,6 +7,7 @@ import re
 import pytest
 import yaml
 
+from cluster.link import ENDS, PEER_ALIVE
 from deploy.alerts.rules import rules_text
 from deploy.alerts.table import TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
@@ -35,6 +36,13 @@ def test_every_label_of_a_summary_is_one_that_the_expression_leaves() -> None:
     for alert in ALERTS.values():
         for label in re.findall(r"\$labels\.(\w+)", alert.summary + alert.description):
             assert re.search(rf"by \([^)]*\b{label}\b", alert.expr), alert.name
+
+
+def test_links_that_healthy_replicas_end_are_no_deaths() -> None:
+    """Such as those of a router that was held up: `silent` is what replicas say of it."""
+    matched = re.search(r'reason=~"([^"]*)"', ALERTS["SquadronCrashLoop"].expr)
+    assert matched is not None
+    assert {*matched[1].split("|")} == {*ENDS} - PEER_ALIVE
 
 
 def test_names_are_unique_and_each_alert_has_a_case() -> None:
