@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from cluster.figures.requests import FAULTS
 from cluster.link import ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
@@ -12,7 +13,8 @@ MODEL = f"{CLUSTER}, model_name"
 REPLICA = f"{MODEL}, replica"
 DEPLOYMENT = f"{CLUSTER}, deployment"
 OF_MODEL = "{{ $labels.model_name }}"
-GOOD_ENDS = "completed|aborted|deadline_exceeded"  # a deadline is the client's, and has an alert of its own
+ERRORS = "|".join(FAULTS)  # a deadline is the client's, and has an alert of its own
+UNSERVED = "no_replica|replica_lost"  # what clients are told where no replica is ready, or comes in time
 DEATHS = "|".join(code for code in ENDS if code not in PEER_ALIVE)  # why a link ends with its replica
 
 
@@ -22,6 +24,7 @@ def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
 
 
 def _of_service() -> tuple[Alert, ...]:
+    unserved = f'increase({metric("requests_ended")}{{outcome=~"{UNSERVED}"}}[5m])'
     return (
         Alert(
             "SquadronSilent",
@@ -36,11 +39,12 @@ def _of_service() -> tuple[Alert, ...]:
         Alert(
             "SquadronNoReadyReplica",
             f'max by ({MODEL}) ({metric("replicas")}{{state="ready"}}) == 0 '
-            f"and on ({MODEL}) sum by ({MODEL}) ({metric('requests_live')}) > 0",
+            f"and on ({MODEL}) sum by ({MODEL}) ({unserved}) > 0",
             "1m",
             "critical",
-            f"Requests for {OF_MODEL} wait, and no replica is ready",
-            "Clients get 503 once they have waited long enough. Next: `squadron status` says for each replica what "
+            f"Requests for {OF_MODEL} get 503, and no replica is ready",
+            "A model that was scaled to zero and is on its way is quiet until clients have waited in vain "
+            "(cold_start_timeout). Next: `squadron status` says for each replica what "
             "keeps it from serving, `squadron doctor` on its node what to mend there.",
         ),
     )
@@ -115,7 +119,7 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
     return (
         Alert(
             "SquadronHighErrorShare",
-            f'sum by ({MODEL}) (rate({ended}{{outcome!~"{GOOD_ENDS}"}}[5m])) / {per_model} > 0.05',
+            f'sum by ({MODEL}) (rate({ended}{{outcome=~"{ERRORS}"}}[5m])) / {per_model} > 0.05',
             "5m",
             "critical",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} end in errors",

@@ -86,7 +86,9 @@ def moves(migrations: int, accepted: int) -> dict[str, str]:
 
 CASES = {
     "SquadronSilent": Case(ours("replicas", M, "1+0"), ours("requests_live", M, "0+0"), early=3),
-    "SquadronNoReadyReplica": Case(state(ready=0, live=2), state(ready=0, live=0)),
+    "SquadronNoReadyReplica": Case(
+        state(ready=0, live=2) | ends("no_replica", 1), state(ready=0, live=2) | ends("no_replica", 0)
+    ),
     "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
     "SquadronRouterLost": Case(copies("Router", 2, 1), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
@@ -94,7 +96,11 @@ CASES = {
     "SquadronMigrationStorm": Case(moves(20, 100), moves(5, 100), early=3),
     "SquadronHighErrorShare": Case(
         ends("completed", 90) | ends("replica_lost", 10),
-        ends("completed", 98) | ends("internal_error", 2) | ends("aborted", 50) | ends("deadline_exceeded", 20),
+        ends("completed", 98)
+        | ends("internal_error", 2)
+        | ends("aborted", 50)
+        | ends("deadline_exceeded", 20)
+        | ends("invalid_value", 50),
         early=3,
     ),
     "SquadronSlowFirstToken": Case(first_tokens(10, 100), first_tokens(99, 100), early=3),
