@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.figures.requests import FAULTS
-from cluster.link import ENDS, PEER_ALIVE
+from cluster.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
 
@@ -16,6 +16,7 @@ OF_MODEL = "{{ $labels.model_name }}"
 ERRORS = "|".join(FAULTS)  # a deadline is the client's, and has an alert of its own
 UNSERVED = "no_replica|replica_lost"  # what clients are told where no replica is ready, or comes in time
 DEATHS = "|".join(code for code in ENDS if code not in PEER_ALIVE)  # why a link ends with its replica
+PLANNED = f"{CLOSED}|{DRAINED}"  # why links end at an update or a scale-down
 
 
 def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
@@ -89,6 +90,7 @@ def _of_copies() -> tuple[Alert, ...]:
 
 def _of_deaths() -> tuple[Alert, ...]:
     deaths = f'increase({metric("links_lost")}{{reason=~"{DEATHS}"}}[15m])'
+    unplanned = f'increase({metric("links_lost")}{{reason!~"{PLANNED}"}}[10m])'
     return (
         Alert(
             "SquadronCrashLoop",
@@ -102,12 +104,14 @@ def _of_deaths() -> tuple[Alert, ...]:
         Alert(
             "SquadronMigrationStorm",
             f"sum by ({MODEL}) (rate({metric('migrations')}[10m])) "
-            f"/ sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0.1",
+            f"/ (sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0) > 0.1 "
+            f"and on ({MODEL}) sum by ({MODEL}) ({unplanned}) > 0",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} move to another replica",
-            "Their clients see pauses, and what was computed is computed again. Next: `squadron status` (do replicas "
-            "die, or stall?), and `squadron why ID` for one of the requests.",
+            "Replicas are lost; an update or a scale-down alone is quiet. Clients see pauses, and what was computed "
+            "is computed again. Next: `squadron status` (do replicas die, or stall?), and `squadron why ID` "
+            "for one of the requests.",
         ),
     )
 

@@ -93,7 +93,9 @@ CASES = {
     "SquadronRouterLost": Case(copies("Router", 2, 1), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
     "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5) | lost("silent", 5)),
-    "SquadronMigrationStorm": Case(moves(20, 100), moves(5, 100), early=3),
+    "SquadronMigrationStorm": Case(
+        moves(20, 100) | lost("lost", 0.5), moves(20, 100) | lost("lost", 0) | lost("drained", 1), early=3
+    ),
     "SquadronHighErrorShare": Case(
         ends("completed", 90) | ends("replica_lost", 10),
         ends("completed", 98)
