@@ -164,7 +164,7 @@ def _of_engines() -> tuple[Alert, ...]:
     return (
         Alert(
             "SquadronKVCacheFull",
-            f"max by ({REPLICA}) ({metric('kv_cache_usage_perc')}) > 0.95 "
+            f"max by ({REPLICA}) (max_over_time({metric('kv_cache_usage_perc')}[5m])) > 0.95 "
             f"and on ({REPLICA}) sum by ({REPLICA}) (rate({metric('num_preemptions')}[5m])) > 0",
             "10m",
             "warning",

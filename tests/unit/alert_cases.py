@@ -12,6 +12,7 @@ Series = Mapping[str, str]
 MINUTES = 40
 M = 'ray_io_cluster="c",model_name="m"'
 R = f'{M},replica="r"'
+UP_AND_DOWN = "0.99 0.8 0.7 " * (MINUTES // 3) + "0.8+0"  # what preempted sequences held is free for a while
 SERVE = 'ray_io_cluster="c",application="squadron"'
 
 
@@ -72,9 +73,9 @@ def deployment_status(value: int) -> dict[str, str]:
     return metric("serve_deployment_status", f'{SERVE},deployment="Replica"', f"{value}+0")
 
 
-def cache(usage: float, preempted: int) -> dict[str, str]:
+def cache(usage: str, preempted: int) -> dict[str, str]:
     """Return how full a KV cache is, and how many sequences are preempted each minute."""
-    return ours("kv_cache_usage_perc", R, f"{usage}+0") | ours("num_preemptions_total", R, f"0+{preempted}")
+    return ours("kv_cache_usage_perc", R, usage) | ours("num_preemptions_total", R, f"0+{preempted}")
 
 
 def moves(migrations: int, accepted: int) -> dict[str, str]:
@@ -114,7 +115,7 @@ CASES = {
         ends("completed", 98) | ends("deadline_exceeded", 2),
         early=3,
     ),
-    "SquadronKVCacheFull": Case(cache(0.99, 2), cache(0.99, 0), early=8),
+    "SquadronKVCacheFull": Case(cache(UP_AND_DOWN, 2), cache("0.99+0", 0), early=8),
     "SquadronMisplacedTokens": Case(
         ours("misplaced_rows_total", f'{M},router="a"', "0+1"), ours("misplaced_rows_total", f'{M},router="a"', "7+0")
     ),
