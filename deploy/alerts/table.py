@@ -52,7 +52,11 @@ def _of_service() -> tuple[Alert, ...]:
 
 
 def _of_copies() -> tuple[Alert, ...]:
-    """What Serve wants, less what passes its checks; where it tells of none that do, that is none."""
+    """What Serve wants, less what passes its checks.
+
+    Where it tells of no replica that passes, that is none. Of routers it is no loss, but an installation whose pods
+    are being pulled: of those that had passed and are gone it tells 0.
+    """
     healthy, wanted = f'{SERVE_HEALTHY}{{deployment="Router"}}', f'{SERVE_WANTED}{{deployment="Router"}}'
     replicas_wanted = f'sum by ({DEPLOYMENT}) ({SERVE_WANTED}{{deployment=~"Replica.*"}})'
     replicas_healthy = f'sum by ({DEPLOYMENT}) ({SERVE_HEALTHY}{{deployment=~"Replica.*"}})'
@@ -68,8 +72,7 @@ def _of_copies() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronRouterLost",
-            f"sum by ({CLUSTER}) ({wanted}) - (sum by ({CLUSTER}) ({healthy}) or sum by ({CLUSTER}) ({wanted}) * 0) "
-            "> 0",
+            f"sum by ({CLUSTER}) ({wanted}) - sum by ({CLUSTER}) ({healthy}) > 0",
             "2m",
             "critical",
             "{{ $value }} routers are missing",

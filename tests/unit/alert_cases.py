@@ -91,7 +91,7 @@ CASES = {
         state(ready=0, live=2) | ends("no_replica", 1), state(ready=0, live=2) | ends("no_replica", 0)
     ),
     "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
-    "SquadronRouterLost": Case(copies("Router", 2, 1), copies("Router", 2, 2), early=1),
+    "SquadronRouterLost": Case(copies("Router", 2, 0), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
     "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5) | lost("silent", 5)),
     "SquadronMigrationStorm": Case(

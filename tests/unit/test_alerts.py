@@ -13,7 +13,7 @@ from deploy.alerts.table import TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
 from tests.promql import named, trouble
 from tests.promtool import needs_promtool, promtool
-from tests.unit.alert_cases import CASES, MINUTES, lost, moves
+from tests.unit.alert_cases import CASES, MINUTES, copies, lost, moves
 
 ALERTS = {alert.name: alert for alert in alerts()}
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
@@ -86,8 +86,9 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
     [
         ("SquadronMigrationStorm", moves(5, 100) | lost("lost", 0.5)),
         ("SquadronMigrationStorm", moves(1, 0) | lost("lost", 0.5)),
+        ("SquadronRouterLost", {name: v for name, v in copies("Router", 2, 0).items() if "target" in name}),
     ],
-    ids=["few move", "nothing comes that they could be a share of"],
+    ids=["few move", "nothing comes that they could be a share of", "routers that have never started"],
 )
 def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
     assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
