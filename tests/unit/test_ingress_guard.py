@@ -83,6 +83,15 @@ async def test_who_has_no_answer_yet_gets_a_typed_503(died: tuple) -> None:
     assert not body.get("more_body")
 
 
+@pytest.mark.parametrize("label", [b"\x1b[2Ja", b"a\x85forged", b"a" * 2000], ids=["escape", "next line", "long"])
+async def test_a_clients_label_that_is_unfit_for_a_log_is_in_none(caplog, label: bytes) -> None:
+    with caplog.at_level(logging.WARNING, "cluster"):
+        _, body = await ask(proxy(), [(b"x-request-id", label)])
+    assert json.loads(body["body"])["error"]["request_id"] is None
+    (record,) = caplog.records
+    assert label.decode("latin-1") not in record.getMessage()
+
+
 async def test_numbered_events_are_ended_by_a_numbered_error() -> None:
     frames = (
         b'event: a\ndata: {"type":"a","sequence_number":7}\n\nevent: b\ndata: {"type":"b","sequence_number":8}\n\n'
