@@ -128,7 +128,7 @@ class Attempts:
             extra = about_request(live.request_id)
             logger.error("request %s is quarantined after %d replica deaths", *told, extra=extra)
             message = "replicas died each time they took up this request; it is not tried again"
-            self.fail(live, ApiError("request_quarantined", message, status=500, retryable=False))
+            self.fail(live, ApiError("request_quarantined", message, retryable=False))
             return
         self._counters.migrations += 1
         if live.trace is not None:

@@ -25,13 +25,17 @@ class Publisher(Protocol):
 
 
 class Publishing:
-    """Publishes what `snapshot` returns, at once and every `period` seconds until stopped, or the process ends."""
+    """Publishes what `snapshot` returns, at once and every `period` seconds until stopped, or the process ends.
+
+    What keeps it from that is logged when it begins and when it is over, not at every round between.
+    """
 
     def __init__(self, snapshot: Snapshot, publisher: Publisher, period: float) -> None:
         self._snapshot = snapshot
         self._publisher = publisher
         self._period = period
         self._stop = threading.Event()
+        self._failing = False
         self._thread = threading.Thread(target=self._run, name="figures", daemon=True)
 
     def start(self) -> None:
@@ -56,10 +60,19 @@ class Publishing:
         except LoopGoneError:
             raise
         except TimeoutError:
-            logger.warning("figures were not published: the event loop is held up")
+            self._failed("figures are not published: the event loop is held up", traceback=False)
         except Exception:
             # Figures must not end what they are about; the next round may do better.
-            logger.exception("figures were not published")
+            self._failed("figures are not published", traceback=True)
+        else:
+            if self._failing:
+                logger.info("figures are published again")
+            self._failing = False
+
+    def _failed(self, message: str, traceback: bool) -> None:
+        level = logging.DEBUG if self._failing else logging.ERROR if traceback else logging.WARNING
+        logger.log(level, message, exc_info=traceback)
+        self._failing = True
 
 
 class LoopGoneError(Exception):

@@ -20,9 +20,10 @@ _Key = tuple[str, tuple[str, ...]]
 
 
 def publish_period() -> float:
-    """Return how often gauges must be told, in seconds: Ray forgets those that it has not been told of for 2 reports.
+    """Return how often Ray is told, in seconds: twice for each of its reports, so that none is of old figures.
 
-    The interval of its reports is not public: where Ray has it no more, it is taken for what Ray's own default is.
+    Until this process ends Ray reports what it was told last; two reports later it forgets the gauges. The interval
+    of its reports is not public: where Ray has it no more, it is taken for what Ray's own default is.
     """
     settings = getattr(ray, "_config", None)
     told = getattr(settings, "metrics_report_interval_ms", None)
@@ -69,7 +70,6 @@ class RayPublisher:
         if family.kind is Kind.COUNTER:
             self._add(name, family, sample.value, tags)
         else:
-            # Also where nothing has changed: what is not told again is taken for that of a process that is gone.
             self._gauge(name + suffix, family, tags).set(sample.value, tags)
 
     def _add(self, name: str, family: Family, value: float, tags: dict[str, str]) -> None:

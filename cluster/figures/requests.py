@@ -14,6 +14,18 @@ from cluster.counters import DispatcherCounters
 from cluster.figures.samples import by_label, family_of
 from cluster.link import ENDS
 
+# Codes of errors that a request, once it is taken in, ends with by a fault of ours; all others are its client's.
+FAULTS = (
+    "no_replica",
+    "replica_lost",
+    "model_changed",
+    "out_of_memory",
+    "shutting_down",
+    "internal_error",
+    "request_quarantined",
+)
+OUTCOMES = ("completed", "aborted", "deadline_exceeded", *FAULTS)  # that alerts go by
+
 
 class RequestCollector(Collector):
     """Reads a dispatcher's counters at each scrape. live: says how many requests have not ended."""
@@ -33,7 +45,7 @@ class RequestCollector(Collector):
         label = (self._model_name,)
         yield family_of("requests_live", {label: self._live()})
         yield family_of("requests_accepted", {label: counters.accepted})
-        yield self._by("requests_ended", ("completed", "aborted"), counters.outcomes)
+        yield self._by("requests_ended", OUTCOMES, counters.outcomes)
         yield self._by("links_lost", ENDS, counters.links_lost)
         yield family_of("stale_rows", {label: counters.stale_rows + counters.stale_reports})
         yield family_of("misplaced_rows", {label: counters.misplaced_rows})

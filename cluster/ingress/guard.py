@@ -17,6 +17,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.log_lines import about
 from cluster.logs import log_to_serve
@@ -144,5 +145,9 @@ def no_router(request_id: str | None) -> ApiError:
 
 
 def _request_id(scope: Scope) -> str | None:
-    """The id that the answer shows as `x-request-id`: Serve's proxy puts one on every request that brings none."""
-    return Headers(scope=scope).get("x-request-id")
+    """The id that the answer shows as `x-request-id`: Serve's proxy puts one on every request that brings none.
+
+    None where a client's own is unfit for a line of a log.
+    """
+    name = Headers(scope=scope).get("x-request-id", "")
+    return name if is_client_id(name) else None

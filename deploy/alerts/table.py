@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.figures.requests import FAULTS
+from cluster.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
 
@@ -11,8 +13,10 @@ MODEL = f"{CLUSTER}, model_name"
 REPLICA = f"{MODEL}, replica"
 DEPLOYMENT = f"{CLUSTER}, deployment"
 OF_MODEL = "{{ $labels.model_name }}"
-GOOD_ENDS = "completed|aborted|deadline_exceeded"  # a deadline is the client's, and has an alert of its own
-DEATHS = "lost|engine_dead|stalled|silent"  # reasons for which a link ends with its replica
+ERRORS = "|".join(FAULTS)  # a deadline is the client's, and has an alert of its own
+UNSERVED = "no_replica|replica_lost"  # what clients are told where no replica is ready, or comes in time
+DEATHS = "|".join(code for code in ENDS if code not in PEER_ALIVE)  # why a link ends with its replica
+PLANNED = f"{CLOSED}|{DRAINED}"  # why links end at an update or a scale-down
 
 
 def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
@@ -21,6 +25,7 @@ def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
 
 
 def _of_service() -> tuple[Alert, ...]:
+    unserved = f'increase({metric("requests_ended")}{{outcome=~"{UNSERVED}"}}[5m])'
     return (
         Alert(
             "SquadronSilent",
@@ -35,18 +40,23 @@ def _of_service() -> tuple[Alert, ...]:
         Alert(
             "SquadronNoReadyReplica",
             f'max by ({MODEL}) ({metric("replicas")}{{state="ready"}}) == 0 '
-            f"and on ({MODEL}) sum by ({MODEL}) ({metric('requests_live')}) > 0",
+            f"and on ({MODEL}) sum by ({MODEL}) ({unserved}) > 0",
             "1m",
             "critical",
-            f"Requests for {OF_MODEL} wait, and no replica is ready",
-            "Clients get 503 once they have waited long enough. Next: `squadron status` says for each replica what "
+            f"Requests for {OF_MODEL} get 503, and no replica is ready",
+            "A model that was scaled to zero and is on its way is quiet until clients have waited in vain "
+            "(cold_start_timeout). Next: `squadron status` says for each replica what "
             "keeps it from serving, `squadron doctor` on its node what to mend there.",
         ),
     )
 
 
 def _of_copies() -> tuple[Alert, ...]:
-    """What Serve wants, less what passes its checks; where it tells of none that do, that is none."""
+    """What Serve wants, less what passes its checks.
+
+    Where it tells of no replica that passes, that is none. Of routers it is no loss, but an installation whose pods
+    are being pulled: of those that had passed and are gone it tells 0.
+    """
     healthy, wanted = f'{SERVE_HEALTHY}{{deployment="Router"}}', f'{SERVE_WANTED}{{deployment="Router"}}'
     replicas_wanted = f'sum by ({DEPLOYMENT}) ({SERVE_WANTED}{{deployment=~"Replica.*"}})'
     replicas_healthy = f'sum by ({DEPLOYMENT}) ({SERVE_HEALTHY}{{deployment=~"Replica.*"}})'
@@ -62,8 +72,7 @@ def _of_copies() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronRouterLost",
-            f"sum by ({CLUSTER}) ({wanted}) - (sum by ({CLUSTER}) ({healthy}) or sum by ({CLUSTER}) ({wanted}) * 0) "
-            "> 0",
+            f"sum by ({CLUSTER}) ({wanted}) - sum by ({CLUSTER}) ({healthy}) > 0",
             "2m",
             "critical",
             "{{ $value }} routers are missing",
@@ -84,6 +93,7 @@ def _of_copies() -> tuple[Alert, ...]:
 
 def _of_deaths() -> tuple[Alert, ...]:
     deaths = f'increase({metric("links_lost")}{{reason=~"{DEATHS}"}}[15m])'
+    unplanned = f'increase({metric("links_lost")}{{reason!~"{PLANNED}"}}[10m])'
     return (
         Alert(
             "SquadronCrashLoop",
@@ -97,12 +107,14 @@ def _of_deaths() -> tuple[Alert, ...]:
         Alert(
             "SquadronMigrationStorm",
             f"sum by ({MODEL}) (rate({metric('migrations')}[10m])) "
-            f"/ sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0.1",
+            f"/ (sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0) > 0.1 "
+            f"and on ({MODEL}) sum by ({MODEL}) ({unplanned}) > 0",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} move to another replica",
-            "Their clients see pauses, and what was computed is computed again. Next: `squadron status` (do replicas "
-            "die, or stall?), and `squadron why ID` for one of the requests.",
+            "Replicas are lost; an update or a scale-down alone is quiet. Clients see pauses, and what was computed "
+            "is computed again. Next: `squadron status` (do replicas die, or stall?), and `squadron why ID` "
+            "for one of the requests.",
         ),
     )
 
@@ -114,7 +126,7 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
     return (
         Alert(
             "SquadronHighErrorShare",
-            f'sum by ({MODEL}) (rate({ended}{{outcome!~"{GOOD_ENDS}"}}[5m])) / {per_model} > 0.05',
+            f'sum by ({MODEL}) (rate({ended}{{outcome=~"{ERRORS}"}}[5m])) / {per_model} > 0.05',
             "5m",
             "critical",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} end in errors",
@@ -155,7 +167,7 @@ def _of_engines() -> tuple[Alert, ...]:
     return (
         Alert(
             "SquadronKVCacheFull",
-            f"max by ({REPLICA}) ({metric('kv_cache_usage_perc')}) > 0.95 "
+            f"max by ({REPLICA}) (max_over_time({metric('kv_cache_usage_perc')}[5m])) > 0.95 "
             f"and on ({REPLICA}) sum by ({REPLICA}) (rate({metric('num_preemptions')}[5m])) > 0",
             "10m",
             "warning",

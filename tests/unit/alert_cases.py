@@ -12,6 +12,7 @@ Series = Mapping[str, str]
 MINUTES = 40
 M = 'ray_io_cluster="c",model_name="m"'
 R = f'{M},replica="r"'
+UP_AND_DOWN = "0.99 0.8 0.7 " * (MINUTES // 3) + "0.8+0"  # what preempted sequences held is free for a while
 SERVE = 'ray_io_cluster="c",application="squadron"'
 
 
@@ -72,9 +73,9 @@ def deployment_status(value: int) -> dict[str, str]:
     return metric("serve_deployment_status", f'{SERVE},deployment="Replica"', f"{value}+0")
 
 
-def cache(usage: float, preempted: int) -> dict[str, str]:
+def cache(usage: str, preempted: int) -> dict[str, str]:
     """Return how full a KV cache is, and how many sequences are preempted each minute."""
-    return ours("kv_cache_usage_perc", R, f"{usage}+0") | ours("num_preemptions_total", R, f"0+{preempted}")
+    return ours("kv_cache_usage_perc", R, usage) | ours("num_preemptions_total", R, f"0+{preempted}")
 
 
 def moves(migrations: int, accepted: int) -> dict[str, str]:
@@ -86,15 +87,23 @@ def moves(migrations: int, accepted: int) -> dict[str, str]:
 
 CASES = {
     "SquadronSilent": Case(ours("replicas", M, "1+0"), ours("requests_live", M, "0+0"), early=3),
-    "SquadronNoReadyReplica": Case(state(ready=0, live=2), state(ready=0, live=0)),
+    "SquadronNoReadyReplica": Case(
+        state(ready=0, live=2) | ends("no_replica", 1), state(ready=0, live=2) | ends("no_replica", 0)
+    ),
     "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
-    "SquadronRouterLost": Case(copies("Router", 2, 1), copies("Router", 2, 2), early=1),
+    "SquadronRouterLost": Case(copies("Router", 2, 0), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
-    "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5)),
-    "SquadronMigrationStorm": Case(moves(20, 100), moves(5, 100), early=3),
+    "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5) | lost("silent", 5)),
+    "SquadronMigrationStorm": Case(
+        moves(20, 100) | lost("lost", 0.5), moves(20, 100) | lost("lost", 0) | lost("drained", 1), early=3
+    ),
     "SquadronHighErrorShare": Case(
         ends("completed", 90) | ends("replica_lost", 10),
-        ends("completed", 98) | ends("internal_error", 2) | ends("aborted", 50) | ends("deadline_exceeded", 20),
+        ends("completed", 98)
+        | ends("internal_error", 2)
+        | ends("aborted", 50)
+        | ends("deadline_exceeded", 20)
+        | ends("invalid_value", 50),
         early=3,
     ),
     "SquadronSlowFirstToken": Case(first_tokens(10, 100), first_tokens(99, 100), early=3),
@@ -106,7 +115,7 @@ CASES = {
         ends("completed", 98) | ends("deadline_exceeded", 2),
         early=3,
     ),
-    "SquadronKVCacheFull": Case(cache(0.99, 2), cache(0.99, 0), early=8),
+    "SquadronKVCacheFull": Case(cache(UP_AND_DOWN, 2), cache("0.99+0", 0), early=8),
     "SquadronMisplacedTokens": Case(
         ours("misplaced_rows_total", f'{M},router="a"', "0+1"), ours("misplaced_rows_total", f'{M},router="a"', "7+0")
     ),

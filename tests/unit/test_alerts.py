@@ -7,12 +7,13 @@ import re
 import pytest
 import yaml
 
+from cluster.link import ENDS, PEER_ALIVE
 from deploy.alerts.rules import rules_text
 from deploy.alerts.table import TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
 from tests.promql import named, trouble
 from tests.promtool import needs_promtool, promtool
-from tests.unit.alert_cases import CASES, MINUTES
+from tests.unit.alert_cases import CASES, MINUTES, copies, lost, moves
 
 ALERTS = {alert.name: alert for alert in alerts()}
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
@@ -35,6 +36,13 @@ def test_every_label_of_a_summary_is_one_that_the_expression_leaves() -> None:
     for alert in ALERTS.values():
         for label in re.findall(r"\$labels\.(\w+)", alert.summary + alert.description):
             assert re.search(rf"by \([^)]*\b{label}\b", alert.expr), alert.name
+
+
+def test_links_that_healthy_replicas_end_are_no_deaths() -> None:
+    """Such as those of a router that was held up: `silent` is what replicas say of it."""
+    matched = re.search(r'reason=~"([^"]*)"', ALERTS["SquadronCrashLoop"].expr)
+    assert matched is not None
+    assert {*matched[1].split("|")} == {*ENDS} - PEER_ALIVE
 
 
 def test_names_are_unique_and_each_alert_has_a_case() -> None:
@@ -70,6 +78,20 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
         if case.early:
             tests.append(_test(name, case.fires, case.early, 0))
     assert "SUCCESS" in _run(tmp_path, tests)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [
+        ("SquadronMigrationStorm", moves(5, 100) | lost("lost", 0.5)),
+        ("SquadronMigrationStorm", moves(1, 0) | lost("lost", 0.5)),
+        ("SquadronRouterLost", {name: v for name, v in copies("Router", 2, 0).items() if "target" in name}),
+    ],
+    ids=["few move", "nothing comes that they could be a share of", "routers that have never started"],
+)
+def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
+    assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
 
 
 @needs_promtool

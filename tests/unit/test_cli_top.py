@@ -210,6 +210,22 @@ def test_a_router_that_began_anew_gives_no_rates_below_zero() -> None:
     assert model.ttft is None
 
 
+def test_a_replica_that_a_router_meets_brings_no_burst_of_all_its_life() -> None:
+    """At a scale-up, and where a link that was lost is made anew."""
+    old = read_scrape(RECORDED.format(n=1, ended=1, engine=1, hits=1), 0.0)
+    met = """\
+# TYPE squadron_idle_device_seconds counter
+squadron_idle_device_seconds_total{model_name="demo",replica="aaaa1111"} 3
+squadron_idle_device_seconds_total{model_name="demo",replica="cccc3333"} 5000
+# TYPE squadron_tenant_device_seconds counter
+squadron_tenant_device_seconds_total{model_name="demo",replica="aaaa1111",tenant="team-b"} 2
+squadron_tenant_device_seconds_total{model_name="demo",replica="cccc3333",tenant="team-b"} 7000
+"""
+    window = Window(old, read_scrape(met, 2.0))
+    assert window.rate("idle_device_seconds_total") == pytest.approx(1.0)
+    assert window.rate("tenant_device_seconds_total") == pytest.approx(1.0), "of a new tenant on a known replica"
+
+
 def test_before_the_second_look_only_states_are_known() -> None:
     picture = FakeApp().watch().look()
     assert picture.seconds is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -187,6 +188,22 @@ def test_publishing_ends_with_the_loop() -> None:
     publishing._thread.join(10)
     assert not publishing._thread.is_alive()
     assert not told.got
+
+
+def test_what_keeps_figures_from_ray_is_logged_once_until_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    broken = [True, True, True, False, False, True]
+
+    def snapshot() -> list[Metric]:
+        if broken.pop(0):
+            raise ConnectionError("Ray has gone")
+        return []
+
+    publishing = Publishing(snapshot, Told(), period=1.0)
+    with caplog.at_level(logging.INFO):
+        while broken:
+            publishing._publish()
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO", "ERROR"]
+    assert caplog.records[0].exc_info is not None
 
 
 async def test_what_cannot_be_read_is_said_by_who_reads() -> None:

@@ -4,7 +4,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.counters import DispatcherCounters
-from cluster.figures.requests import RequestCollector
+from cluster.errors import STATUS_BY_CODE
+from cluster.figures.requests import FAULTS, RequestCollector
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
 from engine.report import EngineStats
 from engine.request import Request
@@ -125,6 +126,17 @@ def test_two_apps_in_one_process_do_not_share_figures():
     one.of("demo").track([asked(5, n=2)]).tokens(0, 1)
     assert value(one, "prompt_tokens_total") == 5
     assert value(two, "prompt_tokens_total") == 0
+
+
+def test_ends_that_alerts_go_by_are_told_before_the_first_of_them():
+    """A counter that appears with its first events hides them: all that a lost replica costs may come at once."""
+    metrics = Metrics()
+    metrics.register(RequestCollector("demo", DispatcherCounters(), lambda: 0))
+    of_servers = {code for code, status in STATUS_BY_CODE.items() if status >= 500}
+    elsewhere = {"router_lost", "no_router"}  # said by those who stand before routers
+    for outcome in {"completed", "aborted", *of_servers} - elsewhere:
+        assert value(metrics, "requests_ended_total", outcome=outcome) == 0
+    assert {*FAULTS} == of_servers - elsewhere - {"deadline_exceeded"}
 
 
 def test_requests_that_were_taken_in_add_up_and_lost_links_are_told_by_reason():
