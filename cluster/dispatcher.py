@@ -277,10 +277,10 @@ class Dispatcher:
         self.counters.outcomes[outcome] += 1
         if live.request_id in self._flight:
             self._flight.note(live.request_id, Wait.DONE, outcome)
-        if live.trace is not None:
-            live.trace.end(live)
         if not self._live:
             self._quiet.set()
+        if live.trace is not None:
+            live.trace.end(live)
 
     def _expire(self, live: LiveRequest) -> None:
         self._attempts.fail(live, deadline_exceeded())
