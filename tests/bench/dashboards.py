@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import threading
 import time
@@ -27,7 +26,7 @@ from deploy.chart.monitoring import DASHBOARDS
 from tests.bench.all_kinds import Target, load
 from tests.bench.panels import Answer, draw
 from tests.bench.prometheus import Line, Prometheus
-from tests.cluster.harness import APP, AS_SERVED, eventually, free_port, kill, replica_processes, start_serve
+from tests.cluster.harness import APP, eventually, free_port, kill, replica_processes, start_ray, start_serve
 from tests.promql import filled
 
 EVERY = "30s"  # for Grafana's rate interval: routers and replicas tell Ray every five seconds, and Ray its agent
@@ -72,19 +71,7 @@ def main() -> None:
 
 def start(folder: Path) -> Target:
     """Start Ray and an app with tenants, a gRPC port and batches; `folder` keeps these."""
-    os.environ.update(AS_SERVED)
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        log_to_driver=False,
-        configure_logging=False,
-        _node_ip_address="127.0.0.1",
-        _metrics_export_port=free_port(),
-        _system_config={"metrics_report_interval_ms": 5000},
-    )
+    start_ray(_metrics_export_port=free_port(), _system_config={"metrics_report_interval_ms": 5000})
     keys = {tenant: new_key() for tenant in TENANTS}
     entries = [{"tenant": tenant, "key_sha256": hash_key(key).hex()} for tenant, key in keys.items()]
     entries[-1]["requests_per_minute"] = 6

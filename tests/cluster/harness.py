@@ -51,8 +51,11 @@ def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> An
     raise AssertionError(f"not within {timeout} s: {what}; last seen: {last!r}")
 
 
-def start_ray() -> None:
-    """Start a Ray of our own with everything pinned that its defaults would take from the machine."""
+def start_ray(**more: Any) -> None:
+    """Start a Ray of our own with everything pinned that its defaults would take from the machine.
+
+    more: further arguments of `ray.init`.
+    """
     os.environ.update(AS_SERVED)
     os.environ.update(QUICK_AND_OPEN)
     ray.init(
@@ -63,6 +66,7 @@ def start_ray() -> None:
         log_to_driver=False,
         configure_logging=False,
         _node_ip_address="127.0.0.1",
+        **more,
     )
 
 
