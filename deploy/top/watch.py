@@ -38,8 +38,8 @@ class Watch:
         return make_picture(report, tuple(self._windows.values()))
 
     def _scrapes(self, text: str, routers: int) -> dict[float, Scrape]:
-        first = read_scrape(text, self._clock())
-        found = {first.router: first}
+        first = self._read(text)
+        found = {} if first is None else {first.router: first}
         for _ in range(TRIES * (routers - 1)):
             if len(found) >= routers:
                 break
@@ -54,7 +54,14 @@ class Watch:
             answer = self._client.get("/metrics")
         except httpx.HTTPError:
             return None
-        return read_scrape(answer.text, self._clock()) if answer.status_code == 200 else None
+        return self._read(answer.text) if answer.status_code == 200 else None
+
+    def _read(self, text: str) -> Scrape | None:
+        """None for what somebody else put in the place of a router's figures, such as a page of a proxy."""
+        try:
+            return read_scrape(text, self._clock())
+        except ValueError:
+            return None
 
     def _note(self, found: dict[float, Scrape]) -> None:
         for router, scrape in found.items():
@@ -62,7 +69,7 @@ class Watch:
             if before is not None and scrape.at > before.at:
                 self._windows[router] = Window(before, scrape)
             self._last[router] = scrape
-        newest = max(scrape.at for scrape in found.values())
+        newest = max((scrape.at for scrape in found.values()), default=self._clock())
         gone = [router for router, scrape in self._last.items() if newest - scrape.at > self._forgotten]
         for router in gone:
             del self._last[router]

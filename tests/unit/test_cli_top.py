@@ -354,6 +354,20 @@ def test_an_app_that_goes_is_shown_as_gone_and_seen_again() -> None:
     assert watch.look().seconds == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("routers", [1, 2])
+def test_a_page_in_the_place_of_figures_is_passed_over(routers: int) -> None:
+    app = FakeApp(routers)
+    watch = app.watch()
+    watch.look()
+    told = app.routers[0].text
+    app.routers[0].text = lambda: "<html><body>503 Service Unavailable</body></html>"
+    app.clock.now += 2.0
+    assert watch.look().report.condition is Condition.READY
+    app.routers[0].text = told
+    app.clock.now += 2.0
+    assert watch.look().seconds == pytest.approx(4.0 if routers == 1 else 2.0, abs=2.0)
+
+
 def test_nobody_there_is_exit_code_2_at_once_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_top("127.0.0.1:1", None, interval=2.0, once=False, as_json=False) == 2
     assert "or give its URL" in capsys.readouterr().out
