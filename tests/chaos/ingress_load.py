@@ -39,7 +39,10 @@ async def exchanges(port: int, strike: Callable[[], None], key: str | None = Non
             if events == 3:  # the head and a few frames
                 running.release()
 
-        return await post(port, path, asked, on_data, key)
+        got = await post(port, path, asked, on_data, key)
+        if events < 3:  # ended before the fault: its outcome says how
+            running.release()
+        return got
 
     tasks = [asyncio.create_task(begun(path, asked)) for path, asked in RUNNING]
     tasks += [asyncio.create_task(post(port, path, asked, key=key)) for path, asked in UNARY]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import signal
@@ -74,19 +75,33 @@ def listeners(process: psutil.Process) -> list[str]:
     return []
 
 
-def whole_again(command: Command) -> None:
+def statistics(command: Command) -> re.Match[str]:
+    """Addresses of HAProxy's statistics and of its metrics, as told at the start."""
+    told = r"^HAProxy's statistics at (\S+), its metrics at (\S+), without a key$"
+    return re.search(told, command.text, re.MULTILINE)
+
+
+def routers(command: Command) -> set[str]:
+    """Names of the routers to which HAProxy sends requests."""
+    rows = csv.DictReader(httpx.get(f"{statistics(command)[1]};csv", timeout=10).text.splitlines())
+    return {row["svname"] for row in rows if "-Router-" in row["svname"] and row["status"] == "UP"}
+
+
+def whole_again(command: Command, before: set[str] = frozenset(), lost: int = 0) -> None:
+    """Wait for both replicas, and for both routers at HAProxy: `before` but for as many others as were `lost`."""
+
     def whole() -> bool:
         body = httpx.get(f"{url_of(command)}/ready", headers=BEARER, timeout=10).json()
-        return body.get("ready") and len(body["replicas"]) == 2
+        now = routers(command)
+        known = not before or len(before & now) == 2 - lost
+        return body.get("ready") and len(body["replicas"]) == 2 and len(now) == 2 and known
 
-    eventually(whole, "both replicas are ready", 60)
+    eventually(whole, "both replicas and both routers are ready", 60)
 
 
 def test_it_says_what_listens_and_only_loopback_does(served: Command) -> None:
     """But for the one port of each replica that Serve guards with Ray's token, as without HAProxy."""
-    told = re.search(
-        r"^HAProxy's statistics at (\S+), its metrics at (\S+), without a key$", served.text, re.MULTILINE
-    )
+    told = statistics(served)
     assert "Statistics Report for HAProxy" in httpx.get(told[1], timeout=10).text
     assert "haproxy_process_" in httpx.get(told[2], timeout=10).text
     assert "Warning" not in served.text
@@ -120,18 +135,18 @@ async def test_every_answer_survives_a_replica(served: Command) -> None:
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 async def test_no_answer_is_silently_short_when_a_router_dies(served: Command, sign: signal.Signals) -> None:
-    victim = running(served, "ServeReplica:squadron:Router")[0]
+    victim, before = running(served, "ServeReplica:squadron:Router")[0], routers(served)
     got, struck = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
     counts = outcomes(got)
     assert set(counts) <= {"whole", "cut", "router_lost", "no_router"}, counts
     assert counts["cut"], "the dead router's streams must be cut"
     assert not late(got, struck)
-    whole_again(served)
-    eventually(lambda: len(running(served, "ServeReplica:squadron:Router")) == 2, "another router is there")
+    whole_again(served, before, lost=1)
 
 
 def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
     whole_again(served)
+    before = routers(served)
     with openai.OpenAI(base_url=f"{url_of(served)}/v1", api_key=KEY, max_retries=0) as client:
         stream = client.completions.create(
             model="demo", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
@@ -143,7 +158,7 @@ def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
         with pytest.raises(openai.APIError):
             for _ in stream:
                 pass
-    whole_again(served)
+    whole_again(served, before, lost=2)
 
 
 async def test_a_killed_haproxy_cuts_and_comes_back(served: Command) -> None:
