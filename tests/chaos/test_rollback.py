@@ -9,19 +9,16 @@ import httpx
 import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
 
 from cluster.life.app_memory import AppMemory
-from tests.cluster.harness import App, eventually, processes
+from tests.cluster.harness import App, apply_file, eventually, processes
 
 NAME = "rollback"
 ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_timeout": 10}
 
 
 def apply(args: dict[str, Any]) -> None:
-    """Do what `serve deploy FILE` does through Ray's dashboard."""
-    app = {"name": NAME, "route_prefix": f"/{NAME}", "import_path": "cluster.app:build", "args": args}
-    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
+    apply_file({"name": NAME, "route_prefix": f"/{NAME}", "import_path": "cluster.app:build", "args": args})
 
 
 def applied() -> dict[str, Any]:
@@ -40,7 +37,8 @@ def app(serve_port: int) -> Iterator[App]:
     app = App(serve_port, replicas=1, prefix=f"/{NAME}")
     app.wait_whole()
     yield app
-    serve.delete(NAME)
+    apply_file()
+    eventually(lambda: NAME not in serve.status().applications, "the app is gone", 60)
 
 
 def test_a_config_file_that_cannot_be_built_is_rolled_back_to_the_one_before(app: App) -> None:

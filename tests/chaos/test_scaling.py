@@ -7,11 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 from ray import serve
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
 
 from tests.chaos.traffic import Traffic
-from tests.cluster.harness import App, eventually, gone, processes, router_processes
+from tests.cluster.harness import App, apply_file, eventually, gone, processes, router_processes
 
 NAME = "scaling"
 STREAMS = 6
@@ -19,15 +17,15 @@ ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_tim
 
 
 def apply_config(replicas: int) -> None:
-    """Hand Serve the content of a config file, as the dashboard does for `serve deploy`; there is none here."""
-    application = {
-        "name": NAME,
-        "route_prefix": f"/{NAME}",
-        "import_path": "cluster.app:build",
-        "args": ARGS,
-        "deployments": [{"name": "Replica", "num_replicas": replicas}],
-    }
-    _get_global_client().deploy_apps(ServeDeploySchema(applications=[application]))
+    apply_file(
+        {
+            "name": NAME,
+            "route_prefix": f"/{NAME}",
+            "import_path": "cluster.app:build",
+            "args": ARGS,
+            "deployments": [{"name": "Replica", "num_replicas": replicas}],
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,8 @@ def app(serve_port: int) -> Iterator[App]:
     eventually(lambda: serve.status().applications[NAME].status == "RUNNING", "the app runs", 90)
     app.wait_whole()
     yield app
-    serve.delete(NAME)
+    apply_file()
+    eventually(lambda: NAME not in serve.status().applications, "the app is gone", 60)
 
 
 async def scale(app: App, replicas: int) -> None:

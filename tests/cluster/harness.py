@@ -16,6 +16,8 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build
 from deploy.environment import LOCAL_RAY
@@ -132,6 +134,15 @@ def deploy(port: int, name: str = APP, **settings: Any) -> App:
     app = App(port, sum(one.get("replicas", settings.get("replicas", 1)) for one in models), prefix)
     app.wait_whole()
     return app
+
+
+def apply_file(*applications: dict[str, Any]) -> None:
+    """Hand Serve the content of a config file, as Ray's dashboard does for `serve deploy`; there is none here.
+
+    Apps of the file before that are not in this one are deleted. One that `serve.delete` ends comes back with the
+    next controller, which applies the last file again.
+    """
+    _get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
 
 
 def processes(title: str) -> list[psutil.Process]:
