@@ -23,6 +23,7 @@ from tests.cluster.harness import App, deploy, eventually, kill, processes
 
 NAME = "updates"
 STREAMS = 8
+pytestmark = pytest.mark.timeout(400)  # a bad version is tried three times, beside streams and whatever else runs
 SETTINGS: dict[str, Any] = {
     "model": "demo",
     "served_model_name": "demo",
