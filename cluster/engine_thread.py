@@ -17,6 +17,7 @@ from engine.grammar.base import CompiledGrammar
 from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
+from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -253,10 +254,11 @@ class EngineThread:
             refusal = error
         except EngineDeadError:
             raise
-        except Exception:
+        except Exception as error:
             # One request's data must not end the others'.
-            extra = about_request(request.request_id)
-            logger.exception("request %s could not be added", request.request_id, extra=extra)
+            request_id, cause = request.request_id, wordless(error)
+            extra = about_request(request_id)
+            logger.error("request %s could not be added", request_id, exc_info=cause, extra=extra)
             refusal = InvalidRequestError("the request could not be started", None, "internal_error")
         else:
             return

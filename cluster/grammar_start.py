@@ -13,6 +13,7 @@ from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar, PreparedGrammar
 from engine.request import Request
 from engine.sampling_params import StructuredOutput
+from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +72,11 @@ class GrammarStart:
             prepared = await asyncio.to_thread(PreparedGrammar, grammar, request)
         except InvalidRequestError as error:
             self._refused(request.request_id, error)
-        except Exception:
+        except Exception as error:
             # One request's grammar must not end the others'.
-            extra = about_request(request.request_id)
-            logger.exception("request %s: its grammar could not be made", request.request_id, extra=extra)
+            request_id, cause = request.request_id, wordless(error)
+            extra = about_request(request_id)
+            logger.error("request %s: its grammar could not be made", request_id, exc_info=cause, extra=extra)
             why = InvalidRequestError("the grammar could not be made ready", "structured", "internal_error")
             self._refused(request.request_id, why)
         else:

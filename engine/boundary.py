@@ -9,6 +9,7 @@ from typing import Any
 from engine.errors import InvalidRequestError, StepMemoryError
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
+from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,6 @@ class Boundary:
                 logger.error("request %s is shed: %s", request_id, error, extra=about)
                 self._roster.finish_request(request_id, FinishReason.ERROR, NO_MEMORY, error.code)
                 continue
-            logger.error("request %s failed in the engine", request_id, exc_info=error, extra=about)
+            logger.error("request %s failed in the engine", request_id, exc_info=wordless(error), extra=about)
             message = f"the engine failed on this request ({type(error).__name__})"
             self._roster.finish_request(request_id, FinishReason.ERROR, message)

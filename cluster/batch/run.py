@@ -22,6 +22,7 @@ from cluster.errors import ApiError, as_api_error
 from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
 from engine.errors import InvalidRequestError
+from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +139,8 @@ class BatchRun:
             return await self._answers.answer(prepared)
         except BatchError:
             raise
-        except Exception:
-            # A fault of ours in one row must not end the others.
-            logger.exception("row %d failed inside", prepared.task.row)
-            return failed(prepared.task.row, ApiError("internal_error", "the row failed inside; the log has more"))
+        except Exception as error:
+            return _failed_inside(prepared.task.row, error)
 
     async def _prepared(self) -> AsyncIterator[Prepared]:
         """Yield the rows that are to be run. What is wrong with one is its result."""
@@ -150,11 +149,21 @@ class BatchRun:
                 await asyncio.sleep(0)
             if row.number in self._ledger.done:
                 continue
-            try:
-                yield await self._off_loop.run(len(row.raw), partial(self._made_ready, row))
-            except (ApiError, InvalidRequestError) as error:
-                typed = as_api_error(error)
-                self._ledger.note_done(failed(row.number, typed))
+            prepared = await self._ready_or_failed(row)
+            if isinstance(prepared, RowDone):
+                self._ledger.note_done(prepared)
+            else:
+                yield prepared
+
+    async def _ready_or_failed(self, row: SourceRow) -> Prepared | RowDone:
+        try:
+            return await self._off_loop.run(len(row.raw), partial(self._made_ready, row))
+        except (ApiError, InvalidRequestError) as error:
+            return failed(row.number, as_api_error(error))
+        except BatchError:
+            raise
+        except Exception as error:
+            return _failed_inside(row.number, error)
 
     def _made_ready(self, row: SourceRow) -> Prepared:
         return replace(self._preparer.prepare(self._task_of(row)), num_bytes=len(row.raw))
@@ -176,3 +185,9 @@ class BatchRun:
             self._limits.refuse_errors(self._ledger)
         except TooManyErrorsError as error:
             self._stopped = error
+
+
+def _failed_inside(row: int, error: Exception) -> RowDone:
+    """Return the result of a row that met a fault of ours, which must not end the others."""
+    logger.error("row %d failed inside", row, exc_info=wordless(error))
+    return failed(row, ApiError("internal_error", "the row failed inside; the log has more"))

@@ -21,6 +21,7 @@ from cluster.log_lines import about
 from cluster.routing.session import HEADER as SESSION_HEADER
 from cluster.tracing import semantics as names
 from engine.errors import InvalidRequestError
+from engine.wordless import wordless
 
 if TYPE_CHECKING:
     from cluster.tracing.call_trace import CallTrace
@@ -118,8 +119,8 @@ async def exchange(
         await _fail(context, as_api_error(renamed(error)), rpc, answered)
     except ApiError as error:
         await _fail(context, error, rpc, answered)
-    except Exception:
-        log.exception("request %s failed inside", rpc.id, extra=about(rpc.names()))
+    except Exception as error:
+        log.error("request %s failed inside", rpc.id, exc_info=wordless(error), extra=about(rpc.names()))
         sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
         await _fail(context, sorry, rpc, answered)
 

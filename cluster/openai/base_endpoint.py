@@ -20,6 +20,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_json
 from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
+from engine.wordless import wordless
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,8 +63,8 @@ class Responder(ABC):
             await self._fail(answer, as_api_error(error), exchange)
         except ApiError as error:
             await self._fail(answer, error, exchange)
-        except Exception:
-            log.exception("request %s failed inside", exchange["id"], extra=about(exchange))
+        except Exception as error:
+            log.error("request %s failed inside", exchange["id"], exc_info=wordless(error), extra=about(exchange))
             sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
             await self._fail(answer, sorry, exchange)
 

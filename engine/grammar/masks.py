@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.grammar.base import GrammarState
 from engine.report import Ints
+from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class MaskMaker:
         for row, state in zip(bits, states, strict=True):
             try:
                 state.fill(row)
-            except Exception:
+            except Exception as error:
                 # Its own request ends, for no token is left to it; the others go on.
-                logger.exception("a grammar could not say what may come next")
+                logger.error("a grammar could not say what may come next", exc_info=wordless(error))
                 row[:] = 0
         return bits
