@@ -1,4 +1,4 @@
-"""`python -m deploy.fetch MODEL...`: models are fetched and looked at before a pod's Ray starts.
+"""`python -m deploy.fetch MODEL... --tokenizer NAME`: models are fetched and looked at before a pod's Ray starts.
 
 A replica would do the same, but within the time that its start may take, in each rank, and again after each failure.
 """
@@ -15,6 +15,7 @@ from cluster.model_names import resolve_model
 from engine.checkpoint import find_checkpoint, weight_files
 from engine.errors import SquadronError
 from engine.fingerprint import model_fingerprint
+from engine.tokenizer_file import load_tokenizer
 
 
 def fetch(model: str) -> Path:
@@ -28,20 +29,35 @@ def fetch(model: str) -> Path:
     return folder
 
 
+def fetch_tokenizer(name: str) -> None:
+    """Fetch a tokenizer that is not its model's own, and read it as routers will. Raises `CheckpointError`."""
+    load_tokenizer(name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch the models in order; return 0, or 1 after saying what is wrong with one."""
+    """Fetch tokenizers and models in order; return 0, or 1 after saying what is wrong with one."""
     parser = argparse.ArgumentParser(prog="python -m deploy.fetch", description="Fetch models and look at them.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder, a hub id, or 'demo'")
-    for model in parser.parse_args(arguments).models:
-        began = time.monotonic()
-        try:
-            folder = fetch(model)
-        except SquadronError as error:
-            print(f"Error: {error}", file=sys.stderr)
-            return 1
-        size = sum((folder / name).stat().st_size for name in weight_files(folder))
-        print(f"{model}: {size:,} bytes of weights in {folder}, {time.monotonic() - began:.1f} s", flush=True)
+    help_text = "one that a model has in place of its own: a folder or a hub id; can be given several times"
+    parser.add_argument("--tokenizer", action="append", default=[], metavar="NAME", help=help_text)
+    given = parser.parse_args(arguments)
+    try:
+        for name in given.tokenizer:
+            fetch_tokenizer(name)
+            print(f"{name}: the tokenizer is there", flush=True)
+        for model in given.models:
+            _fetch_and_tell(model)
+    except SquadronError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _fetch_and_tell(model: str) -> None:
+    began = time.monotonic()
+    folder = fetch(model)
+    size = sum((folder / name).stat().st_size for name in weight_files(folder))
+    print(f"{model}: {size:,} bytes of weights in {folder}, {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What stands before and beside the pods: probes, budgets, claims, Ingress, route, monitor, notes."""
 
 import pytest
+import yaml
 
 from deploy.probe import LOOKS
 from tests.helm.rendered import CHART, RELEASE, VALUES, clusters, of_kind, rendered
@@ -141,6 +142,18 @@ def test_workers_fetch_the_models_of_their_group_into_the_cache_that_ray_reads(h
             assert first[key] == container[key]
     assert fetched == {"large": ["Qwen/Qwen3-32B"], "small": ["Qwen/Qwen3-Embedding-0.6B"]}
     assert "initContainers" not in cluster["headGroupSpec"]["template"]["spec"]
+
+
+def test_workers_fetch_a_tokenizer_that_is_not_the_models_own(helm4, tmp_path):
+    """Offline, or behind a NetworkPolicy without the hub, a replica could not; routers run in these pods, too."""
+    given = tmp_path / "values.yaml"
+    names = ["a/tokenizer", "a/tokenizer", "/data/tokenizer", None]
+    models = [{"model": f"owner/{i}", "served_model_name": str(i), "tokenizer": one} for i, one in enumerate(names)]
+    given.write_text(yaml.safe_dump({"models": models}))
+    (cluster,) = clusters(helm4.template(given))
+    (first,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["initContainers"]
+    told = ["owner/0", "owner/1", "owner/2", "owner/3", "--tokenizer=a/tokenizer", "--tokenizer=/data/tokenizer"]
+    assert first["command"][3:] == told
 
 
 def test_fetching_can_be_left_to_the_replicas(helm4):

@@ -4,6 +4,7 @@ import shutil
 
 from deploy.demo import demo_model_path
 from deploy.fetch import main
+from tests import tiny_tokenizer
 
 
 def test_a_model_that_is_whole_is_told_with_its_size(capsys):
@@ -21,6 +22,19 @@ def test_a_file_that_was_cut_short_is_told_by_name(tmp_path, capsys):
     said = capsys.readouterr()
     assert "demo: " in said.out
     assert "model.safetensors" in said.err
+
+
+def test_a_separate_tokenizer_is_fetched_and_read_before_the_models(tmp_path, capsys):
+    folder = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path / "tokenizer")
+    assert main(["demo", f"--tokenizer={folder}"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{folder}: the tokenizer is there"
+    assert second.startswith("demo: ")
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["demo", "--tokenizer", str(folder)]) == 1
+    said = capsys.readouterr()
+    assert f"no usable tokenizer in '{folder}'" in said.err
+    assert said.out == ""
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path, capsys):

@@ -140,7 +140,7 @@ spec:
     - name: fetch-models
       image: {{ include "squadron.image" $root | quote }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      command: {{ concat (list "python" "-m" "deploy.fetch") $group.models | toJson }}
+      command: {{ concat (list "python" "-m" "deploy.fetch") $group.models $group.tokenizers | toJson }}
       env:
         {{- include "squadron.env" $root | nindent 8 }}
       resources:

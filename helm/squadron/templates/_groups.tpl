@@ -150,9 +150,13 @@
 {{- $cpu := default (addf (mulf $ranks $cpus) $beside | toString) (toString (default "" $group.cpu)) -}}
 {{- $numCpus := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) | ceil -}}
 {{- $names := list -}}
-{{- range .models }}{{ $names = append $names .model.model }}{{ end -}}
+{{- $tokenizers := list -}}
+{{- range .models -}}
+{{- $names = append $names .model.model -}}
+{{- with .model.tokenizer }}{{ $tokenizers = append $tokenizers (printf "--tokenizer=%s" .) }}{{ end -}}
+{{- end -}}
 {{- $serving := min (ceil (divf $leastRanks (mul $ranks $hosts))) (mul $least $hosts) -}}
-{{- $sized := dict "models" (uniq $names) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
+{{- $sized := dict "models" (uniq $names) "tokenizers" (uniq $tokenizers) "ranks" $ranks "hosts" $hosts "serving" $serving "replicas" $start "minReplicas" $least "maxReplicas" $most "cpu" $cpu "numCpus" $numCpus -}}
 {{- range $key, $value := $sized }}{{ $_ := set $group $key $value }}{{ end -}}
 {{- toJson $group -}}
 {{- end -}}
