@@ -20,7 +20,12 @@ GLOBAL = {"description": "What a parent chart hands to all its parts; not used h
 
 def values_schema() -> dict[str, Any]:
     """Return the JSON schema of all values."""
-    return {"$schema": DIALECT, "title": "Values of the chart squadron", **_object(properties(), ["models"])}
+    known = properties()
+    return {
+        "$schema": DIALECT,
+        "title": "Values of the chart squadron",
+        **_object(known, _needed(known, _defaults())),
+    }
 
 
 def properties() -> dict[str, dict[str, Any]]:
@@ -32,8 +37,36 @@ def properties() -> dict[str, dict[str, Any]]:
 
 
 def _parts() -> dict[str, dict[str, Any]]:
-    described = Values.model_json_schema()
-    return {name: _inlined(schema, described["$defs"]) for name, schema in described["properties"].items()}
+    described, defaults = Values.model_json_schema(), _defaults()
+    return {
+        name: _whole(_inlined(schema, described["$defs"]), defaults[name])
+        for name, schema in described["properties"].items()
+    }
+
+
+def _defaults() -> dict[str, Any]:
+    return {"models": [], "app": {}, **Values().model_dump()}
+
+
+def _whole(schema: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
+    """Return a schema whose objects must have what templates need: null takes a value's default away from it."""
+    if "properties" not in schema:
+        return dict(schema)
+    inner = {name: _whole(one, defaults[name]) for name, one in schema["properties"].items()}
+    return {**schema, "properties": inner, "required": _needed(inner, defaults)}
+
+
+def _needed(schemas: Mapping[str, Mapping[str, Any]], defaults: Mapping[str, Any]) -> list[str]:
+    return [name for name, schema in schemas.items() if name in defaults and _must_be_there(schema, defaults[name])]
+
+
+def _must_be_there(schema: Mapping[str, Any], default: Any) -> bool:
+    """Whether nothing is no value here: of texts without a default, lists and maps it means an empty one."""
+    if schema["type"] == "object":
+        return "properties" in schema
+    if schema["type"] == "array":
+        return bool(schema.get("minItems"))
+    return "null" not in schema["type"] and default != ""
 
 
 def _inlined(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, Any]:

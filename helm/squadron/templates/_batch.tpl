@@ -30,7 +30,7 @@
 {{- with $batch.ledger }}{{ $words = concat $words (list "--ledger" .) }}{{ end -}}
 #!/bin/sh
 exec squadron batch
-{{- range concat $words $batch.args }} \
+{{- range concat $words (default list $batch.args) }} \
   '{{ replace "'" "'\\''" (toString .) }}'
 {{- end }}
 {{- end -}}

@@ -3,10 +3,12 @@
 {{- define "squadron.fullname" -}}
 {{- $chart := default .Chart.Name .Values.nameOverride -}}
 {{- $name := ternary .Release.Name (printf "%s-%s" .Release.Name $chart) (contains $chart .Release.Name) -}}
-{{- if gt (len .Values.fullnameOverride) 34 -}}
-{{- fail (printf "fullnameOverride: KubeRay leaves room for 34 characters, %q has %d; give a shorter one such as llm" .Values.fullnameOverride (len .Values.fullnameOverride)) -}}
+{{- with .Values.fullnameOverride -}}
+{{- if gt (len .) 34 -}}
+{{- fail (printf "fullnameOverride: KubeRay leaves room for 34 characters, %q has %d; give a shorter one such as llm" . (len .)) -}}
 {{- end -}}
-{{- $name = default $name .Values.fullnameOverride -}}
+{{- $name = . -}}
+{{- end -}}
 {{- if gt (len $name) 34 }}{{ $name = printf "%s-%s" (trunc 28 $name | trimSuffix "-") (sha256sum $name | trunc 5) }}{{ end -}}
 {{- if not (regexMatch "^[a-z][-a-z0-9]*$" $name) -}}
 {{- fail (printf "fullnameOverride: KubeRay takes names of a-z, 0-9 and - that begin with a letter, not %q; give one such as llm" $name) -}}
