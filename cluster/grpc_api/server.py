@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import ApiError
-from cluster.grpc_api.exchange import Answered, exchange, metadata_value
+from cluster.grpc_api.exchange import Answered, Traced, exchange, metadata_value
 from cluster.grpc_api.service import GrpcServices, InferenceService
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.tenants.tenancy import Tenancy
@@ -47,7 +47,7 @@ class GrpcServer:
     def __init__(self, address: ListenAddress, services: GrpcServices) -> None:
         self._address = address
         self._service = InferenceService(services)
-        door = Door(services.tenancy, services.answered)
+        door = Door(services.tenancy, services.answered, services.traced)
         self._server = grpc.aio.server(interceptors=[door], options=_options(services.max_message_bytes))
         self._server.add_generic_rpc_handlers((_handlers(self._service),))
         reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), self._server)
@@ -74,9 +74,10 @@ class GrpcServer:
 class Door(grpc.aio.ServerInterceptor):
     """Lets in who has a key, whatever is called: reflection, and methods that do not exist, too."""
 
-    def __init__(self, tenancy: Tenancy, answered: Answered) -> None:
+    def __init__(self, tenancy: Tenancy, answered: Answered, traced: Traced | None = None) -> None:
         self._tenancy = tenancy
         self._answered = answered
+        self._traced = traced
 
     async def intercept_service(
         self,
@@ -99,7 +100,7 @@ class Door(grpc.aio.ServerInterceptor):
 
     def _refusal(self, error: ApiError, name: str) -> grpc.RpcMethodHandler:
         async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-            async with exchange(name, context, self._answered):
+            async with exchange(name, context, self._answered, self._traced):
                 raise error
 
         return grpc.stream_stream_rpc_method_handler(refuse)

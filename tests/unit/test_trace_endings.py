@@ -10,15 +10,21 @@ from opentelemetry.trace import StatusCode
 
 from cluster.dispatch_config import DispatcherConfig
 from cluster.generation import CallContext
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.metrics import Metrics
+from cluster.models.registry import Models
+from cluster.tenants.keys import FixedKeys
+from cluster.tenants.tenancy import Tenancy
 from cluster.tracing import engine_spans
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
 from cluster.tracing.faults import is_fault
 from cluster.tracing.ingress import RouterTracing
-from tests.openai_app import MODEL, served_model
+from tests.grpc_client import grpc_services, refusal_of, running_grpc
+from tests.openai_app import MODEL, front_for, served_model
 from tests.unit.cluster_lab import long_request, until
 from tests.unit.engine_driver import VOCAB
-from tests.unit.tracing_lab import Spans, TracedLab, post, traced_client
+from tests.unit.tracing_lab import TRACE, TRACEPARENT, Spans, TracedLab, post, traced_client
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +143,25 @@ async def test_spans_that_cannot_be_made_end_neither_replica_nor_request(model, 
         assert replica.core.dead_reason is None
         assert len(lab.spans.named("attempt")) == 2
     assert any("its spans could not be made" in one.getMessage() for one in caplog.records)
+
+
+async def test_call_without_a_key_is_traced_at_both_ingresses(model):
+    """It is what a client with a wrong key looks for."""
+    async with TracedLab() as lab:
+        metrics, tenancy = Metrics(), Tenancy(FixedKeys.one("right"))
+        async with traced_client(lab, model, api_key="right") as client:
+            answer = await post(client, headers={"traceparent": TRACEPARENT})
+        services = grpc_services(Models([front_for(lab.dispatcher, model, metrics)]), metrics, tenancy)
+        async with running_grpc(services, metrics, traced=RouterTracing(lab.spans.tracing()).rpc) as served:
+            call = served.stub.Chat(pb.ChatRequest(model=MODEL), metadata=(("traceparent", TRACEPARENT),))
+            refusal = await refusal_of(call)
+            trailing = dict(await call.trailing_metadata())
+            await refusal_of(served.channel.unary_unary("/squadron.v1.Inference/Nothing")(b""))
+    over_http, over_grpc = lab.spans.named("POST /v1/completions") + lab.spans.named("squadron.v1.Inference/Chat")
+    assert answer.status_code == over_http.attributes[names.HTTP_RESPONSE_STATUS_CODE] == 401
+    assert over_grpc.attributes[names.RPC_RESPONSE_STATUS_CODE] == refusal.status.name == "UNAUTHENTICATED"
+    assert trailing["traceresponse"] == f"00-{TRACE}-{over_grpc.context.span_id:016x}-01"
+    for span in (over_http, over_grpc):
+        assert span.attributes[names.ERROR_TYPE] == "unauthorized"
+        assert span.status.status_code is not StatusCode.ERROR
+    assert len(lab.spans.all()) == 2, "methods that do not exist are not traced"
