@@ -31,11 +31,9 @@ class RouterTracing:
         operation = names.RPC_OPERATIONS.get(method)
         if operation is None:
             return None
-        carrier = {key: value for key, value in metadata or () if isinstance(value, str)}
         name = f"{SERVICE}/{method}"
-        return call_trace(
-            self._tracing, name, operation, carrier, {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: name}
-        )
+        about = {names.RPC_SYSTEM_NAME: "grpc", names.RPC_METHOD: name}
+        return call_trace(self._tracing, name, operation, _carrier(metadata or ()), about)
 
 
 class TracedApp:
@@ -91,10 +89,22 @@ class TracedApp:
         operation = names.HTTP_OPERATIONS.get(path)
         if operation is None:
             return None
-        headers = Headers(scope=scope)
         about = {names.HTTP_REQUEST_METHOD: "POST", names.HTTP_ROUTE: path, names.URL_PATH: path}
         about[names.URL_SCHEME] = scope.get("scheme", "http")
-        return call_trace(self._tracing, f"POST {path}", operation, headers, about)
+        return call_trace(self._tracing, f"POST {path}", operation, _carrier(Headers(scope=scope).items()), about)
+
+
+def _carrier(headers: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """Return what a call brings as the context of its trace.
+
+    `tracestate` may come in several headers, which are one list; a call with several `traceparent` has no parent, and
+    joined they are none. Source: W3C Trace Context, 3.3.1.
+    """
+    brought: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
+    for name, value in headers:
+        if name in brought and isinstance(value, str):
+            brought[name].append(value)
+    return {name: ",".join(values) for name, values in brought.items()}
 
 
 def _end(trace: CallTrace, exchange: dict[str, str], status: int, broken_off: str) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from cluster.message_parts import TraceContext
 from cluster.messages import decode_up, encode
 from cluster.tracing.call_trace import call_trace
+from cluster.tracing.ingress import RouterTracing, TracedApp
 from cluster.translation import submit_message
 from tests.unit.cluster_lab import long_request
-from tests.unit.tracing_lab import TRACEPARENT, Spans, TracedLab
+from tests.unit.tracing_lab import TRACE, TRACEPARENT, Spans, TracedLab
 
 HEX = st.text("0123456789abcdef", min_size=1, max_size=40)
 PARENTS = st.one_of(
@@ -66,6 +67,40 @@ def test_bad_context_of_a_client_is_quoted_in_no_line(caplog, parent, state):
     with caplog.at_level(logging.DEBUG):
         tracing.parent_of({"traceparent": parent, "tracestate": state})
     assert caplog.records == [], "neither its text, nor a line for each of its calls"
+
+
+def brought_to(ingress: str, headers: list[tuple[str, str]]):
+    """Return the span of a call with these headers, and what is sent on with its requests."""
+    spans = Spans()
+    tracing = RouterTracing(spans.tracing())
+    if ingress == "grpc":
+        trace = tracing.rpc("Chat", headers)
+    else:
+        raw = [(name.encode(), value.encode()) for name, value in headers]
+        path = "/v1/completions"
+        trace = TracedApp(None, spans.tracing())._begin({"type": "http", "path": path, "headers": raw})
+    sent = trace._tracing.carried(trace._span)
+    trace.end({})
+    return spans.all()[0], sent
+
+
+@pytest.mark.parametrize("ingress", ["http", "grpc"])
+def test_several_headers_of_state_are_one_list(ingress):
+    """As proxies write them: each its own. Source: W3C Trace Context, 3.3.1."""
+    states = [("tracestate", "one=1,two=2"), ("tracestate", "three=3"), ("accept", "x"), ("tracestate", "")]
+    span, sent = brought_to(ingress, [("traceparent", TRACEPARENT), *states])
+    assert sent.tracestate == "one=1,two=2,three=3"
+    assert f"{span.context.trace_id:032x}" == TRACE
+
+
+@pytest.mark.parametrize("ingress", ["http", "grpc"])
+def test_call_with_several_parents_has_none(ingress):
+    other = f"00-{'1' * 32}-{'2' * 16}-01"
+    headers = [("traceparent", TRACEPARENT), ("tracestate", "one=1"), ("traceparent", other)]
+    span, sent = brought_to(ingress, headers)
+    assert span.parent is None
+    assert f"{span.context.trace_id:032x}" not in (TRACE, "1" * 32)
+    assert sent.tracestate == ""
 
 
 async def test_context_that_is_no_context_is_passed_over_by_a_replica():
