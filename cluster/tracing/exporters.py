@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from opentelemetry.sdk.trace import ReadableSpan
@@ -23,14 +26,36 @@ class FileExporter(SpanExporter):
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        # To be read, too: what it ends with is looked at.
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write the spans at once, so that lines of other processes come before or after them."""
-        left = memoryview("".join(f"{span.to_json(indent=None)}\n" for span in spans).encode())
-        while left:
-            left = left[os.write(self._file, left) :]
+        lines = "".join(f"{span.to_json(indent=None)}\n" for span in spans)
+        with self._alone():
+            left = memoryview((self._end_of_torn_line() + lines).encode())
+            while left:
+                left = left[os.write(self._file, left) :]
         return SpanExportResult.SUCCESS
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from writing meanwhile: what they are about to write would look torn."""
+        with suppress(OSError):  # where a file system has no locks, the worst is an empty line
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _end_of_torn_line(self) -> str:
+        """What parts the next line from one that a full disk, or the end of a process, cut short."""
+        about = os.fstat(self._file)
+        if not stat.S_ISREG(about.st_mode) or not about.st_size:
+            return ""
+        last = os.pread(self._file, 1, about.st_size - 1)  # nothing, where the file was emptied meanwhile
+        return "" if last in (b"\n", b"") else "\n"
 
     def shutdown(self) -> None:
         """Close the file."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import http.server
 import json
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_attributes
 from opentelemetry.semconv.attributes import (
@@ -60,6 +63,48 @@ def test_writers_that_share_a_file_write_whole_lines(tmp_path):
     assert len(spans) == 600
     assert {span["resource"]["attributes"]["service.instance.id"] for span in spans} == {"0", "1"}
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_line_after_a_torn_one_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / "traces.jsonl"
+    exporter, after = ForgivingExporter(FileExporter(path)), FileExporter(path)
+    write, room = os.write, 40
+
+    def full_disk(file: int, data: memoryview) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written, room = write(file, data[:room]), 0
+        return written
+
+    (span,) = some_spans(1)
+    with monkeypatch.context() as while_full:
+        while_full.setattr(os, "write", full_disk)
+        assert exporter.export([span]) is SpanExportResult.FAILURE
+        assert exporter.export([span]) is SpanExportResult.FAILURE
+    assert path.stat().st_size == 40
+    for one in (after, exporter, after):  # another process meets the torn line first
+        assert one.export([span]) is SpanExportResult.SUCCESS
+    torn, *whole = path.read_text().splitlines()
+    assert len(torn) == 40
+    assert [json.loads(line)["name"] for line in whole] == ["one"] * 3
+
+
+def test_what_is_no_file_on_a_disk_is_written_to_as_well(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    exporter = FileExporter(tmp_path / "pipe")
+    assert exporter.export(some_spans(2)) is SpanExportResult.SUCCESS
+    assert len(os.read(reader, 65536).splitlines()) == 2
+    exporter.shutdown()
+    os.close(reader)
+
+
+def some_spans(count: int) -> list[ReadableSpan]:
+    spans = Spans()
+    for number in range(count):
+        spans.tracing().span("one", number, number + 1, spans.tracing().parent_of({}))
+    return spans.all()
 
 
 @pytest.mark.parametrize(("step", "followed"), [(3600.0, 3600.0), (-3600.0, -3600.0), (0.02, 0.0)])
