@@ -18,7 +18,8 @@ def log_to_serve(
 ) -> None:
     """Give our loggers the handlers that Serve has set up in this replica's process. Can be called twice.
 
-    log_format: with "json" these handlers write a JSON object a line, Serve's own lines too; else what Serve chose.
+    log_format: with "json" these handlers write a JSON object a line, Serve's own lines and those of libraries too;
+    else what Serve chose.
     process: fields of each of these lines (`JsonLines`).
     """
     serve_handlers = logging.getLogger("ray.serve").handlers
@@ -28,13 +29,15 @@ def log_to_serve(
             target = handler.target if isinstance(handler, logging.handlers.MemoryHandler) else handler
             if target is not None:
                 target.setFormatter(JsonLines(process))
+        _libraries_log_to(serve_handlers)
     _log_to(serve_handlers, level)
 
 
 def log_to_stderr(process: Mapping[str, str | int], level: int = logging.INFO) -> None:
-    """Have our loggers write JSON lines to standard error, in a process that Serve knows nothing of."""
+    """Have all loggers write JSON lines to standard error, in a process that Serve knows nothing of."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process))
+    _libraries_log_to([handler])
     _log_to([handler], level)
 
 
@@ -42,6 +45,12 @@ def rank_fields(replica: str, settings: Mapping[str, Any], rank: int = 0) -> dic
     """Return what tells a rank's process from others in its lines. settings: those of its model."""
     names = settings["served_model_name"] or [settings["model"]]
     return {"replica": replica, "rank": rank, "model": names[0]}
+
+
+def _libraries_log_to(handlers: list[logging.Handler]) -> None:
+    """Take the lines that nobody else takes, OpenTelemetry's and Python's warnings among them: they would be text."""
+    logging.getLogger().handlers = list(handlers)
+    logging.captureWarnings(True)
 
 
 def _log_to(handlers: list[logging.Handler], level: int) -> None:

@@ -7,10 +7,12 @@ import json
 import logging
 import logging.handlers
 import sys
+import warnings
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 from rich.text import Text
 
 from cluster.config import ClusterConfig, parse_config
@@ -24,7 +26,7 @@ from engine.errors import ConfigError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 from tests.unit.cluster_lab import Lab, long_request
 from tests.unit.engine_driver import VOCAB
-from tests.unit.tracing_lab import BODY, TRACE, TRACEPARENT, TracedLab, traced_client
+from tests.unit.tracing_lab import BODY, TRACE, TRACEPARENT, Spans, TracedLab, traced_client
 
 SECRET = "xyzzyplugh"
 
@@ -37,12 +39,13 @@ def model(tmp_path_factory):
 @pytest.fixture
 def our_loggers():
     """Give the loggers back as they were."""
-    loggers = [logging.getLogger(name) for name in (*OUR_PACKAGES, "ray.serve")]
+    loggers = [logging.getLogger(name) for name in (*OUR_PACKAGES, "ray.serve", None)]
     before = [(one.handlers, one.level, one.propagate) for one in loggers]
     yield
     for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
         one.handlers, one.propagate = handlers, propagate
         one.setLevel(level)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture
@@ -118,6 +121,7 @@ def test_serves_handlers_write_json_for_all(our_loggers):
     out, behind = io.StringIO(), io.StringIO()
     buffered = logging.handlers.MemoryHandler(1, target=logging.StreamHandler(behind))
     logging.getLogger("ray.serve").handlers = [logging.StreamHandler(out), buffered]
+    logging.getLogger("ray.serve").propagate = False  # as Serve has it
     log_to_serve(log_format="json", process={"replica": "a", "rank": 0})
     logging.getLogger("engine.core").info("ours", extra=about_request("r@1.2"))
     logging.getLogger("ray.serve").error("Serve's")
@@ -130,14 +134,42 @@ def test_serves_handlers_write_json_for_all(our_loggers):
         assert read[0]["request_id"] == "r"
 
 
+@pytest.mark.parametrize("process", ["of Serve", "rank"])
+def test_libraries_write_json_too(our_loggers, capsys, process):
+    out = io.StringIO()
+    logging.getLogger("ray.serve").handlers = [logging.StreamHandler(out)]
+    if process == "rank":
+        log_to_stderr({"rank": 1})
+    else:
+        log_to_serve(log_format="json", process={"rank": 1})
+    # As the SDK says it of a span that was ended twice, and of a bad environment variable.
+    span = Spans().tracing().span("one", 0.0, 1.0, set_span_in_context(INVALID_SPAN))
+    span.end()
+    logging.getLogger("opentelemetry.sdk.trace.export").error("bad\nvalue")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    told = capsys.readouterr().err if process == "rank" else out.getvalue() + capsys.readouterr().err
+    read = [json.loads(line) for line in told.splitlines()]
+    assert [one["logger"] for one in read] == [
+        "opentelemetry.sdk.trace",
+        "opentelemetry.sdk.trace.export",
+        "py.warnings",
+    ]
+    assert read[1]["message"] == "bad\nvalue"
+    assert {one["rank"] for one in read} == {1}
+
+
 def test_text_stays_as_serve_writes_it(our_loggers):
     out = io.StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(logging.Formatter("TEXT %(message)s"))
     logging.getLogger("ray.serve").handlers = [handler]
     log_to_serve(log_format="text", process={"replica": "a"})
+    before = list(logging.getLogger().handlers)
     logging.getLogger("cluster.router").info("as ever", extra=about({"id": "r"}))
     assert out.getvalue() == "TEXT as ever\n"
+    assert logging.getLogger().handlers == before
 
 
 def test_ranks_write_json_to_standard_error(our_loggers, capsys):
