@@ -122,6 +122,19 @@ class ModelCache(Part):
     keep: bool = Field(default=True, description="Whether the claim outlives `helm uninstall`.")
 
 
+class Disk(Part):
+    """What pods may write to the disk of their node: one that writes more is evicted, and not its neighbours."""
+
+    tmp: Quantity = Field(
+        default="50Gi", description="Most of /tmp: Ray's logs, objects that it spills, files of batches on their way."
+    )
+    home: Quantity = Field(default="20Gi", description="Most of the home: what libraries compile and keep.")
+    request: Quantity = Field(
+        default="2Gi",
+        description="What a pod asks of its node's disk; with modelCache.type none give more than its models take.",
+    )
+
+
 class Hub(Part):
     """The hub that models come from."""
 

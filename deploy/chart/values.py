@@ -20,7 +20,7 @@ from deploy.chart.around import (
     Upgrade,
 )
 from deploy.chart.part import Anything, NotNegative, OptionalName, Part, Texts
-from deploy.chart.pods import EnvVar, Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
+from deploy.chart.pods import Disk, EnvVar, Head, Hub, Image, ModelCache, Probes, Security, Service, WorkerGroup
 
 
 class Values(Part):
@@ -38,6 +38,7 @@ class Values(Part):
     )
     head: Head = Field(default=Head(), description="Ray's head, which runs neither models nor routers.")
     modelCache: ModelCache = Field(default=ModelCache(), description="Where models from the hub are kept.")
+    disk: Disk = Field(default=Disk(), description="What pods may write to the disk of their node, in emptyDirs.")
     hub: Hub = Field(default=Hub(), description="The hub that models come from.")
     apiKeys: ApiKeys = Field(default=ApiKeys(), description="Who may use the endpoint.")
     rayToken: RayToken = Field(default=RayToken(), description="The token without which Ray answers nobody.")

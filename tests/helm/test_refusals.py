@@ -123,6 +123,10 @@ BY_TEMPLATE = {
         {"head": {"sharedMemory": "0.1G"}},
         "head.objectStoreBytes: 200000000 are more than sharedMemory=0.1G holds",
     ),
+    "more of a disk than may be written": (
+        {"disk": {"request": "400Gi"}},
+        "disk.request: 400Gi is more than the 271Gi that a pod may write",
+    ),
     "a volume of the chart's": ({"extraVolumes": [{"name": "tmp", "emptyDir": {}}]}, "extraVolumes[0].name: tmp"),
 }
 CASES = BY_SCHEMA | BY_TEMPLATE

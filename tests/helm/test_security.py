@@ -76,6 +76,37 @@ def test_a_read_only_root_leaves_ray_and_the_models_somewhere_to_write(helm4, na
 
 
 @each_example
+def test_every_volume_on_a_nodes_disk_has_a_bound_and_every_container_a_share(helm4, name):
+    """So that a quota of a namespace lets the pods in, and a log that grows evicts its own pod alone."""
+    for template in pod_templates(rendered(name)):
+        spec = template["spec"]
+        on_disk = [volume for volume in spec["volumes"] if "emptyDir" in volume]
+        assert all(volume["emptyDir"].get("sizeLimit") for volume in on_disk)
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            for share in ("requests", "limits"):
+                assert container["resources"][share]["ephemeral-storage"], container["name"]
+    for cluster in clusters(rendered(name)):
+        if cluster["enableInTreeAutoscaling"]:
+            assert "ephemeral-storage" in cluster["autoscalerOptions"]["resources"]["limits"]
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        ("disk.tmp=1Gi,disk.home=512Mi,modelCache.size=10Gi", "13Gi"),
+        ("disk.tmp=1500M,disk.home=1Gi,modelCache.type=pvc", "4Gi"),
+        ("disk.tmp=2Ti,disk.home=1Gi,modelCache.type=existingClaim,modelCache.existingClaim=m", "2050Gi"),
+    ],
+)
+def test_a_pod_may_write_what_its_volumes_may_hold(helm4, given, limit):
+    (cluster,) = clusters(helm4.template(None, "--set", f"{given},disk.request=3Gi"))
+    for pod in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = pod["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["ephemeral-storage"] == limit
+        assert container["resources"]["requests"]["ephemeral-storage"] == "3Gi"
+
+
+@each_example
 def test_only_the_autoscaler_sees_a_service_account_token(helm4, name):
     for pod, container in containers(name):
         assert pod["automountServiceAccountToken"] is False

@@ -61,8 +61,8 @@ idleTimeoutSeconds: {{ int $autoscaling.idleTimeoutSeconds }}
 upscalingMode: {{ $autoscaling.upscalingMode }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 resources:
-  requests: {cpu: {{ $autoscaling.cpu | quote }}, memory: {{ quote $autoscaling.memory }}}
-  limits: {memory: {{ quote $autoscaling.memory }}}
+  requests: {cpu: {{ $autoscaling.cpu | quote }}, memory: {{ quote $autoscaling.memory }}, ephemeral-storage: 100Mi}
+  limits: {memory: {{ quote $autoscaling.memory }}, ephemeral-storage: 1Gi}
 securityContext:
   {{- include "squadron.containerSecurity" .root | nindent 2 }}
 env:
@@ -93,8 +93,13 @@ spec:
       env:
         {{- include "squadron.env" $root | nindent 8 }}
       resources:
-        requests: {cpu: {{ $head.cpu | quote }}, memory: {{ quote $head.memory }}}
-        limits: {memory: {{ quote $head.memory }}}
+        requests:
+          cpu: {{ $head.cpu | quote }}
+          memory: {{ quote $head.memory }}
+          ephemeral-storage: {{ include "squadron.diskRequest" $root | quote }}
+        limits:
+          memory: {{ quote $head.memory }}
+          ephemeral-storage: {{ include "squadron.diskLimit" $root | quote }}
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
       {{- $looks := list "raylet" "gcs" }}
@@ -130,6 +135,7 @@ spec:
 {{- $pod := dict "root" $root "of" $group "component" (ternary "batch-worker" "worker" .batch) -}}
 {{- $accelerators := dict -}}
 {{- with $group.accelerator.resource }}{{ $accelerators = dict . (int $group.ranks) }}{{ end -}}
+{{- $disk := dict "request" (include "squadron.diskRequest" $root) "limit" (include "squadron.diskLimit" $root) -}}
 {{- $port := printf "--port=%d" (int $root.Values.service.port) -}}
 metadata:
   {{- include "squadron.podMetadata" $pod | nindent 2 }}
@@ -145,8 +151,8 @@ spec:
         {{- include "squadron.env" $root | nindent 8 }}
       resources:
         {{- /* It is over before the container starts that needs as much. */}}
-        requests: {cpu: 500m, memory: {{ quote $group.memory }}}
-        limits: {memory: {{ quote $group.memory }}}
+        requests: {cpu: 500m, memory: {{ quote $group.memory }}, ephemeral-storage: {{ quote $disk.request }}}
+        limits: {memory: {{ quote $group.memory }}, ephemeral-storage: {{ quote $disk.limit }}}
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
       volumeMounts:
@@ -163,9 +169,9 @@ spec:
         {{- include "squadron.env" $root | nindent 8 }}
       resources:
         requests:
-          {{- merge (dict "cpu" $group.cpu "memory" $group.memory) $accelerators | toYaml | nindent 10 }}
+          {{- merge (dict "cpu" $group.cpu "memory" $group.memory "ephemeral-storage" $disk.request) $accelerators | toYaml | nindent 10 }}
         limits:
-          {{- merge (dict "memory" $group.memory) $accelerators | toYaml | nindent 10 }}
+          {{- merge (dict "memory" $group.memory "ephemeral-storage" $disk.limit) $accelerators | toYaml | nindent 10 }}
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
       startupProbe:

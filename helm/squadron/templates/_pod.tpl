@@ -64,6 +64,22 @@ seccompProfile: {type: RuntimeDefault}
 {{- mulf (regexFind "^[0-9.]+" . | float64) (default 1.0 (get $units (regexFind "[A-Za-z]*$" .))) | int64 -}}
 {{- end -}}
 
+{{/* What a pod may write to its node's disk: its volumes there, and a Gi for what its containers print. */}}
+{{- define "squadron.diskLimit" -}}
+{{- $room := addf (include "squadron.bytes" .Values.disk.tmp) (include "squadron.bytes" .Values.disk.home) 1073741824.0 -}}
+{{- if eq .Values.modelCache.type "none" }}{{ $room = addf $room (include "squadron.bytes" .Values.modelCache.size) }}{{ end -}}
+{{ divf $room 1073741824.0 | ceil | int64 }}Gi
+{{- end -}}
+
+{{/* What a pod asks of its node's disk. Refused where it may not write as much. */}}
+{{- define "squadron.diskRequest" -}}
+{{- $most := include "squadron.diskLimit" . -}}
+{{- if gt (include "squadron.bytes" .Values.disk.request | int64) (include "squadron.bytes" $most | int64) -}}
+{{- fail (printf "disk.request: %s is more than the %s that a pod may write; raise disk.tmp or disk.home, or give at most %s" .Values.disk.request $most $most) -}}
+{{- end -}}
+{{ .Values.disk.request }}
+{{- end -}}
+
 {{/* root; of: head or worker group. */}}
 {{- define "squadron.volumes" -}}
 {{- $values := .root.Values -}}
@@ -73,8 +89,8 @@ seccompProfile: {type: RuntimeDefault}
 {{- with .of.name }}{{ $whose = printf "workerGroups %q" . }}{{ end -}}
 {{- fail (printf "%s.objectStoreBytes: %d are more than sharedMemory=%s holds, so that Ray would keep objects on disk; give at most %d" $whose (int64 .of.objectStoreBytes) .of.sharedMemory $room) -}}
 {{- end -}}
-- {name: tmp, emptyDir: {}}
-- {name: home, emptyDir: {}}
+- {name: tmp, emptyDir: {sizeLimit: {{ quote $values.disk.tmp }}}}
+- {name: home, emptyDir: {sizeLimit: {{ quote $values.disk.home }}}}
 - {name: shared-memory, emptyDir: {medium: Memory, sizeLimit: {{ quote .of.sharedMemory }}}}
 {{- $claim := include "squadron.cacheClaim" .root }}
 {{- if $claim }}
