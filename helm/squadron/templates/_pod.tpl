@@ -5,6 +5,14 @@
 - {name: USER, value: squadron}
 - {name: HF_HOME, value: /var/cache/squadron}
 - {name: HF_HUB_DISABLE_TELEMETRY, value: "1"}
+{{- /* Where else libraries and Ray write. Most of it would lie there anyway, unless an image sets it for a root that can be
+       written to. */}}
+- {name: TMPDIR, value: /tmp}
+- {name: RAY_TMPDIR, value: /tmp}
+{{- range $name, $folder := dict "XDG_CACHE_HOME" ".cache" "CUDA_CACHE_PATH" ".cache/cuda" "MPLCONFIGDIR" ".cache/matplotlib" "NUMBA_CACHE_DIR" ".cache/numba" "TORCHINDUCTOR_CACHE_DIR" ".cache/torchinductor" "TORCH_EXTENSIONS_DIR" ".cache/torch_extensions" "TORCH_HOME" ".cache/torch" "TRITON_CACHE_DIR" ".cache/triton" "TVM_FFI_CACHE_DIR" ".cache/tvm-ffi" "XDG_CONFIG_HOME" ".config" }}
+- {name: {{ $name }}, value: /var/lib/squadron/{{ $folder }}}
+{{- end }}
+- {name: PYTHONDONTWRITEBYTECODE, value: "1"}
 {{- if .Values.hub.offline }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
