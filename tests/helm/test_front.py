@@ -174,6 +174,21 @@ def test_the_ingress_leads_to_the_service_that_kuberay_makes_with_tls(helm4):
     assert {"name": "serve", "containerPort": 8000} in head["ports"], "KubeRay takes the Service's port from the head"
 
 
+def test_a_path_is_taken_as_it_is_written(helm4):
+    given = {"ingress.enabled": "true", "ingress.host": "a.example.com", "ingress.path": "/v1 #: x"}
+    objects = helm4.template(None, "--set", ",".join(f"{name}={value}" for name, value in given.items()))
+    (ingress,) = of_kind(objects, "Ingress")
+    assert ingress["spec"]["rules"][0]["http"]["paths"][0]["path"] == "/v1 #: x"
+
+
+def test_a_gateway_class_of_digits_stays_a_text(helm4):
+    upgrade = "upgrade.type=NewClusterWithIncrementalUpgrade,autoscaling.enabled=true"
+    (service,) = of_kind(
+        helm4.template(None, "--set", upgrade, "--set-string", "upgrade.gatewayClassName=12"), "RayService"
+    )
+    assert service["spec"]["upgradeStrategy"]["clusterUpgradeOptions"]["gatewayClassName"] == "12"
+
+
 def test_the_route_leads_there_without_a_limit_of_time(helm4):
     (route,) = of_kind(rendered("multi-node"), "HTTPRoute")
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
