@@ -223,10 +223,14 @@ def test_good_endpoints(given_url, used):
     assert parse_config({"model": "demo", "otlp-traces-endpoint": given_url}).otlp_traces_endpoint == used
 
 
+def test_path_of_a_file_is_unquoted():
+    assert file_of(checked_endpoint("file:///tmp/my%20traces%23.jsonl")) == Path("/tmp/my traces#.jsonl")
+
+
 @pytest.mark.parametrize(
     "url",
     ["", "localhost:4318", "grpc://localhost:4317", "http://", "http://host:99999", "file://traces.jsonl", "file:///",
-     "ftp://host/x", "http://[::1"],
+     "ftp://host/x", "http://[::1", "file:///tmp/a?b", "file:///tmp/a#b", "file:///tmp/a%00b"],
 )  # fmt: skip
 def test_bad_endpoints_are_refused_by_the_flags_name(url):
     with pytest.raises(ConfigError, match=r"^otlp_traces_endpoint: must .*(such as|http)") as info:
