@@ -45,7 +45,7 @@ class JsonLines(logging.Formatter):
             "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
             **self._process,
             **_fields(record),
         }
@@ -57,6 +57,13 @@ class JsonLines(logging.Formatter):
             return json.dumps(line, default=str, allow_nan=False)
         except Exception:  # a field that is no JSON must not cost the line
             return json.dumps({name: _text(value) for name, value in line.items()})
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # what it is made of does not fit together: logging itself would print a traceback in its place
+        return f"{_text(record.msg)} {_text(record.args)}"
 
 
 def _text(value: object) -> str:

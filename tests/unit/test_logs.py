@@ -96,6 +96,13 @@ def test_field_that_is_no_json_does_not_cost_the_line(value):
     assert "params" in read
 
 
+@pytest.mark.parametrize(("message", "args"), [("%d of %s", ("a",)), ("%s", (Unspeakable(),)), (Unspeakable(), ())])
+def test_message_that_cannot_be_made_does_not_cost_the_line(message, args):
+    read = json.loads(JsonLines({"rank": 0}).format(record(message, *args)))
+    assert (read["level"], read["rank"]) == ("warning", 0)
+    assert read["message"]
+
+
 def test_exception_is_a_field_of_the_same_line():
     try:
         raise ValueError("first\nsecond")
