@@ -14,6 +14,7 @@ from engine.request import Request
 MAX_REQUESTS = 1024
 MAX_EVENTS = 64  # of one request
 MAX_TOLD = 1024  # events of one answer, so that it fits a message
+BEHIND = "behind others"
 _PART = re.compile(r"(-[0-9]{1,9})?(@.*)?")  # what stands behind a name: a prompt's number, an attempt
 
 
@@ -122,25 +123,39 @@ class WaitLog:
         self._flight = flight
         self._head: tuple[str, Wait] | None = None
         self._crowded = float("-inf")  # when a step last left somebody in the queue
+        self._new: dict[str, tuple[Request, float]] = {}  # came since, with their arrivals
         self._starved: dict[str, str] = {}  # id -> tenant
+
+    def arrives(self, request: Request, arrival: float) -> None:
+        """Note that a request is in the queue; whether it has to wait the next step shows. arrival: seconds."""
+        self._new[request.request_id] = request, arrival
 
     def head_waits(self, request: Request, what: Wait, detail: Callable[[], str]) -> None:
         """Note why the first in the queue cannot start. Cheap while that does not change."""
         self._crowded = self.now
         if self._head != (request.request_id, what):
             self._head = (request.request_id, what)
+            self._new.pop(request.request_id, None)
             self._note(request, what, detail())
+
+    def others_wait(self) -> None:
+        """Note that those who came and did not start wait behind the first. Cheap while nobody comes."""
+        for request, arrival in self._new.values():
+            self._flight.note(request.request_id, Wait.QUEUE, BEHIND, arrival, request.tenant)
+        self._new.clear()
 
     def starts(self, request: Request, arrival: float, preempted: bool) -> None:
         """Note that a sequence starts to run, where it had to wait; `arrival` in seconds."""
+        self._new.pop(request.request_id, None)
         if arrival < self._crowded or preempted:
-            if request.request_id not in self._flight:
-                self._flight.note(request.request_id, Wait.QUEUE, "behind others", arrival, request.tenant)
+            if request.request_id not in self._flight:  # forgotten, so many wait
+                self._flight.note(request.request_id, Wait.QUEUE, BEHIND, arrival, request.tenant)
             self._note(request, Wait.RUNS)
             self._head = None
 
     def preempted(self, request: Request) -> None:
         """Note that a running sequence lost its blocks."""
+        self._starved.pop(request.request_id, None)
         self._note(request, Wait.PREEMPTION, "its blocks were taken for another")
 
     @property
@@ -160,6 +175,7 @@ class WaitLog:
 
     def ended(self, request_id: str, how: Callable[[], str]) -> None:
         """Note the end of a sequence, where anything was noted of its request."""
+        self._new.pop(request_id, None)
         self._starved.pop(request_id, None)
         if request_id in self._flight:
             self._flight.note(request_id, Wait.ENDED, how())

@@ -84,6 +84,7 @@ class Scheduler:
         grammars: choice -> where its output stands in the grammar that it must match.
         """
         self._roster.add(request, now, grammars)
+        self._waits.arrives(request, now if request.arrival_time is None else request.arrival_time)
         self._deadlines.watch(request)
 
     def abort(self, request_id: str) -> bool:
@@ -141,7 +142,7 @@ class Scheduler:
     def _share_budget(self) -> Ints:
         """Return how many tokens each running sequence computes. [running]."""
         roster, count = self._roster, len(self._roster.running)
-        if not roster.prefilling and count <= self._budget:
+        if not roster.prefilling and count <= self._budget and not self._waits.any_starved:
             return self._ones[:count]
         left = self._tables.num_tokens[roster.slots] - self._tables.num_computed[roster.slots]
         wanted = np.minimum(left, self._chunk)
@@ -212,6 +213,8 @@ class Scheduler:
             promised += self._missing_blocks(sequence)
         if budget <= 0 and (head := self._roster.waiting.peek()) is not None:
             self._waits.head_waits(head.request, Wait.BUDGET, lambda: f"all {self._budget} tokens of a step")
+        if self._roster.waiting:
+            self._waits.others_wait()
         return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
 
     def _missing_blocks(self, sequence: Sequence) -> int:

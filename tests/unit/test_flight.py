@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.flight import MAX_TOLD, FlightRecorder, Wait, is_of
+from engine.flight import MAX_TOLD, FlightRecorder, Wait, WaitLog, is_of
 from tests.unit.engine_driver import Driver, request
 
 
@@ -98,7 +98,7 @@ def test_slots_are_waited_for_in_turn():
     driver.drain()
     assert waits(driver, "a") == []
     assert waits(driver, "b") == [(1.0, Wait.SLOTS), (3.0, Wait.RUNS), (4.0, Wait.ENDED)]
-    assert waits(driver, "c") == [(3.0, Wait.SLOTS), (5.0, Wait.RUNS), (6.0, Wait.ENDED)]
+    assert waits(driver, "c") == [(0.0, Wait.QUEUE), (3.0, Wait.SLOTS), (5.0, Wait.RUNS), (6.0, Wait.ENDED)]
 
 
 def test_those_behind_the_first_wait_in_the_queue():
@@ -108,6 +108,39 @@ def test_those_behind_the_first_wait_in_the_queue():
     driver.drain()
     assert waits(driver, "c") == [(1.0, Wait.SLOTS), (3.0, Wait.RUNS), (4.0, Wait.ENDED)]
     assert waits(driver, "d") == [(0.0, Wait.QUEUE), (3.0, Wait.RUNS), (4.0, Wait.ENDED)]
+
+
+def test_those_behind_the_first_are_told_of_while_they_wait():
+    driver = Driver(max_num_seqs=1)
+    for name in "abc":
+        driver.core.add(request(name, 2, max_tokens=4, ignore_eos=True))
+    driver.step()
+    driver.core.add(request("d", 2, max_tokens=4))
+    assert waits(driver, "c") == [(0.0, Wait.QUEUE)]
+    assert waits(driver, "d") == [], "no step has passed it over"
+    driver.step()
+    assert waits(driver, "d") == [(1.0, Wait.QUEUE)]
+    driver.drain()
+    assert [what for _, what in waits(driver, "d")] == [Wait.QUEUE, Wait.SLOTS, Wait.RUNS, Wait.ENDED]
+
+
+def test_one_that_ends_in_the_queue_leaves_word_of_it():
+    driver = Driver(max_num_seqs=1)
+    for name in "abc":
+        driver.core.add(request(name, 2, max_tokens=4, ignore_eos=True))
+    driver.step()
+    driver.core.abort("c")
+    driver.step()
+    assert waits(driver, "c") == [(0.0, Wait.QUEUE), (2.0, Wait.ENDED)]
+
+
+def test_what_a_router_told_hides_no_wait_in_the_queue():
+    driver = Driver(max_num_seqs=1)
+    driver.core.flight.note("c", Wait.LET_IN, at=0.0)
+    for name in "abc":
+        driver.core.add(request(name, 2, max_tokens=2, ignore_eos=True))
+    driver.drain()
+    assert [what for _, what in waits(driver, "c")][:3] == [Wait.LET_IN, Wait.QUEUE, Wait.SLOTS]
 
 
 def test_budget_is_waited_for():
@@ -140,6 +173,24 @@ def test_blocks_are_waited_for_and_preemption_is_told():
     assert [what for _, what in waits(driver, "b")] == [Wait.PREEMPTION, Wait.BLOCKS, Wait.RUNS, Wait.ENDED]
     (told,) = [event.detail for event in driver.core.flight.of("b") if event.what is Wait.ENDED]
     assert told.startswith("choice 0: length after 12 tokens; ")
+
+
+def test_one_that_is_preempted_while_it_waits_for_budget_does_not_run():
+    flight = recorder()
+    log, it = WaitLog(flight, 1.0), request("r", 4)
+    log.starved([it])
+    log.preempted(it)
+    log.starved([])
+    assert [event.what for event in flight.story("r")] == [Wait.BUDGET, Wait.PREEMPTION]
+
+
+def test_decodes_that_got_no_token_are_told_to_run_again():
+    driver = Driver(max_num_batched_tokens=4, max_num_seqs=7)
+    for name, max_tokens in (("a", 4), ("b", 9)):
+        driver.core.add(request(name, 1, n=3, max_tokens=max_tokens, ignore_eos=True))
+    driver.drain()
+    story = [what for _, what in waits(driver, "b")]
+    assert story == [Wait.BUDGET, Wait.RUNS, Wait.ENDED, Wait.ENDED, Wait.ENDED]
 
 
 def test_wait_is_noted_once_however_many_steps_it_lasts():

@@ -74,9 +74,10 @@ async def test_wait_for_a_first_replica_and_a_migration_are_told_by_any_router()
 async def test_queue_of_a_replica_is_told():
     async with Lab(max_num_seqs=1) as lab:
         replica = await lab.start("a", steps=2)
-        tasks = [asyncio.create_task(lab.collect(long_request(name))) for name in ("first", "second")]
+        tasks = [asyncio.create_task(lab.collect(long_request(name))) for name in ("first", "second", "third")]
         await until(lambda: replica.executor.executed >= 2)
         assert kinds(await lab.dispatcher.explain("second")) == [("slots", "a")]
+        assert kinds(await lab.dispatcher.explain("third")) == [("queue", "a")]
         replica.executor.allow(1000)
         await asyncio.gather(*tasks)
         assert kinds(await lab.dispatcher.explain("second")) == [("slots", "a"), ("runs", "a"), ("ended", "a")]
