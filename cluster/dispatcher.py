@@ -105,6 +105,11 @@ class Dispatcher:
         return together([self._queue_before(), self._attempts.queue()])
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait here for a replica."""
+        return self._attempts.queue().requests
+
+    @property
     def num_live(self) -> int:
         """Requests that were accepted and have not ended."""
         return len(self._live)

@@ -42,7 +42,7 @@ def _row(family: Family) -> str:
     labels = ", ".join(f"`{label}`" for label in family.labels)
     added = ", ".join(f"`{label}`" for label in family.own_labels)
     through_ray = f"; through Ray also {added}" if added else ""
-    same = "yes" if family.vllm else ""
+    same = "" if not family.vllm else "yes" if family.vllm == family.name else f"in `{family.vllm}`"
     return f"| `{family.shown_name}` | {family.kind.value} | {labels}{through_ray} | {same} | {family.text} |"
 
 

@@ -60,7 +60,7 @@ class Family:
 
     name: without `squadron_`, and of a counter without `_total`. extra_labels: beside `model_name`.
     buckets: upper bounds of a histogram's, without +Inf. finer: how many of them, from the least, vLLM does not have.
-    vllm: whether vLLM has it under the same name, so that `--metrics-compat vllm` shows it under that as well.
+    vllm: vLLM's name for it, as `name`, under which `--metrics-compat vllm` shows it as well; "" = it has none.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Family:
     extra_labels: tuple[str, ...] = ()
     buckets: Buckets = ()
     finer: int = 0
-    vllm: bool = False
+    vllm: str = ""
 
     @property
     def full_name(self) -> str:
@@ -105,17 +105,17 @@ class Family:
 
 
 def _counter(name: str, source: Source, text: str, *labels: str, vllm: bool = False) -> Family:
-    return Family(name, Kind.COUNTER, source, text, labels, vllm=vllm)
+    return Family(name, Kind.COUNTER, source, text, labels, vllm=name if vllm else "")
 
 
 def _gauge(name: str, source: Source, text: str, *labels: str, vllm: bool = False) -> Family:
-    return Family(name, Kind.GAUGE, source, text, labels, vllm=vllm)
+    return Family(name, Kind.GAUGE, source, text, labels, vllm=name if vllm else "")
 
 
 def _histogram(
     name: str, source: Source, text: str, buckets: Buckets, finer: Buckets = (), vllm: bool = False
 ) -> Family:
-    return Family(name, Kind.HISTOGRAM, source, text, (), (*finer, *buckets), len(finer), vllm)
+    return Family(name, Kind.HISTOGRAM, source, text, (), (*finer, *buckets), len(finer), name if vllm else "")
 
 
 _R, _T, _P, _K = Source.ROUTER, Source.TOLD, Source.REPLICA, Source.RANK
@@ -146,6 +146,13 @@ TABLE: tuple[Family, ...] = (
     _counter("grpc_responses", _R, "gRPC answers, by method and status.", "method", "status"),
     # ---- requests and links of a router
     _gauge("requests_live", _R, "Requests that have not ended."),
+    Family(
+        "requests_queued",
+        Kind.GAUGE,
+        _R,
+        "Requests that wait in the router: for their turn, or for a replica.",
+        vllm="num_requests_waiting",  # in which all count that wait, since a vLLM has no queue but its engine's
+    ),
     _counter("requests_accepted", _R, "Requests that were taken in."),
     _counter("requests_ended", _R, "Requests that ended: completed, aborted, or the error's code.", "outcome"),
     _counter("migrations", _R, "Requests moved to another replica."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import ray
 from prometheus_client.core import Metric
@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from ray.util.metrics import Counter, Gauge
 
 from cluster.figures.families import VLLM_RAY, Family, Kind, Source
-from cluster.figures.vllm import BY_FULL_NAME, own_samples, vllm_samples
+from cluster.figures.vllm import BY_FULL_NAME, alias_labels, namesake, own_samples, vllm_samples
 
 # Ray's counters refuse 0, and one that nothing was added to is not shown. This is lost in any sum.
 LEAST = 5e-324
@@ -56,17 +56,16 @@ class RayPublisher:
             if family is None or family.source not in self._sources:
                 continue
             own = {label: self._own[label] for label in family.own_labels}
-            for name, samples in self._names(metric, family):
-                for sample in samples:
-                    self._tell(name, family, sample, sample.name.removeprefix(metric.name), own)
+            for sample in own_samples(metric):
+                self._tell(family.full_name, family, sample, metric.name, {**sample.labels, **own})
+            if self._vllm and family.vllm:
+                all_labels = alias_labels(family)
+                for sample in vllm_samples(metric, family):
+                    tags = {**all_labels, **sample.labels, **own}
+                    self._tell(VLLM_RAY + family.vllm, namesake(family), sample, metric.name, tags)
 
-    def _names(self, metric: Metric, family: Family) -> Iterator[tuple[str, Iterable[Sample]]]:
-        yield family.full_name, own_samples(metric)
-        if self._vllm and family.vllm:
-            yield VLLM_RAY + family.name, vllm_samples(metric, family)
-
-    def _tell(self, name: str, family: Family, sample: Sample, suffix: str, own: Mapping[str, str]) -> None:
-        tags = {**sample.labels, **own}
+    def _tell(self, name: str, family: Family, sample: Sample, told_as: str, tags: dict[str, str]) -> None:
+        suffix = sample.name.removeprefix(told_as)
         if family.kind is Kind.COUNTER:
             self._add(name, family, sample.value, tags)
         else:

@@ -28,22 +28,29 @@ OUTCOMES = ("completed", "aborted", "deadline_exceeded", *FAULTS)  # that alerts
 
 
 class RequestCollector(Collector):
-    """Reads a dispatcher's counters at each scrape. live: says how many requests have not ended."""
+    """Reads a dispatcher's counters at each scrape.
 
-    def __init__(self, model_name: str, counters: DispatcherCounters, live: Callable[[], int]) -> None:
+    live: says how many requests have not ended. queued: how many wait in the router, whether taken in or not.
+    """
+
+    def __init__(
+        self, model_name: str, counters: DispatcherCounters, live: Callable[[], int], queued: Callable[[], int]
+    ) -> None:
         self._model_name = model_name
         self._counters = counters
         self._live = live
+        self._queued = queued
 
     def describe(self) -> Iterable[Metric]:
         """Tell nothing in advance (called by the registry)."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the counters and the one gauge."""
+        """Yield the counters and the gauges."""
         counters = self._counters
         label = (self._model_name,)
         yield family_of("requests_live", {label: self._live()})
+        yield family_of("requests_queued", {label: self._queued()})
         yield family_of("requests_accepted", {label: counters.accepted})
         yield self._by("requests_ended", OUTCOMES, counters.outcomes)
         yield self._by("links_lost", ENDS, counters.links_lost)

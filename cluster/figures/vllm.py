@@ -12,6 +12,10 @@ from prometheus_client.utils import floatToGoString
 from cluster.figures.families import FAMILIES, VLLM_METRICS, Family
 
 BY_FULL_NAME: Mapping[str, Family] = {family.full_name: family for family in FAMILIES.values()}
+_ALIKE: Mapping[str, list[Family]] = {
+    name: [family for family in FAMILIES.values() if family.vllm == name]
+    for name in {family.vllm for family in FAMILIES.values() if family.vllm}
+}
 
 
 class VllmNames(CollectorRegistry):
@@ -22,11 +26,27 @@ class VllmNames(CollectorRegistry):
         self._of = of
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the families under vLLM's names."""
+        """Yield the families under vLLM's names, each name once."""
+        found: dict[str, Metric] = {}
         for metric in self._of.collect():
             family = BY_FULL_NAME.get(metric.name)
             if family is not None and family.vllm:
-                yield _renamed(metric, family)
+                alias = found.setdefault(family.vllm, _alias(family))
+                alias.samples += _renamed(metric, family, alias.name)
+        return found.values()
+
+
+def namesake(family: Family) -> Family:
+    """Return the family whose name vLLM has for this one: itself, but where several share one of vLLM's."""
+    return FAMILIES.get(family.vllm, family)
+
+
+def alias_labels(family: Family) -> Mapping[str, str]:
+    """Return the labels, all empty, that families have through Ray which share this one's name of vLLM's.
+
+    Series of one name have the same labels then; to Prometheus an empty one is none.
+    """
+    return {label: "" for alike in _ALIKE[family.vllm] for label in alike.ray_labels}
 
 
 def own_samples(metric: Metric) -> Iterable[Sample]:
@@ -40,10 +60,10 @@ def vllm_samples(metric: Metric, family: Family) -> Iterable[Sample]:
     return (sample for sample in own_samples(metric) if sample.labels.get("le") not in finer)
 
 
-def _renamed(metric: Metric, family: Family) -> Metric:
-    name = VLLM_METRICS + family.name
-    renamed = Metric(name, metric.documentation, metric.type)
-    renamed.samples = [
-        sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in vllm_samples(metric, family)
-    ]
-    return renamed
+def _alias(family: Family) -> Metric:
+    return Metric(VLLM_METRICS + family.vllm, namesake(family).text, family.kind.value)
+
+
+def _renamed(metric: Metric, family: Family, name: str) -> list[Sample]:
+    samples = vllm_samples(metric, family)
+    return [sample._replace(name=name + sample.name.removeprefix(metric.name)) for sample in samples]

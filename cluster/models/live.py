@@ -49,7 +49,9 @@ class LiveModel:
         self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher, vocabulary, on_demand=scaled)
         self._deployment = replicas.deployment_name
         metrics.register(
-            RequestCollector(model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live)
+            RequestCollector(
+                model.model_id, self._dispatcher.counters, lambda: self._dispatcher.num_live, self._queued
+            )
         )
         metrics.register(RoutingCollector(model.model_id, self._dispatcher.counters, self._dispatcher.caches))
         metrics.register(CostCollector(model.model_id, self._dispatcher.replicas, self._dispatcher.counters))
@@ -74,6 +76,9 @@ class LiveModel:
         if not config.enable_log_requests:
             return self._dispatcher
         return LoggedSource(self._dispatcher, model.tokenizer, model.model_id, config.max_log_len)
+
+    def _queued(self) -> int:
+        return self.front.gate.num_waiting + self._dispatcher.num_waiting
 
     def _figures(self) -> ClusterFigures:
         replicas = [ReplicaFigures(v.replica_id, stats_of(v.load), v.ready) for v in self._dispatcher.replicas()]

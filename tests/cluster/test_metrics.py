@@ -144,4 +144,6 @@ def test_rays_own_dashboard_finds_all_that_means_something_here(series: Series) 
     known = {sample.labels["WorkerId"]: sample.labels["deployment"] for sample in series[counters]}
     for name in ("ray_vllm_num_requests_running", "ray_vllm_request_queue_time_seconds_sum"):
         assert {known[sample.labels["WorkerId"]] for sample in series[name]} == {"Replica"}, "the dashboard's join"
+    waiting = series["ray_vllm_num_requests_waiting"]
+    assert {known[sample.labels["WorkerId"]] for sample in waiting} == {"Replica", "Router"}, "all that waits"
     assert {known[one.labels["WorkerId"]] for one in series["ray_vllm_time_to_first_token_seconds_sum"]} == {"Router"}

@@ -125,6 +125,18 @@ def test_a_rank_has_its_own_labels(ray: FakeRay) -> None:
     assert ray.series["squadron_rank_memory_bytes"] == {("kind=host", "model_name=demo", "rank=0", "replica=r1"): 5}
 
 
+def test_what_waits_in_routers_and_on_replicas_has_one_name_of_vllms_and_the_same_labels(ray: FakeRay) -> None:
+    router = RayPublisher((Source.ROUTER,), {"router": "abc"}, vllm=True)
+    router.publish([family_of("requests_queued", {("demo",): 8})])
+    replica(vllm=True).publish([family_of("num_requests_waiting", {("demo", "r1"): 3})])
+    assert ray.series["vllm_num_requests_waiting"] == {
+        ("model_name=demo", "replica=", "router=abc"): 8,
+        ("model_name=demo", "replica=r1", "router="): 3,
+    }
+    assert ray.series["squadron_requests_queued"] == {("model_name=demo", "router=abc"): 8}
+    assert ray.series["squadron_num_requests_waiting"] == {("model_name=demo", "replica=r1"): 3}
+
+
 def test_vllms_names_have_vllms_buckets_and_are_there_only_if_asked_for(ray: FakeRay) -> None:
     metrics = Metrics()
     track = metrics.of("demo").track([asked(3)])

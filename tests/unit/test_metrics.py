@@ -131,7 +131,7 @@ def test_two_apps_in_one_process_do_not_share_figures():
 def test_ends_that_alerts_go_by_are_told_before_the_first_of_them():
     """A counter that appears with its first events hides them: all that a lost replica costs may come at once."""
     metrics = Metrics()
-    metrics.register(RequestCollector("demo", DispatcherCounters(), lambda: 0))
+    metrics.register(RequestCollector("demo", DispatcherCounters(), lambda: 0, lambda: 0))
     of_servers = {code for code, status in STATUS_BY_CODE.items() if status >= 500}
     elsewhere = {"router_lost", "no_router"}  # said by those who stand before routers
     for outcome in {"completed", "aborted", *of_servers} - elsewhere:
@@ -144,9 +144,10 @@ def test_requests_that_were_taken_in_add_up_and_lost_links_are_told_by_reason():
     counters.outcomes.update(completed=4, aborted=1, replica_lost=1)
     counters.links_lost.update(lost=2)
     metrics = Metrics()
-    metrics.register(RequestCollector("demo", counters, lambda: 3))
+    metrics.register(RequestCollector("demo", counters, lambda: 3, lambda: 5))
     assert value(metrics, "requests_accepted_total") == 9
     assert value(metrics, "requests_live") == 3
+    assert value(metrics, "requests_queued") == 5
     ended = [v for (name, *_), v in samples(metrics).items() if name == "squadron_requests_ended_total"]
     assert sum(ended) == 6
     assert value(metrics, "requests_ended_total", outcome="replica_lost") == 1

@@ -54,6 +54,7 @@ async def test_wait_for_a_first_replica_and_a_migration_are_told_by_any_router()
         task = asyncio.create_task(lab.collect(long_request("r")))
         await until(lambda: lab.dispatcher.queue().requests == 1)
         assert kinds(await lab.dispatcher.explain("r")) == [("replica", "")]
+        assert lab.dispatcher.num_waiting == 1
         first = await lab.start("a", steps=3)
         await until(lambda: first.executor.executed >= 3)
         second = await lab.start("b", steps=3)
