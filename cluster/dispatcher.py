@@ -120,6 +120,11 @@ class Dispatcher:
         found = {member.fingerprint for member in self._fleet.members}
         return found.pop() if len(found) == 1 else None
 
+    def turned_away(self, request: Request, waited: float, outcome: str) -> None:
+        """Note that a request waited in front of this, `waited` seconds, and never came in."""
+        self._note_turn(request, waited)
+        self._flight.note(request.request_id, Wait.DONE, outcome)
+
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
 
@@ -259,15 +264,17 @@ class Dispatcher:
         self.counters.accepted += 1
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         if context.waited:
-            began = self._loop.time() - context.waited
-            detail = f"of tenant {request.tenant}"
-            self._flight.note(request.request_id, Wait.TURN, detail, began, request.tenant)
+            self._note_turn(request, context.waited)
             self._flight.note(request.request_id, Wait.LET_IN)
         if live.log.finished:
             live.log.wake()
         else:
             self._attempts.place(live)
         return live
+
+    def _note_turn(self, request: Request, waited: float) -> None:
+        began, detail = self._loop.time() - waited, f"of tenant {request.tenant}"
+        self._flight.note(request.request_id, Wait.TURN, detail, began, request.tenant)
 
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""

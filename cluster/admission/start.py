@@ -44,4 +44,5 @@ def fair_gate(config: ClusterConfig, dispatcher: Dispatcher, source: TokenSource
         lambda: dispatcher.ready,
     )
     dispatcher.watch_queue(gate.demand)
+    gate.on_turned_away = dispatcher.turned_away
     return gate

@@ -62,6 +62,8 @@ class FairGate:
     is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
     which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether `source`
     can get anything done at all: time without a replica says nothing about the rate.
+
+    on_turned_away: told each request that waited and did not get in, how many seconds, and the code of its end.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class FairGate:
         serving: Callable[[], bool] = lambda: True,
     ) -> None:
         self.source = source
+        self.on_turned_away: Callable[[Request, float, str], None] = lambda *_: None
         self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
         self._bound = bound
         self._token_bound = token_bound
@@ -325,8 +328,11 @@ class _Turn:
             await self._gate.enter(self)
         except BaseException as error:
             context = self._told()
-            if context.trace is not None and context.waited:
-                context.trace.turned_away(self.request, context.waited, error)
+            if context.waited:
+                outcome = error.code if isinstance(error, ApiError) else "aborted"
+                self._gate.on_turned_away(self.request, context.waited, outcome)
+                if context.trace is not None:
+                    context.trace.turned_away(self.request, context.waited, error)
             raise
         # `TokenSource.generate` promises an iterator that can be closed.
         chunks = self._gate.source.generate(self.request, self._told())

@@ -7,12 +7,15 @@ import json
 import logging
 import logging.handlers
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from cluster.admission.start import fair_gate
 from cluster.config import ClusterConfig
+from cluster.errors import ApiError
 from cluster.flight_dump import MOST_DUMPS, dump_flight, log_folder
 from cluster.group_start import start_group
 from cluster.inquiries import PATIENCE, Inquiries, explanation
@@ -112,6 +115,29 @@ async def test_turn_of_a_tenant_is_told_while_it_lasts_and_afterwards(tmp_path):
             assert unknown.status_code == 404
             assert "nothing is known of 'cmpl-3'" in unknown.json()["error"]["message"]
             assert (await client.get("/why/" + "x" * 300)).status_code == 400
+
+
+async def test_those_that_waited_in_line_in_vain_are_told_of():
+    async with Lab() as lab:
+        replica = await lab.start("a", steps=2)
+        gate = fair_gate(ClusterConfig(model="m", max_inflight=1, max_queue_wait=0.2), lab.dispatcher)
+
+        async def ask(name: str) -> None:
+            await drain(gate.generate("team", replace(long_request(name), tenant="team")))
+
+        first = asyncio.create_task(ask("cmpl-1"))
+        await until(lambda: gate.num_inside == 1)
+        patient, gone = (asyncio.create_task(ask(name)) for name in ("cmpl-2", "cmpl-3"))
+        await until(lambda: gate.num_waiting == 2)
+        gone.cancel()
+        with pytest.raises(ApiError, match="waited"):
+            await patient
+        for name, end in (("cmpl-2", "overloaded"), ("cmpl-3", "aborted")):
+            turn, done = (await lab.dispatcher.explain(name, "team")).events
+            assert (turn.event.what, done.event.what, done.event.detail) == (Wait.TURN, Wait.DONE, end)
+        assert (await lab.dispatcher.explain("cmpl-2", "other")).events == ()
+        replica.executor.allow(1000)
+        await first
 
 
 async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path):
