@@ -69,6 +69,7 @@ def test_the_parts_of_a_gpu_come_to_what_may_be_used():
         ("L40", 44.40),
         ("RTX-4090", 23.68),
         ("RTX-6000-Ada", 44.43),
+        ("RTX-A6000", 47.54),
         ("A30", 23.53),
         ("B200", 178.35),
     ],
