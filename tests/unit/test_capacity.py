@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from deploy.capacity.command import plan_capacity
-from deploy.capacity.fit import CONTEXT_BYTES, fit
+from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, fit
 from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Load, Replica, Wanted, serve_load
 from deploy.capacity.roofline import Roofline
@@ -52,11 +52,12 @@ def refusal(model, gpu, load=None, **settings):
     return explain(error.value), error.value.flag
 
 
-def test_the_parts_of_a_gpu_come_to_what_may_be_used():
-    found = held()
+@pytest.mark.parametrize(("ranks", "other"), [(1, CONTEXT_BYTES), (2, CONTEXT_BYTES + NCCL_BYTES)])
+def test_the_parts_of_a_gpu_come_to_what_may_be_used(ranks, other):
+    found = held(tensor_parallel_size=ranks)
     parts = found.footprint.weight_bytes + found.footprint.step_bytes + found.other_bytes + found.kv_bytes
     assert 0 <= found.allowed_bytes - parts < found.footprint.block_bytes
-    assert found.other_bytes == CONTEXT_BYTES
+    assert found.other_bytes == other
     assert found.kv_tokens == (found.num_blocks - 1) * 256
     assert found.config.num_kv_blocks == found.num_blocks
 
@@ -175,6 +176,14 @@ def test_a_prompt_is_bound_by_products_and_a_lone_token_by_reading_the_weights()
     assert token.seconds == pytest.approx((found.footprint.read_bytes + 1001 * 131072) / 4.8e12)
 
 
+def test_a_large_batch_of_decodes_is_bound_by_products():
+    found = held()
+    step = Roofline(found).decode(4096, 10)
+    products = 2 * (found.footprint.layer_products + found.footprint.head_products) * 4096
+    assert step.bound == "compute"
+    assert step.seconds == pytest.approx((products + 4 * 32 * 128 * 32 * 10 * 4096) / 989.5e12)
+
+
 def test_a_long_prompt_goes_in_steps_and_a_cached_one_in_fewer():
     roofline = Roofline(held())
     assert len(roofline.prefill(20_000)) == 3
@@ -204,6 +213,14 @@ def test_a_replica_does_what_its_sequences_get_done():
     assert done.limit == "--max-num-seqs"
     assert done.rps == pytest.approx(256 / (256 * done.tpot))
     assert (done.replicas - 1) * done.rps < 100 <= done.replicas * done.rps
+
+
+def test_a_token_takes_a_step_and_its_part_of_the_prompts_that_come_meanwhile():
+    found = held()
+    roofline, replica = Roofline(found), Replica(found, Load(1024, 256, share=0.5))
+    prompt, step = roofline.prefill_seconds(1024), roofline.decode(8, 1024 + 128).seconds
+    assert replica.tpot(8) == pytest.approx((step + 8 / 256 * prompt) / 0.5)
+    assert replica.ttft(8) == pytest.approx((step + prompt) / 0.5)
 
 
 def test_targets_lower_the_sequences_until_they_are_met():
