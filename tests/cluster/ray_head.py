@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import httpx
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
@@ -87,6 +88,19 @@ class RayHead:
             return JobSubmissionClient(self.jobs_url)
         except (ConnectionError, RuntimeError):
             return None
+
+    def serve(self, config: dict[str, Any]) -> None:
+        """Hand a Serve config to the head over its REST API, as KubeRay and `serve deploy` do, until its app runs."""
+        url = f"{self.jobs_url}/api/serve/applications/"
+        (name,) = [one["name"] for one in config["applications"]]
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            client.put(url, json=config).raise_for_status()
+
+            def running() -> bool:
+                found = client.get(url).raise_for_status().json()["applications"].get(name, {})
+                return bool(found.get("status") == "RUNNING")
+
+            eventually(running, f"the app {name} runs", 90)
 
     def submit(self, folder: Path, *arguments: str) -> str:
         """Submit `squadron batch` with a working directory, as `ray job submit --working-dir` does; return its id."""

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from deploy.probe import LOOKS, Look, trouble
-from tests.cluster.harness import App, eventually, free_port
+from tests.cluster.harness import App, free_port
 from tests.cluster.ray_head import RayHead
 from tests.helm.rendered import clusters, rendered, serve_config
 from tests.helm.tools import NoTools
@@ -40,18 +40,10 @@ def app(head: RayHead, config) -> App:
     """The app, once it serves."""
     config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     config["applications"][0]["args"]["host"] = "127.0.0.1"
-    url = f"http://127.0.0.1:{head.dashboard}/api/serve/applications/"
-    with httpx.Client(trust_env=False, timeout=30) as client:
-        client.put(url, json=config).raise_for_status()
-        eventually(lambda: _status(client, url) == "RUNNING", "the app runs", 90)
+    head.serve(config)
     app = App(config["http_options"]["port"], 2)
     app.wait_whole()
     return app
-
-
-def _status(client: httpx.Client, url: str) -> str:
-    applications = client.get(url).raise_for_status().json()["applications"]
-    return str(applications.get("squadron", {}).get("status"))
 
 
 @pytest.mark.timeout(300)
