@@ -8,7 +8,8 @@ from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.config import ClusterConfig
 from cluster.dispatcher import Dispatcher
 from cluster.generation import TokenSource
-from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.gate_config import FairGateConfig
 
 
 def fair_gate(config: ClusterConfig, dispatcher: Dispatcher, source: TokenSource | None = None) -> FairGate:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.drain_rate import DrainRate
@@ -18,40 +17,13 @@ from cluster.admission.turned_away import TurnedAway
 from cluster.errors import ApiError
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
-from engine.errors import ConfigError
+from cluster.tenants.gate_config import FairGateConfig
+from cluster.tenants.turn import Turn
 from engine.flight import is_of
 from engine.request import Request
 
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
-
-
-@dataclass(frozen=True, slots=True)
-class FairGateConfig:
-    """Bounds of the queue. Raises `ConfigError`.
-
-    max_waiting: requests of one tenant that may wait. max_wait: seconds that one may. target_ttft: seconds to the
-    first token that are aimed at: as long as that may the wait be at most, None = `max_wait`. cold_wait: seconds that
-    one may wait at least that comes while nothing serves, for a first replica; None = as at any time.
-    """
-
-    max_waiting: int = 4096
-    max_wait: float = 60.0
-    target_ttft: float | None = None
-    cold_wait: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_waiting < 1:
-            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}", "max_waiting")
-        for name in ("max_wait", "target_ttft", "cold_wait"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name} must be above 0 seconds, not {value}", name)
-
-    @property
-    def longest_wait(self) -> float:
-        """Seconds after which nobody waits any more that came while somebody served."""
-        return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
 
 
 class FairGate:
@@ -81,7 +53,7 @@ class FairGate:
         self._bound = bound
         self._token_bound = token_bound
         self._config = config or FairGateConfig()
-        self._queue: FairQueue[_Turn] = FairQueue()
+        self._queue: FairQueue[Turn] = FairQueue()
         self._lengths = OutputLength()
         self._drain = DrainRate()
         self._turned_away = TurnedAway()
@@ -148,7 +120,7 @@ class FairGate:
         Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
         `no_replica` (503) where it waited in vain for a first replica; `deadline_exceeded` (504).
         """
-        return _Turn(self, tenant, request, context)
+        return Turn(self, tenant, request, context)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count one choice's generated tokens as used by a tenant, so that its later turns come later."""
@@ -156,7 +128,7 @@ class FairGate:
         if tokens:  # refusals, vectors and whatever ended before its first token say nothing of how long answers are
             self._lengths.seen(tokens)
 
-    async def enter(self, turn: _Turn) -> None:
+    async def enter(self, turn: Turn) -> None:
         """Return when `turn` may go in; whoever went in must `leave`."""
         turn.work = turn.prompt + self._lengths.of(turn.request, turn.sequences)
         if not self._queue and self._has_room():
@@ -173,7 +145,7 @@ class FairGate:
         self._let_in()
         await self._until_called(turn, turn.called, longest)
 
-    def leave(self, turn: _Turn) -> None:
+    def leave(self, turn: Turn) -> None:
         """Take note that a request has ended."""
         turn.inside = False
         self._inside -= turn.sequences
@@ -183,7 +155,7 @@ class FairGate:
         if not self._inside and not self._queue:
             self._queue.forget()
 
-    def found_cached(self, turn: _Turn, tokens: int) -> None:
+    def found_cached(self, turn: Turn, tokens: int) -> None:
         """Take note that so many tokens of a prompt need no room of their own."""
         found = min(tokens, turn.held)
         turn.held -= found
@@ -193,7 +165,7 @@ class FairGate:
     def _has_room(self) -> bool:
         return self._inside < self._bound() and self._tokens < self._token_bound()
 
-    def _take_in(self, turn: _Turn) -> None:
+    def _take_in(self, turn: Turn) -> None:
         turn.inside = True
         turn.held = turn.work
         self._inside += turn.sequences
@@ -204,7 +176,7 @@ class FairGate:
         longest, cold = self._config.longest_wait, self._config.cold_wait
         return longest if cold is None or self._serving() else max(longest, cold)
 
-    def _check_wait(self, turn: _Turn, now: float, most: float) -> None:
+    def _check_wait(self, turn: Turn, now: float, most: float) -> None:
         """Refuse at once whom waiting, `most` seconds of it, would not help; raises `ApiError`."""
         self._note_drain(now)
         seconds = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
@@ -222,12 +194,12 @@ class FairGate:
         if not last.called.done():
             last.called.set_exception(self._overloaded(last, f"{full}, and a more urgent one came"))
 
-    def _drop(self, turn: _Turn) -> None:
+    def _drop(self, turn: Turn) -> None:
         if turn.waits:
             turn.waits = False
             self._queue.remove(turn.tenant, turn, turn.priority)
 
-    async def _until_called(self, turn: _Turn, called: asyncio.Future[None], most: float) -> None:
+    async def _until_called(self, turn: Turn, called: asyncio.Future[None], most: float) -> None:
         """Wait for the turn; raises `ApiError` where that takes more than `most` seconds."""
         latest = turn.since + most
         try:
@@ -263,86 +235,10 @@ class FairGate:
     def _note_drain(self, now: float) -> None:
         self._drain.note(self._work_done(), now, waiting=bool(self._queue) and self._serving())
 
-    def _overloaded(self, turn: _Turn, reason: str) -> ApiError:
+    def _overloaded(self, turn: Turn, reason: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the rate of late."""
         self.shed[turn.tenant] += 1
         self._turned_away.add(asyncio.get_running_loop().time(), turn.work)
         ahead = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
         seconds = min(max(math.ceil(ahead or 0.0), 1), _LONGEST_RETRY)
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
-
-
-class _Turn:
-    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token.
-
-    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
-    held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
-    """
-
-    def __init__(self, gate: FairGate, tenant: str, request: Request, context: CallContext) -> None:
-        self.tenant = tenant
-        self.request = request
-        self.prompt = len(request.prompt_token_ids)
-        self.sequences = len(request.resume) if request.resume else request.params.n
-        self.cost = self.prompt + self.sequences
-        self.priority = request.priority
-        self.deadline = request.deadline
-        self.work = self.cost
-        self.held = 0
-        self.since = 0.0
-        self.called: asyncio.Future[None] | None = None
-        self.waits = False
-        self.inside = False
-        self._gate = gate
-        self._context = context
-        self._chunks: AsyncGenerator[TokenChunk, None] | None = None
-        self._closed = False
-
-    def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        return self
-
-    def __anext__(self) -> Awaitable[TokenChunk]:
-        if self._chunks is not None:
-            return self._chunks.__anext__()
-        return self._first()
-
-    async def aclose(self) -> None:
-        """End the request, wherever it is; can be called twice."""
-        self._closed = True
-        try:
-            if self._chunks is not None:
-                await self._chunks.aclose()
-        finally:
-            if self.inside:
-                self._gate.leave(self)
-
-    def __del__(self) -> None:
-        """A place must not be lost for good to a caller that forgot to close."""
-        if self.inside:
-            self._gate.leave(self)
-
-    async def _first(self) -> TokenChunk:
-        if self._closed:
-            raise StopAsyncIteration
-        try:
-            await self._gate.enter(self)
-        except BaseException as error:
-            context = self._told()
-            if context.waited:
-                outcome = error.code if isinstance(error, ApiError) else "aborted"
-                self._gate.on_turned_away(self.request, context.waited, outcome)
-                if context.trace is not None:
-                    context.trace.turned_away(self.request, context.waited, error)
-            raise
-        # `TokenSource.generate` promises an iterator that can be closed.
-        chunks = self._gate.source.generate(self.request, self._told())
-        self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
-        chunk = await self._chunks.__anext__()
-        if chunk.num_cached_tokens:
-            self._gate.found_cached(self, chunk.num_cached_tokens)
-        return chunk
-
-    def _told(self) -> CallContext:
-        if self.called is None:
-            return self._context
-        return replace(self._context, waited=asyncio.get_running_loop().time() - self.since)

@@ -21,8 +21,9 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
-from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.fair_queue import FairQueue
+from cluster.tenants.gate_config import FairGateConfig
 from cluster.tenants.tenant import OPEN
 from engine.errors import ConfigError
 from engine.request import Request

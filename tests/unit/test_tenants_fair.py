@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
-from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.fair_queue import FairQueue
+from cluster.tenants.gate_config import FairGateConfig
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from engine.request import Request

@@ -12,7 +12,8 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.member import LiveRequest
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
-from cluster.tenants.fair_gate import FairGate, FairGateConfig
+from cluster.tenants.fair_gate import FairGate
+from cluster.tenants.gate_config import FairGateConfig
 from cluster.token_log import TokenLog
 from cluster.tracing import semantics as names
 from cluster.tracing.call_trace import call_trace
