@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.figures.requests import FAULTS
 from cluster.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
+from deploy.alerts.scope import EVERYTHING, Scope
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
 
 TTFT_SECONDS = 2.0  # target of the time to the first token; the chart has a value for it
@@ -12,6 +13,7 @@ TTFT_MARK = "TTFT_TARGET_SECONDS"  # stands for it where the chart puts its valu
 MODEL = f"{CLUSTER}, model_name"
 REPLICA = f"{MODEL}, replica"
 DEPLOYMENT = f"{CLUSTER}, deployment"
+REPLICAS = 'deployment=~"Replica.*"'
 OF_MODEL = "{{ $labels.model_name }}"
 ERRORS = "|".join(FAULTS)  # a deadline is the client's, and has an alert of its own
 UNSERVED = "no_replica|replica_lost"  # what clients are told where no replica is ready, or comes in time
@@ -19,17 +21,24 @@ DEATHS = "|".join(code for code in ENDS if code not in PEER_ALIVE)  # why a link
 PLANNED = f"{CLOSED}|{DRAINED}"  # why links end at an update or a scale-down
 
 
-def alerts(ttft: str = f"{TTFT_SECONDS:g}") -> tuple[Alert, ...]:
+def alerts(ttft: str = f"{TTFT_SECONDS:g}", scope: Scope = EVERYTHING) -> tuple[Alert, ...]:
     """Return all alerts. ttft: seconds that the 95th percentile of the time to the first token may take."""
-    return (*_of_service(), *_of_copies(), *_of_deaths(), *_of_requests(ttft), *_of_engines())
+    return (
+        *_of_service(scope),
+        *_of_copies(scope),
+        *_of_deaths(scope),
+        *_of_requests(scope, ttft),
+        *_of_engines(scope),
+    )
 
 
-def _of_service() -> tuple[Alert, ...]:
-    unserved = f'increase({metric("requests_ended")}{{outcome=~"{UNSERVED}"}}[5m])'
+def _of_service(scope: Scope) -> tuple[Alert, ...]:
+    unserved = scope.of(metric("requests_ended"), f'outcome=~"{UNSERVED}"')
+    ready = scope.of(metric("replicas"), 'state="ready"')
     return (
         Alert(
             "SquadronSilent",
-            f"absent({metric('requests_live')})",
+            f"absent({scope.of(metric('requests_live'))})",
             "5m",
             "critical",
             "No router of Squadron tells any figures",
@@ -39,8 +48,7 @@ def _of_service() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronNoReadyReplica",
-            f'max by ({MODEL}) ({metric("replicas")}{{state="ready"}}) == 0 '
-            f"and on ({MODEL}) sum by ({MODEL}) ({unserved}) > 0",
+            f"max by ({MODEL}) ({ready}) == 0 and on ({MODEL}) sum by ({MODEL}) (increase({unserved}[5m])) > 0",
             "1m",
             "critical",
             f"Requests for {OF_MODEL} get 503, and no replica is ready",
@@ -51,15 +59,17 @@ def _of_service() -> tuple[Alert, ...]:
     )
 
 
-def _of_copies() -> tuple[Alert, ...]:
+def _of_copies(scope: Scope) -> tuple[Alert, ...]:
     """What Serve wants, less what passes its checks.
 
     Where it tells of no replica that passes, that is none. Of routers it is no loss, but an installation whose pods
     are being pulled: of those that had passed and are gone it tells 0.
     """
-    healthy, wanted = f'{SERVE_HEALTHY}{{deployment="Router"}}', f'{SERVE_WANTED}{{deployment="Router"}}'
-    replicas_wanted = f'sum by ({DEPLOYMENT}) ({SERVE_WANTED}{{deployment=~"Replica.*"}})'
-    replicas_healthy = f'sum by ({DEPLOYMENT}) ({SERVE_HEALTHY}{{deployment=~"Replica.*"}})'
+    healthy, wanted = (scope.of(name, 'deployment="Router"') for name in (SERVE_HEALTHY, SERVE_WANTED))
+    replicas_healthy, replicas_wanted = (
+        f"sum by ({DEPLOYMENT}) ({scope.of(name, REPLICAS)})" for name in (SERVE_HEALTHY, SERVE_WANTED)
+    )
+    status = f"max by ({DEPLOYMENT}) ({scope.of(SERVE_STATUS)})"
     return (
         Alert(
             "SquadronReplicasMissing",
@@ -81,7 +91,7 @@ def _of_copies() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronDeploymentFailed",
-            f"max by ({DEPLOYMENT}) ({SERVE_STATUS}) > 0 and max by ({DEPLOYMENT}) ({SERVE_STATUS}) <= 2",
+            f"{status} > 0 and {status} <= 2",
             "5m",
             "critical",
             "Ray Serve gives up on {{ $labels.deployment }}",
@@ -91,13 +101,14 @@ def _of_copies() -> tuple[Alert, ...]:
     )
 
 
-def _of_deaths() -> tuple[Alert, ...]:
-    deaths = f'increase({metric("links_lost")}{{reason=~"{DEATHS}"}}[15m])'
-    unplanned = f'increase({metric("links_lost")}{{reason!~"{PLANNED}"}}[10m])'
+def _of_deaths(scope: Scope) -> tuple[Alert, ...]:
+    deaths = scope.of(metric("links_lost"), f'reason=~"{DEATHS}"')
+    unplanned = scope.of(metric("links_lost"), f'reason!~"{PLANNED}"')
+    moved, accepted = (f"rate({scope.of(metric(name))}[10m])" for name in ("migrations", "requests_accepted"))
     return (
         Alert(
             "SquadronCrashLoop",
-            f"max by ({MODEL}) (sum by ({MODEL}, router) ({deaths})) > 3",
+            f"max by ({MODEL}) (sum by ({MODEL}, router) (increase({deaths}[15m]))) > 3",
             "0m",
             "critical",
             f"Replicas of {OF_MODEL} died {{{{ $value | humanize }}}} times within 15 minutes",
@@ -106,9 +117,8 @@ def _of_deaths() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronMigrationStorm",
-            f"sum by ({MODEL}) (rate({metric('migrations')}[10m])) "
-            f"/ (sum by ({MODEL}) (rate({metric('requests_accepted')}[10m])) > 0) > 0.1 "
-            f"and on ({MODEL}) sum by ({MODEL}) ({unplanned}) > 0",
+            f"sum by ({MODEL}) ({moved}) / (sum by ({MODEL}) ({accepted}) > 0) > 0.1 "
+            f"and on ({MODEL}) sum by ({MODEL}) (increase({unplanned}[10m])) > 0",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} move to another replica",
@@ -119,14 +129,15 @@ def _of_deaths() -> tuple[Alert, ...]:
     )
 
 
-def _of_requests(ttft: str) -> tuple[Alert, ...]:
+def _of_requests(scope: Scope, ttft: str) -> tuple[Alert, ...]:
     ended = metric("requests_ended")
-    per_model = f"sum by ({MODEL}) (rate({ended}[5m]))"
-    first_token = f"sum by (le, {MODEL}) (rate({metric('time_to_first_token_seconds', '_bucket')}[5m]))"
+    failed, late = (scope.of(ended, one) for one in (f'outcome=~"{ERRORS}"', 'outcome="deadline_exceeded"'))
+    per_model = f"sum by ({MODEL}) (rate({scope.of(ended)}[5m]))"
+    first_tokens = scope.of(metric("time_to_first_token_seconds", "_bucket"))
     return (
         Alert(
             "SquadronHighErrorShare",
-            f'sum by ({MODEL}) (rate({ended}{{outcome=~"{ERRORS}"}}[5m])) / {per_model} > 0.05',
+            f"sum by ({MODEL}) (rate({failed}[5m])) / {per_model} > 0.05",
             "5m",
             "critical",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} end in errors",
@@ -135,7 +146,7 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronSlowFirstToken",
-            f"histogram_quantile(0.95, {first_token}) > {ttft}",
+            f"histogram_quantile(0.95, sum by (le, {MODEL}) (rate({first_tokens}[5m]))) > {ttft}",
             "5m",
             "warning",
             f"First tokens of {OF_MODEL} take {{{{ $value | humanizeDuration }}}} (p95)",
@@ -144,7 +155,7 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronQueueOld",
-            f"max by ({MODEL}) ({metric('queue_age_seconds')}) > 30",
+            f"max by ({MODEL}) ({scope.of(metric('queue_age_seconds'))}) > 30",
             "5m",
             "warning",
             f"A request for {OF_MODEL} has waited {{{{ $value | humanizeDuration }}}} for its turn",
@@ -153,7 +164,7 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronDeadlineMisses",
-            f'sum by ({MODEL}) (rate({ended}{{outcome="deadline_exceeded"}}[5m])) / {per_model} > 0.05',
+            f"sum by ({MODEL}) (rate({late}[5m])) / {per_model} > 0.05",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} miss their deadline",
@@ -163,12 +174,12 @@ def _of_requests(ttft: str) -> tuple[Alert, ...]:
     )
 
 
-def _of_engines() -> tuple[Alert, ...]:
+def _of_engines(scope: Scope) -> tuple[Alert, ...]:
     return (
         Alert(
             "SquadronKVCacheFull",
-            f"max by ({REPLICA}) (max_over_time({metric('kv_cache_usage_perc')}[5m])) > 0.95 "
-            f"and on ({REPLICA}) sum by ({REPLICA}) (rate({metric('num_preemptions')}[5m])) > 0",
+            f"max by ({REPLICA}) (max_over_time({scope.of(metric('kv_cache_usage_perc'))}[5m])) > 0.95 "
+            f"and on ({REPLICA}) sum by ({REPLICA}) (rate({scope.of(metric('num_preemptions'))}[5m])) > 0",
             "10m",
             "warning",
             f"The KV cache of replica {{{{ $labels.replica }}}} of {OF_MODEL} is full, and sequences are preempted",
@@ -177,7 +188,7 @@ def _of_engines() -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronMisplacedTokens",
-            f"sum by ({MODEL}) (increase({metric('misplaced_rows')}[15m])) > 0",
+            f"sum by ({MODEL}) (increase({scope.of(metric('misplaced_rows'))}[15m])) > 0",
             "0m",
             "warning",
             f"Replicas of {OF_MODEL} sent tokens that were not the next one",

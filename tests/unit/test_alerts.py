@@ -9,9 +9,10 @@ import yaml
 
 from cluster.link import ENDS, PEER_ALIVE
 from deploy.alerts.rules import rules_text
+from deploy.alerts.scope import EVERYTHING, NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
 from deploy.alerts.table import TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
-from tests.promql import named, trouble
+from tests.promql import named, selectors, trouble
 from tests.promtool import needs_promtool, promtool
 from tests.unit.alert_cases import CASES, MINUTES, copies, lost, moves
 
@@ -65,6 +66,13 @@ def test_the_charts_rules_have_a_mark_where_its_value_goes() -> None:
     assert rule["alert"] == "SquadronSlowFirstToken"
 
 
+def test_every_selector_of_the_charts_rules_is_of_its_release_and_none_of_the_shipped_ones() -> None:
+    for confined, shipped in zip(alerts(scope=RELEASE), alerts(), strict=True):
+        assert all(one >= {*RELEASE.matchers} for one in selectors(confined.expr)), confined.name
+        assert all("ray_io_cluster" not in " ".join(one) for one in selectors(shipped.expr)), shipped.name
+        assert [one - {*RELEASE.matchers} for one in selectors(confined.expr)] == selectors(shipped.expr)
+
+
 @needs_promtool
 def test_promtool_takes_the_rules() -> None:
     assert f"SUCCESS: {len(ALERTS)} rules found" in promtool("check", "rules", RULES)
@@ -92,6 +100,43 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
 )
 def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
     assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
+
+
+@needs_promtool
+@pytest.mark.parametrize("cluster", ["llm-x7k2p", "llm-raycluster-x7k2p"])
+def test_the_charts_alerts_fire_for_the_clusters_of_the_release(tmp_path, cluster) -> None:
+    tests = [_test(name, _placed(case.fires, cluster, "serving"), MINUTES - 5, 1) for name, case in CASES.items()]
+    assert "SUCCESS" in _run(tmp_path, tests, RELEASE)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "place",
+    ["serving/llm-two-x7k2p", "serving/other-llm-x7k2p", "serving/llm-batch-1a2b3-x7k2p", "elsewhere/llm-x7k2p", "/"],
+)
+def test_the_charts_alerts_are_quiet_about_all_other_clusters(tmp_path, place) -> None:
+    namespace, _, cluster = place.partition("/")
+    tests = [
+        _test(name, _placed(case.fires, cluster, namespace), MINUTES - 5, 0)
+        for name, case in CASES.items()
+        if name != "SquadronSilent"
+    ]
+    # The others' figures are no sign of life.
+    there = _placed(CASES["SquadronSilent"].quiet, cluster, namespace)
+    tests.append(_test("SquadronSilent", there, MINUTES - 5, 1))
+    assert "SUCCESS" in _run(tmp_path, tests, RELEASE)
+
+
+@needs_promtool
+def test_a_releases_alerts_say_whose_they_are(tmp_path) -> None:
+    alert = ALERTS["SquadronSilent"]
+    expected = {
+        "exp_labels": {"severity": "critical", "namespace": "serving", "ray_service": "llm"},
+        "exp_annotations": {"summary": alert.summary, "description": alert.description},
+    }
+    test = _test(alert.name, CASES[alert.name].fires, MINUTES - 5, 1)
+    test["alert_rule_test"] = [{"eval_time": "30m", "alertname": alert.name, "exp_alerts": [expected]}]
+    assert "SUCCESS" in _run(tmp_path, [test], RELEASE)
 
 
 @needs_promtool
@@ -127,8 +172,15 @@ def _test(name, series, minute, firing):
     }
 
 
-def _run(folder, tests):
-    (folder / RULES.name).write_text(rules_text(alerts(), "rules"))
+def _placed(series, cluster, namespace):
+    """Figures as the PodMonitor labels them, of another cluster than the cases' own."""
+    place = f'ray_io_cluster="{cluster}",namespace="{namespace}"'
+    return {one.replace('ray_io_cluster="c"', place): values for one, values in series.items()}
+
+
+def _run(folder, tests, scope=EVERYTHING):
+    text = rules_text("rules", "2", scope).replace(RAYSERVICE_MARK, "llm").replace(NAMESPACE_MARK, "serving")
+    (folder / RULES.name).write_text(text)
     file = folder / "tests.yaml"
     file.write_text(yaml.safe_dump({"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": tests}))
     return promtool("test", "rules", file)

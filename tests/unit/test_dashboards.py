@@ -12,7 +12,7 @@ from deploy.chart.monitoring import DASHBOARDS
 from deploy.dashboards.grafana import COLUMNS, SCHEMA_VERSION, dashboard_text
 from deploy.dashboards.panel import Panel, Row
 from deploy.dashboards.promql import Chosen, metric
-from tests.promql import named, trouble
+from tests.promql import bounded, named, selectors, trouble
 
 BOARDS = {name: json.loads(dashboard_text(board)) for name, board in DASHBOARDS.items()}
 each_board = pytest.mark.parametrize("name", DASHBOARDS)
@@ -32,9 +32,18 @@ def test_every_query_is_of_what_the_viewer_chose(name) -> None:
     names = {f"${variable.name}" for variable in DASHBOARDS[name].variables}
     for panel in DASHBOARDS[name].panels():
         for query in panel.queries:
-            used = set(re.findall(r"\$[a-z]\w*", query.expr))
-            assert "$cluster" in used, query.expr
-            assert used <= names, query.expr
+            assert set(re.findall(r"\$[a-z]\w*", query.expr)) <= names, query.expr
+            for matchers in selectors(bounded(query.expr)):
+                assert 'ray_io_cluster=~"$cluster"' in matchers, query.expr
+
+
+@each_board
+def test_all_is_chosen_until_somebody_chooses_even_where_there_is_no_such_label(name) -> None:
+    """As on a local Ray: `.*` matches series without the label, too."""
+    chosen = [one for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"]
+    assert chosen[0]["name"] == "cluster"
+    for one in chosen:
+        assert (one["includeAll"], one["allValue"], one["current"]["value"]) == (True, ".*", ["$__all"])
 
 
 @each_board
