@@ -14,6 +14,7 @@ MODEL = f"{CLUSTER}, model_name"
 REPLICA = f"{MODEL}, replica"
 DEPLOYMENT = f"{CLUSTER}, deployment"
 REPLICAS = 'deployment=~"Replica.*"'
+DEPLOYMENTS = 'deployment=~"Router|Batches|Replica.*"'  # others on the same Ray are none of ours
 OF_MODEL = "{{ $labels.model_name }}"
 ERRORS = "|".join(FAULTS)  # a deadline is the client's, and has an alert of its own
 UNSERVED = "no_replica|replica_lost"  # what clients are told where no replica is ready, or comes in time
@@ -69,7 +70,7 @@ def _of_copies(scope: Scope) -> tuple[Alert, ...]:
     replicas_healthy, replicas_wanted = (
         f"sum by ({DEPLOYMENT}) ({scope.of(name, REPLICAS)})" for name in (SERVE_HEALTHY, SERVE_WANTED)
     )
-    status = f"max by ({DEPLOYMENT}) ({scope.of(SERVE_STATUS)})"
+    status = f"max by ({DEPLOYMENT}) ({scope.of(SERVE_STATUS, DEPLOYMENTS)})"
     return (
         Alert(
             "SquadronReplicasMissing",

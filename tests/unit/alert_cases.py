@@ -68,9 +68,9 @@ def lost(reason: str, per_minute: float) -> dict[str, str]:
     return ours("links_lost_total", f'{M},router="a",reason="{reason}"', f"0+{per_minute:g}")
 
 
-def deployment_status(value: int) -> dict[str, str]:
+def deployment_status(value: int, deployment: str = "Replica") -> dict[str, str]:
     """Return what Serve says of the state of a deployment."""
-    return metric("serve_deployment_status", f'{SERVE},deployment="Replica"', f"{value}+0")
+    return metric("serve_deployment_status", f'{SERVE},deployment="{deployment}"', f"{value}+0")
 
 
 def cache(usage: str, preempted: int) -> dict[str, str]:

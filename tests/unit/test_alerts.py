@@ -7,14 +7,16 @@ import re
 import pytest
 import yaml
 
+from cluster.app import BATCHES, ROUTER
 from cluster.link import ENDS, PEER_ALIVE
+from cluster.models.deployments import ONE
 from deploy.alerts.rules import rules_text
 from deploy.alerts.scope import EVERYTHING, NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
-from deploy.alerts.table import TTFT_MARK, alerts
+from deploy.alerts.table import DEPLOYMENTS, TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
 from tests.promql import named, selectors, trouble
 from tests.promtool import needs_promtool, promtool
-from tests.unit.alert_cases import CASES, MINUTES, copies, lost, moves
+from tests.unit.alert_cases import CASES, MINUTES, copies, deployment_status, lost, moves
 
 ALERTS = {alert.name: alert for alert in alerts()}
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
@@ -44,6 +46,13 @@ def test_links_that_healthy_replicas_end_are_no_deaths() -> None:
     matched = re.search(r'reason=~"([^"]*)"', ALERTS["SquadronCrashLoop"].expr)
     assert matched is not None
     assert {*matched[1].split("|")} == {*ENDS} - PEER_ALIVE
+
+
+def test_all_deployments_of_an_app_are_watched() -> None:
+    matched = re.search(r'"(.*)"', DEPLOYMENTS)
+    assert matched is not None
+    for name in (ROUTER, BATCHES, ONE, f"{ONE}-qwen3-8b"):
+        assert re.fullmatch(matched[1], name), name
 
 
 def test_names_are_unique_and_each_alert_has_a_case() -> None:
@@ -95,8 +104,14 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
         ("SquadronMigrationStorm", moves(5, 100) | lost("lost", 0.5)),
         ("SquadronMigrationStorm", moves(1, 0) | lost("lost", 0.5)),
         ("SquadronRouterLost", {name: v for name, v in copies("Router", 2, 0).items() if "target" in name}),
+        ("SquadronDeploymentFailed", deployment_status(2, "Summarizer")),
     ],
-    ids=["few move", "nothing comes that they could be a share of", "routers that have never started"],
+    ids=[
+        "few move",
+        "nothing comes that they could be a share of",
+        "routers that have never started",
+        "another app on the same Ray",
+    ],
 )
 def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
     assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
