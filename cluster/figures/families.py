@@ -153,6 +153,7 @@ TABLE: tuple[Family, ...] = (
     _counter("stale_rows", _R, "Rows and reports of former attempts and lives, dropped."),
     _counter("misplaced_rows", _R, "Tokens that were not the next one, dropped."),
     _gauge("replicas", _R, "Replicas that the router has links to, by state: ready, not_ready.", "state"),
+    _gauge("replica_failed_starts", _R, "Starts of replicas that failed in a row before those that go on now."),
     _histogram("request_device_seconds", _R, "Device seconds of a completed request.", USED_SECONDS),
     _histogram("request_kv_block_seconds", _R, "KV block seconds of a completed request.", BLOCK_SECONDS),
     # ---- routing: what was expected in prefix caches, and what was there

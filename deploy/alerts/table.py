@@ -103,17 +103,22 @@ def _of_copies(scope: Scope) -> tuple[Alert, ...]:
 
 
 def _of_deaths(scope: Scope) -> tuple[Alert, ...]:
-    deaths = scope.of(metric("links_lost"), f'reason=~"{DEATHS}"')
-    unplanned = scope.of(metric("links_lost"), f'reason!~"{PLANNED}"')
+    lost = metric("links_lost")
+    died = scope.of(lost, f'reason=~"{DEATHS}"')
+    failed_starts = f"max_over_time({scope.of(metric('replica_failed_starts'))}[5m])"
+    unplanned = scope.of(lost, f'reason!~"{PLANNED}"')
     moved, accepted = (f"rate({scope.of(metric(name))}[10m])" for name in ("migrations", "requests_accepted"))
     return (
         Alert(
             "SquadronCrashLoop",
-            f"max by ({MODEL}) (sum by ({MODEL}, router) (increase({deaths}[15m]))) > 3",
+            # Minutes in which some died: those that a node takes along count once.
+            f"max by ({MODEL}) (changes(sum by ({MODEL}, router) ({died})[15m:1m])) > 3 "
+            f"or max by ({MODEL}) ({failed_starts}) > 2",
             "0m",
             "critical",
-            f"Replicas of {OF_MODEL} died {{{{ $value | humanize }}}} times within 15 minutes",
-            "Streams go on elsewhere as long as one is left. Next: `squadron status` says why the last start failed, "
+            f"Replicas of {OF_MODEL} die again and again, {{{{ $value }}}} times by now",
+            "Some died in more than three of the last 15 minutes, or more than two starts in a row failed. Streams "
+            "go on elsewhere as long as one is left. Next: `squadron status` says why the last start failed, "
             "`squadron doctor` on the node what is wrong there (memory, GPUs, disks).",
         ),
         Alert(

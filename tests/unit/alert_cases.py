@@ -68,6 +68,17 @@ def lost(reason: str, per_minute: float) -> dict[str, str]:
     return ours("links_lost_total", f'{M},router="a",reason="{reason}"', f"0+{per_minute:g}")
 
 
+def dies(*minutes: int) -> dict[str, str]:
+    """Return a replica that dies in each of these minutes; of equal ones, several at once."""
+    counts = [sum(minute <= now for minute in minutes) for now in range(MINUTES)]
+    return {f'ray_squadron_links_lost_total{{{M},router="a",reason="lost"}}': " ".join(map(str, counts))}
+
+
+def failed_starts(number: int) -> dict[str, str]:
+    """Return starts that failed in a row before the one that goes on."""
+    return ours("replica_failed_starts", f'{M},router="a"', f"{number}+0")
+
+
 def deployment_status(value: int, deployment: str = "Replica") -> dict[str, str]:
     """Return what Serve says of the state of a deployment."""
     return metric("serve_deployment_status", f'{SERVE},deployment="{deployment}"', f"{value}+0")
@@ -93,7 +104,7 @@ CASES = {
     "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
     "SquadronRouterLost": Case(copies("Router", 2, 0), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
-    "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5) | lost("silent", 5)),
+    "SquadronCrashLoop": Case(dies(22, 24, 28, 31), dies(*[25] * 8) | lost("drained", 5) | lost("silent", 5)),
     "SquadronMigrationStorm": Case(
         moves(20, 100) | lost("lost", 0.5), moves(20, 100) | lost("lost", 0) | lost("drained", 1), early=3
     ),

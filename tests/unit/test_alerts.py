@@ -16,7 +16,7 @@ from deploy.alerts.table import DEPLOYMENTS, TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
 from tests.promql import named, selectors, trouble
 from tests.promtool import needs_promtool, promtool
-from tests.unit.alert_cases import CASES, MINUTES, copies, deployment_status, lost, moves
+from tests.unit.alert_cases import CASES, MINUTES, copies, deployment_status, dies, failed_starts, lost, moves
 
 ALERTS = {alert.name: alert for alert in alerts()}
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
@@ -105,16 +105,25 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
         ("SquadronMigrationStorm", moves(1, 0) | lost("lost", 0.5)),
         ("SquadronRouterLost", {name: v for name, v in copies("Router", 2, 0).items() if "target" in name}),
         ("SquadronDeploymentFailed", deployment_status(2, "Summarizer")),
+        ("SquadronCrashLoop", dies(24, 28, 31)),
+        ("SquadronCrashLoop", failed_starts(2)),
     ],
     ids=[
         "few move",
         "nothing comes that they could be a share of",
         "routers that have never started",
         "another app on the same Ray",
+        "some deaths",
+        "some failed starts",
     ],
 )
 def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
     assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
+
+
+@needs_promtool
+def test_starts_that_fail_are_a_crash_loop_though_nobody_had_a_link_to_them(tmp_path) -> None:
+    assert "SUCCESS" in _run(tmp_path, [_test("SquadronCrashLoop", failed_starts(3), MINUTES - 5, 1)])
 
 
 @needs_promtool
