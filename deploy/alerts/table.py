@@ -9,6 +9,9 @@ from deploy.alerts.scope import EVERYTHING, Scope
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric
 
 TTFT_SECONDS = 2.0  # target of the time to the first token; the chart has a value for it
+FEW = 5  # requests within FEW_WITHIN: fewer that fail, move or come late are no share to wake anybody for
+FEW_TOKENS = 20  # first tokens within FEW_WITHIN: of fewer the 95th percentile is that of the slowest alone
+FEW_WITHIN = "15m"
 TTFT_MARK = "TTFT_TARGET_SECONDS"  # stands for it where the chart puts its value
 MODEL = f"{CLUSTER}, model_name"
 REPLICA = f"{MODEL}, replica"
@@ -107,7 +110,7 @@ def _of_deaths(scope: Scope) -> tuple[Alert, ...]:
     died = scope.of(lost, f'reason=~"{DEATHS}"')
     failed_starts = f"max_over_time({scope.of(metric('replica_failed_starts'))}[5m])"
     unplanned = scope.of(lost, f'reason!~"{PLANNED}"')
-    moved, accepted = (f"rate({scope.of(metric(name))}[10m])" for name in ("migrations", "requests_accepted"))
+    moved, accepted = (scope.of(metric(name)) for name in ("migrations", "requests_accepted"))
     return (
         Alert(
             "SquadronCrashLoop",
@@ -123,14 +126,14 @@ def _of_deaths(scope: Scope) -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronMigrationStorm",
-            f"sum by ({MODEL}) ({moved}) / (sum by ({MODEL}) ({accepted}) > 0) > 0.1 "
-            f"and on ({MODEL}) sum by ({MODEL}) (increase({unplanned}[10m])) > 0",
+            f"sum by ({MODEL}) (rate({moved}[10m])) / (sum by ({MODEL}) (rate({accepted}[10m])) > 0) > 0.1 "
+            f"and on ({MODEL}) sum by ({MODEL}) (increase({unplanned}[10m])) > 0 {_at_least(FEW, moved)}",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} move to another replica",
-            "Replicas are lost; an update or a scale-down alone is quiet. Clients see pauses, and what was computed "
-            "is computed again. Next: `squadron status` (do replicas die, or stall?), and `squadron why ID` "
-            "for one of the requests.",
+            f"Replicas are lost; an update or a scale-down alone is quiet, and so are fewer than {FEW} requests "
+            f"within {FEW_WITHIN}. Clients see pauses, and what was computed is computed again. Next: "
+            "`squadron status` (do replicas die, or stall?), and `squadron why ID` for one of the requests.",
         ),
     )
 
@@ -139,25 +142,27 @@ def _of_requests(scope: Scope, ttft: str) -> tuple[Alert, ...]:
     ended = metric("requests_ended")
     failed, late = (scope.of(ended, one) for one in (f'outcome=~"{ERRORS}"', 'outcome="deadline_exceeded"'))
     per_model = f"sum by ({MODEL}) (rate({scope.of(ended)}[5m]))"
-    first_tokens = scope.of(metric("time_to_first_token_seconds", "_bucket"))
+    first_tokens, counted = (scope.of(metric("time_to_first_token_seconds", end)) for end in ("_bucket", "_count"))
     return (
         Alert(
             "SquadronHighErrorShare",
-            f"sum by ({MODEL}) (rate({failed}[5m])) / {per_model} > 0.05",
+            f"sum by ({MODEL}) (rate({failed}[5m])) / {per_model} > 0.05 {_at_least(FEW, failed)}",
             "5m",
             "critical",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} end in errors",
-            "The panel `Requests by outcome` has the codes. Next: `squadron status`, and `squadron why ID` with the "
-            "id of an answer that failed.",
+            f"At least {FEW} of them within {FEW_WITHIN}. The panel `Requests by outcome` has the codes. Next: "
+            "`squadron status`, and `squadron why ID` with the id of an answer that failed.",
         ),
         Alert(
             "SquadronSlowFirstToken",
-            f"histogram_quantile(0.95, sum by (le, {MODEL}) (rate({first_tokens}[5m]))) > {ttft}",
+            f"histogram_quantile(0.95, sum by (le, {MODEL}) (rate({first_tokens}[5m]))) > {ttft} "
+            f"{_at_least(FEW_TOKENS, counted)}",
             "5m",
             "warning",
             f"First tokens of {OF_MODEL} take {{{{ $value | humanizeDuration }}}} (p95)",
-            f"More than the target of {ttft} s. Next: `squadron why ID` tells of one request what it waited for; "
-            "`squadron top` shows whether requests queue. `squadron plan` says how many replicas a load needs.",
+            f"More than the target of {ttft} s, of at least {FEW_TOKENS} first tokens within {FEW_WITHIN}. Next: "
+            "`squadron why ID` tells of one request what it waited for; `squadron top` shows whether requests queue. "
+            "`squadron plan` says how many replicas a load needs.",
         ),
         Alert(
             "SquadronQueueOld",
@@ -170,12 +175,12 @@ def _of_requests(scope: Scope, ttft: str) -> tuple[Alert, ...]:
         ),
         Alert(
             "SquadronDeadlineMisses",
-            f"sum by ({MODEL}) (rate({late}[5m])) / {per_model} > 0.05",
+            f"sum by ({MODEL}) (rate({late}[5m])) / {per_model} > 0.05 {_at_least(FEW, late)}",
             "5m",
             "warning",
             f"{{{{ $value | humanizePercentage }}}} of the requests for {OF_MODEL} miss their deadline",
-            "Clients give less time than answers take. Next: `squadron why ID` says of one whether it waited, "
-            "or ran.",
+            f"At least {FEW} of them within {FEW_WITHIN}. Clients give less time than answers take. Next: "
+            "`squadron why ID` says of one whether it waited, or ran.",
         ),
     )
 
@@ -202,3 +207,8 @@ def _of_engines(scope: Scope) -> tuple[Alert, ...]:
             "Next: `squadron why ID`, and report it with the replica's log.",
         ),
     )
+
+
+def _at_least(number: int, selector: str) -> str:
+    """Return what an expression of a share ends with: of so few events it says nothing."""
+    return f"and on ({MODEL}) sum by ({MODEL}) (increase({selector}[{FEW_WITHIN}])) >= {number}"

@@ -35,9 +35,9 @@ def ours(name: str, labels: str, values: str) -> dict[str, str]:
     return metric(f"squadron_{name}", labels, values)
 
 
-def ends(outcome: str, per_minute: int) -> dict[str, str]:
+def ends(outcome: str, per_minute: float) -> dict[str, str]:
     """Return requests that end so."""
-    return ours("requests_ended_total", f'{M},router="a",outcome="{outcome}"', f"0+{per_minute}")
+    return ours("requests_ended_total", f'{M},router="a",outcome="{outcome}"', f"0+{per_minute:g}")
 
 
 def copies(deployment: str, wanted: int, healthy: int) -> dict[str, str]:
@@ -50,10 +50,17 @@ def copies(deployment: str, wanted: int, healthy: int) -> dict[str, str]:
 
 def first_tokens(below_one: int, below_five: int) -> dict[str, str]:
     """Return how many first tokens come within one second and within five, each minute."""
-    found = {}
+    found = ours("time_to_first_token_seconds_count", f'{M},router="a"', f"0+{below_five}")
     for bound, number in (("1.0", below_one), ("5.0", below_five), ("+Inf", below_five)):
         found |= ours("time_to_first_token_seconds_bucket", f'{M},router="a",le="{bound}"', f"0+{number}")
     return found
+
+
+def at_night(outcome: str, *minutes: int) -> dict[str, str]:
+    """Return one request that ends well every four minutes, and some that end so in these minutes."""
+    counts = [sum(minute <= now for minute in minutes) for now in range(MINUTES)]
+    label = f'{M},router="a",outcome="{outcome}"'
+    return ends("completed", 0.25) | {f"ray_squadron_requests_ended_total{{{label}}}": " ".join(map(str, counts))}
 
 
 def state(ready: int, live: int) -> dict[str, str]:
@@ -89,10 +96,10 @@ def cache(usage: str, preempted: int) -> dict[str, str]:
     return ours("kv_cache_usage_perc", R, usage) | ours("num_preemptions_total", R, f"0+{preempted}")
 
 
-def moves(migrations: int, accepted: int) -> dict[str, str]:
+def moves(migrations: float, accepted: float) -> dict[str, str]:
     """Return requests that move, and those taken in, each minute."""
-    return ours("migrations_total", f'{M},router="a"', f"0+{migrations}") | ours(
-        "requests_accepted_total", f'{M},router="a"', f"0+{accepted}"
+    return ours("migrations_total", f'{M},router="a"', f"0+{migrations:g}") | ours(
+        "requests_accepted_total", f'{M},router="a"', f"0+{accepted:g}"
     )
 
 

@@ -16,7 +16,18 @@ from deploy.alerts.table import DEPLOYMENTS, TTFT_MARK, alerts
 from deploy.chart.__main__ import CHART, DEPLOY
 from tests.promql import named, selectors, trouble
 from tests.promtool import needs_promtool, promtool
-from tests.unit.alert_cases import CASES, MINUTES, copies, deployment_status, dies, failed_starts, lost, moves
+from tests.unit.alert_cases import (
+    CASES,
+    MINUTES,
+    at_night,
+    copies,
+    deployment_status,
+    dies,
+    failed_starts,
+    first_tokens,
+    lost,
+    moves,
+)
 
 ALERTS = {alert.name: alert for alert in alerts()}
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
@@ -103,6 +114,10 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
     [
         ("SquadronMigrationStorm", moves(5, 100) | lost("lost", 0.5)),
         ("SquadronMigrationStorm", moves(1, 0) | lost("lost", 0.5)),
+        ("SquadronMigrationStorm", moves(0.2, 0.5) | lost("lost", 0.5)),
+        ("SquadronHighErrorShare", at_night("internal_error", 25, 28, 31, 34)),
+        ("SquadronDeadlineMisses", at_night("deadline_exceeded", 25, 28, 31, 34)),
+        ("SquadronSlowFirstToken", first_tokens(0, 1)),
         ("SquadronRouterLost", {name: v for name, v in copies("Router", 2, 0).items() if "target" in name}),
         ("SquadronDeploymentFailed", deployment_status(2, "Summarizer")),
         ("SquadronCrashLoop", dies(24, 28, 31)),
@@ -111,6 +126,10 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
     ids=[
         "few move",
         "nothing comes that they could be a share of",
+        "three move of seven",
+        "four fail at night",
+        "four are late at night",
+        "few first tokens, all slow",
         "routers that have never started",
         "another app on the same Ray",
         "some deaths",
@@ -119,6 +138,22 @@ def test_each_alert_fires_when_it_must_and_not_otherwise(tmp_path) -> None:
 )
 def test_what_is_near_an_alert_and_none(tmp_path, name, series) -> None:
     assert "SUCCESS" in _run(tmp_path, [_test(name, series, MINUTES - 5, 0)])
+
+
+def test_what_is_a_share_has_a_floor_that_the_alert_tells() -> None:
+    shares = [alert for alert in ALERTS.values() if " / " in alert.expr or "histogram_quantile" in alert.expr]
+    assert len(shares) == 4
+    for alert in shares:
+        floor = re.search(r"\[(\w+)\]\)\) >= (\d+)$", alert.expr)
+        assert floor is not None, alert.name
+        within, number = floor.groups()
+        assert re.search(rf"{number} .*within {within}", alert.description), alert.name
+
+
+@needs_promtool
+def test_five_of_few_that_fail_are_too_many(tmp_path) -> None:
+    series = at_night("internal_error", 20, 22, 24, 26, 29, 31)
+    assert "SUCCESS" in _run(tmp_path, [_test("SquadronHighErrorShare", series, MINUTES - 5, 1)])
 
 
 @needs_promtool
