@@ -27,7 +27,7 @@ NOW = Row(
             "Replicas ready",
             "none",
             "Replicas that routers have links to and that move. None: nobody is served.",
-            (Query(f"sum({CHOSEN.most('replicas', more=READY)})", "ready"),),
+            (Query(CHOSEN.told_alike("replicas", "", READY), "ready"),),
             kind="stat",
         ),
         Panel(
@@ -206,7 +206,7 @@ COPIES = Row(
             "Replicas that routers have links to, by state, and how many Serve wants and has. Fewer than wanted: "
             "`squadron status` says what keeps the others.",
             (
-                Query(CHOSEN.most("replicas", "model_name, state"), "{{model_name}} {{state}}"),
+                Query(CHOSEN.told_alike("replicas", "model_name, state"), "{{model_name}} {{state}}"),
                 Query(serve(SERVE_WANTED, REPLICAS), "wanted {{deployment}}"),
                 Query(serve(SERVE_HEALTHY, REPLICAS), "healthy {{deployment}}"),
             ),
