@@ -145,6 +145,7 @@ TABLE: tuple[Family, ...] = (
     _counter("http_responses", _R, "HTTP answers, by route and status.", "route", "status"),
     _counter("grpc_responses", _R, "gRPC answers, by method and status.", "method", "status"),
     # ---- requests and links of a router
+    _gauge("router_start_time_seconds", _R, "When the router started, in seconds since 1970; no two have the same."),
     _gauge("requests_live", _R, "Requests that have not ended."),
     _counter("requests_accepted", _R, "Requests that were taken in."),
     _counter("requests_ended", _R, "Requests that ended: completed, aborted, or the error's code.", "outcome"),
