@@ -216,6 +216,13 @@ TABLE: tuple[Family, ...] = (
     _histogram(
         "request_inference_time_seconds", _P, "From its start to its last token.", WHOLE, FINE_WHOLE, vllm=True
     ),
+    _histogram(
+        "request_grammar_time_seconds",
+        _P,
+        "From the arrival of a request with structured output to its compiled grammar: part of its queue time.",
+        WHOLE,
+        FINE_WHOLE,
+    ),
     # ---- replicas: one observation for each step of the engine
     _histogram("iteration_tokens_total", _P, "Tokens computed by a step.", STEP_TOKENS, vllm=True),
     _histogram("step_batch_size", _P, "Sequences that run while a step does.", SEQUENCES),
