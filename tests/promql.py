@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import promql_parser
 
-from cluster.figures.families import RAY_PREFIX, TABLE, Family, Kind
+from cluster.figures.families import PREFIX, RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind
 from deploy.dashboards.promql import CLUSTER, OF_SERVE
 
 ENDINGS = {Kind.COUNTER: ("",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
@@ -90,3 +90,5 @@ def _by_metric() -> Iterator[tuple[str, Family]]:
     for family in TABLE:
         for ending in ENDINGS[family.kind]:
             yield RAY_PREFIX + family.shown_name + ending, family
+            if family.vllm:  # with --metrics-compat vllm
+                yield RAY_PREFIX + VLLM_RAY + family.shown_name.removeprefix(PREFIX) + ending, family
