@@ -31,7 +31,7 @@ from cluster.message_parts import (
 )
 from engine.errors import SquadronError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class DamagedMessageError(SquadronError):

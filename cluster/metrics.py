@@ -47,6 +47,7 @@ class Metrics:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, vllm: bool = False) -> None:
         self.clock = clock
+        self._started = time.time()
         self.registry = CollectorRegistry()
         self.families = Families(self.registry)
         self._models: list[str] = []
@@ -59,7 +60,7 @@ class Metrics:
         if model_name in self._models:
             raise ValueError(f"the model {model_name!r} has metrics already")
         self._models.append(model_name)
-        self.register(_ReplicaCollector(model_name, figures))
+        self.register(_ReplicaCollector(model_name, figures, self._started))
         return ModelMetrics(model_name, self.families, self.clock)
 
     def label(self, model_name: str = "") -> str:
@@ -220,14 +221,16 @@ class _Collectors(Collector):
 class _ReplicaCollector(Collector):
     """Asks for the replicas' figures when Prometheus asks us."""
 
-    def __init__(self, model_name: str, figures: Callable[[], ClusterFigures]) -> None:
+    def __init__(self, model_name: str, figures: Callable[[], ClusterFigures], started: float) -> None:
         self._model_name = model_name
         self._figures = figures
+        self._started = started
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what replicas told, one sample for each, and what the router knows of them."""
+        """Yield what replicas told, one sample for each, and what the router knows of them and of itself."""
         figures, model = self._figures(), self._model_name
         yield from engine_metrics(model, {one.replica: one.stats for one in figures.replicas})
         ready = sum(1 for one in figures.replicas if one.ready)
         yield family_of("replicas", {(model, "ready"): ready, (model, "not_ready"): len(figures.replicas) - ready})
         yield family_of("migrations", {(model,): figures.migrations})
+        yield family_of("router_start_time_seconds", {(model,): self._started})

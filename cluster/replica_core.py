@@ -75,7 +75,7 @@ class ReplicaCore:
         self._loop = asyncio.get_running_loop()
         self._engine = engine(core, self._loop, self)
         self.figures = StepFigures(facts.model, facts.token_budget)
-        self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected)
+        self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected, self._engine.flight)
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs = Runs()
         self._cached = CachedBlocks()
@@ -286,11 +286,16 @@ class ReplicaCore:
         else:
             self._grammars.begin(request, request.params.structured)
 
-    def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> None:
-        if self._runs.get(request.request_id) is not None:  # nobody has ended it meanwhile
+    def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> bool:
+        now, wanted = self._clock(), self._runs.get(request.request_id) is not None
+        if wanted:
+            self.figures.compiled(0.0 if request.arrival_time is None else now - request.arrival_time)
+            if self._spans is not None:
+                self._spans.compiled(request.request_id, now)
             self._engine.add(request, grammar)
         elif self._spans is not None:
-            self._spans.refused(request.request_id, "cancelled", self._clock())
+            self._spans.refused(request.request_id, "cancelled", now)
+        return wanted
 
     def _abort(self, run: Run | None) -> None:
         if run is not None:

@@ -27,6 +27,7 @@ from cluster.life.app_body import app_body
 from cluster.life.app_memory import AppMemory
 from cluster.life.app_watch import AppWatch, look
 from cluster.life.deployed_app import BuiltOf, DeployedApp
+from cluster.life.figures import StartCollector
 from cluster.life.other_routers import OtherRouters
 from cluster.life.rollback import Rollback
 from cluster.life.start_gate import StartGate
@@ -89,6 +90,7 @@ class Router:
         each = zip(self._configs, self._served, self._replicas, strict=True)
         self._live = [LiveModel(self._router_id, *one, metrics) for one in each]
         models = Models([live.front for live in self._live])
+        metrics.register(StartCollector(self._deployments(), lambda: self._watch.picture))
         app = build_app(
             models,
             metrics,
@@ -113,6 +115,11 @@ class Router:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
         settings = [asdict(config) | {"api_key": None, "api_key_file": None} for config in self._configs]
         return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
+
+    def _deployments(self) -> list[tuple[str, str]]:
+        return [
+            (live.front.model_id, one.deployment_name) for live, one in zip(self._live, self._replicas, strict=True)
+        ]
 
     def _serving(self) -> tuple[int, int]:
         return sum(one.front.ready() for one in self._live), len(self._live)

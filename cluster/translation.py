@@ -57,7 +57,8 @@ def submit_message(
 def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Request:
     """Return the request under the id that the engine knows it by. Raises `InvalidRequestError` for bad params.
 
-    now: seconds on the engine's clock.
+    now: seconds on the engine's clock. One whose grammar is compiled first arrives now all the same: its queue time
+    and its turn are from now on.
     """
     try:
         params = _PARAMS_DECODER.decode(submit.params)
@@ -69,6 +70,7 @@ def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Reque
         params=params,
         seed=submit.seed,
         priority=submit.priority,
+        arrival_time=None if params.structured is None else now,
         cache_salt=submit.cache_salt,
         resume=submit.resume,
         pooling=submit.pooling,

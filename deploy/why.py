@@ -23,6 +23,7 @@ WORDS = {
     "migration": "goes on elsewhere",
     "sent": "is sent",
     "done": "done",
+    "grammar": "waits for its grammar",
     "queue": "waits in the replica's queue",
     "budget": "waits for a step's token budget",
     "slots": "waits for a place in the batch",

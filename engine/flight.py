@@ -27,6 +27,7 @@ class Wait(StrEnum):
     MIGRATION = "migration"  # another replica, for the one that ran it is lost or leaves
     SENT = "sent"  # to a replica
     DONE = "done"
+    GRAMMAR = "grammar"  # what its output must match, which is compiled
     QUEUE = "queue"  # those before it
     BUDGET = "budget"  # tokens of a step: those of others use all of them up
     SLOTS = "slots"  # a place among `max_num_seqs`
@@ -147,7 +148,8 @@ class WaitLog:
     def starts(self, request: Request, arrival: float, preempted: bool) -> None:
         """Note that a sequence starts to run, where it had to wait; `arrival` in seconds."""
         self._new.pop(request.request_id, None)
-        if arrival < self._crowded or preempted:
+        compiled = request.params.structured is not None and request.request_id in self._flight
+        if arrival < self._crowded or preempted or compiled:
             if request.request_id not in self._flight:  # forgotten, so many wait
                 self._flight.note(request.request_id, Wait.QUEUE, BEHIND, arrival, request.tenant)
             self._note(request, Wait.RUNS)

@@ -65,12 +65,12 @@ class Roster:
         """
         arrival = now if request.arrival_time is None else request.arrival_time
         if request.resume is None:
-            family = [self._sequence(request, index, (), arrival) for index in range(request.params.n)]
+            family = [self._sequence(request, index, (), arrival, now) for index in range(request.params.n)]
             if len(family) > 1:
                 self.siblings[family[0]] = family[1:]
             waiting = family[:1]
         else:
-            family = [self._sequence(request, *choice, arrival) for choice in sorted(request.resume.items())]
+            family = [self._sequence(request, *choice, arrival, now) for choice in sorted(request.resume.items())]
             for sequence in family[1:]:
                 sequence.num_scored_tokens = sequence.num_prompt_tokens  # the first one tells of the prompt
             waiting = family
@@ -202,7 +202,7 @@ class Roster:
             if sequence not in self.tail_sharers and any(map(self._rows.blocks.is_shared, writable)):
                 raise IntegrityError(f"sequence {sequence.order} would write to a block that others hold")
 
-    def _sequence(self, request: Request, index: int, log: tuple[int, ...], arrival: float) -> Sequence:
+    def _sequence(self, request: Request, index: int, log: tuple[int, ...], arrival: float, now: float) -> Sequence:
         prompt = len(request.prompt_token_ids)
         urgency = request.priority if self._by_priority else 0
         return Sequence(
@@ -214,7 +214,7 @@ class Roster:
             arrival_time=arrival,
             order=(urgency, arrival, self._num_added, index),
             num_scored_tokens=request.num_scored_tokens,
-            queued_at=arrival,
+            queued_at=now,
         )
 
     def _vacate(self, sequence: Sequence) -> None:

@@ -84,7 +84,7 @@ class Scheduler:
         grammars: choice -> where its output stands in the grammar that it must match.
         """
         self._roster.add(request, now, grammars)
-        self._waits.arrives(request, now if request.arrival_time is None else request.arrival_time)
+        self._waits.arrives(request, now)
         self._deadlines.watch(request)
 
     def abort(self, request_id: str) -> bool:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class PhaseTimes:
     """The life of a sequence in this engine, from its arrival to its last token; the three parts are all of it.
 
-    queue: until it first ran. prefill: until it drew its first token here, or its pooled state was whole. decode:
-    until the last step that ran while it lived, time that it waited after a preemption included.
+    queue: until it first ran, what its output must match being compiled included. prefill: until it drew its first
+    token here, or its pooled state was whole. decode: until the last step that ran while it lived, time that it
+    waited after a preemption included.
     """
 
     queue: float

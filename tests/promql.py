@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import promql_parser
 
-from cluster.figures.families import RAY_PREFIX, TABLE, Family, Kind
+from cluster.figures.families import PREFIX, RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind
 from deploy.dashboards.promql import CLUSTER, OF_SERVE
 
 ENDINGS = {Kind.COUNTER: ("",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
@@ -22,9 +22,14 @@ class Named:
     labels: frozenset[str]
 
 
+def bounded(expr: str, every: str = "1m", span: str = "1h") -> str:
+    """Return a query with what Grafana puts in for its spans of time."""
+    return expr.replace("$__rate_interval", every).replace("$__range", span)
+
+
 def filled(expr: str, every: str = "1m", span: str = "1h") -> str:
     """Return a query with what Grafana puts in for its variables, where all is chosen."""
-    expr = expr.replace("$__rate_interval", every).replace("$__range", span)
+    expr = bounded(expr, every, span)
     for name in ("cluster", "model_name", "replica"):
         expr = expr.replace(f"${name}", ".*")
     assert "$" not in expr, expr
@@ -43,6 +48,18 @@ def named(expr: str) -> list[Named]:
             found.extend(Named(one.metric, one.labels | grouped) for one in named(str(node.expr)))
 
     promql_parser.walk(promql_parser.parse(filled(expr)), look)
+    return found
+
+
+def selectors(expr: str) -> list[frozenset[str]]:
+    """Return the matchers of each selector of a query, as PromQL writes them without spaces."""
+    found: list[frozenset[str]] = []
+
+    def look(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.append(frozenset(map(str, node.matchers.matchers)))
+
+    promql_parser.walk(promql_parser.parse(expr), look)
     return found
 
 
@@ -73,3 +90,5 @@ def _by_metric() -> Iterator[tuple[str, Family]]:
     for family in TABLE:
         for ending in ENDINGS[family.kind]:
             yield RAY_PREFIX + family.shown_name + ending, family
+            if family.vllm:  # with --metrics-compat vllm
+                yield RAY_PREFIX + VLLM_RAY + family.shown_name.removeprefix(PREFIX) + ending, family

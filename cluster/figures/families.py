@@ -145,6 +145,7 @@ TABLE: tuple[Family, ...] = (
     _counter("http_responses", _R, "HTTP answers, by route and status.", "route", "status"),
     _counter("grpc_responses", _R, "gRPC answers, by method and status.", "method", "status"),
     # ---- requests and links of a router
+    _gauge("router_start_time_seconds", _R, "When the router started, in seconds since 1970; no two have the same."),
     _gauge("requests_live", _R, "Requests that have not ended."),
     Family(
         "requests_queued",
@@ -160,6 +161,7 @@ TABLE: tuple[Family, ...] = (
     _counter("stale_rows", _R, "Rows and reports of former attempts and lives, dropped."),
     _counter("misplaced_rows", _R, "Tokens that were not the next one, dropped."),
     _gauge("replicas", _R, "Replicas that the router has links to, by state: ready, not_ready.", "state"),
+    _gauge("replica_failed_starts", _R, "Starts of replicas that failed in a row before those that go on now."),
     _histogram("request_device_seconds", _R, "Device seconds of a completed request.", USED_SECONDS),
     _histogram("request_kv_block_seconds", _R, "KV block seconds of a completed request.", BLOCK_SECONDS),
     # ---- routing: what was expected in prefix caches, and what was there
@@ -220,6 +222,13 @@ TABLE: tuple[Family, ...] = (
     _histogram("request_decode_time_seconds", _P, "From its first token to its last.", WHOLE, FINE_WHOLE, vllm=True),
     _histogram(
         "request_inference_time_seconds", _P, "From its start to its last token.", WHOLE, FINE_WHOLE, vllm=True
+    ),
+    _histogram(
+        "request_grammar_time_seconds",
+        _P,
+        "From the arrival of a request with structured output to its compiled grammar: part of its queue time.",
+        WHOLE,
+        FINE_WHOLE,
     ),
     # ---- replicas: one observation for each step of the engine
     _histogram("iteration_tokens_total", _P, "Tokens computed by a step.", STEP_TOKENS, vllm=True),

@@ -20,9 +20,10 @@ _PHASES = (
     "request_decode_time_seconds",
     "request_inference_time_seconds",
 )
+_GRAMMAR = "request_grammar_time_seconds"
 _SIZES = ("iteration_tokens_total", "step_batch_size", "step_budget_used_ratio")
 _TIMES = ("step_seconds", "step_host_seconds", "step_device_seconds", "step_channel_seconds")
-_HISTOGRAMS = (*_PHASES, *_SIZES, *_TIMES)
+_HISTOGRAMS = (*_PHASES, _GRAMMAR, *_SIZES, *_TIMES)
 
 
 class StepFigures:
@@ -60,6 +61,10 @@ class StepFigures:
     def submitted(self, resumed: bool) -> None:
         """Count a request that was taken. resumed: it comes with tokens from another replica."""
         self._resumed += resumed
+
+    def compiled(self, seconds: float) -> None:
+        """Count a request that waited so long for what its output must match to be compiled."""
+        self._histograms[_GRAMMAR].observe(seconds)
 
     def refused(self, code: str) -> None:
         """Count a request that was not taken."""

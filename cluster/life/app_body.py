@@ -30,11 +30,11 @@ def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews],
 
     views: of each model. notice: of an update that failed before, which is told unless one has failed now.
     """
-    fresh = picture if picture is not None and time.monotonic() - picture.seen < OLD_SECONDS else None
-    app = None if fresh is None else fresh.app
+    seen = fresh(picture, time.monotonic())
+    app = None if seen is None else seen.app
     states = []
     for one in views:
-        starts = [] if fresh is None else fresh.starts.get(one.deployment, [])
+        starts = [] if seen is None else seen.starts.get(one.deployment, [])
         known = None if app is None else app.deployments.get(one.deployment)
         present = None if known is None else known.present
         found = replica_states(one.replicas, starts, present, time.time())
@@ -46,6 +46,11 @@ def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews],
         "deployments": {} if app is None else _deployments(app),
         "states": states,
     } | ({"notice": notice} if notice else {})
+
+
+def fresh(picture: AppPicture | None, now: float) -> AppPicture | None:
+    """Return the picture, if it still says something of now (seconds, `time.monotonic`)."""
+    return picture if picture is not None and now - picture.seen < OLD_SECONDS else None
 
 
 def _app(name: str, app: AppState | None) -> dict[str, Any]:

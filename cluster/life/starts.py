@@ -51,6 +51,15 @@ def failures_in_a_row(records: Iterable[StartRecord], alive: Collection[str], no
     return failures, reason
 
 
+def failed_before(starts: Iterable[tuple[StartRecord, bool]]) -> int:
+    """Return how many starts failed in a row before one that goes on now, of those with the most; 0 without any.
+
+    starts: records, each with whether its process lives. Failures that nobody goes on from are over.
+    """
+    going_on = (record for record, lives in starts if lives and record.state != "ready")
+    return max((record.failures + (record.state == "failed") for record in going_on), default=0)
+
+
 def pause(failures: int) -> float:
     """Return the seconds that a start waits after so many failed ones: 0, 0, 1, 2, 4, ... 60."""
     if failures < FREE_FAILURES:

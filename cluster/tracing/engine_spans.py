@@ -25,12 +25,16 @@ WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, told as events o
 
 @dataclass(slots=True)
 class _Attempt:
-    """One that runs. began: when it came, in seconds on the engine's clock. open: its choices that have not ended."""
+    """One that runs. began: when it came, in seconds on the engine's clock. open: its choices that have not ended.
+
+    compiled: when what its output must match was; None where it was not, or need not be.
+    """
 
     parent: Context
     request: Request
     began: float
     open: int
+    compiled: float | None = None
     ended: list[Finish] = field(default_factory=list)
 
     @property
@@ -74,6 +78,12 @@ class EngineSpans:
                 attempt.open -= 1
                 if not attempt.open:
                     self._told(attempt, flight)
+
+    def compiled(self, request_id: str, now: float) -> None:
+        """Note that what the output of an attempt must match is compiled now."""
+        attempt = self._attempts.get(request_id)
+        if attempt is not None:
+            attempt.compiled = now
 
     def refused(self, request_id: str, code: str, now: float) -> None:
         """End an attempt that the engine never began."""
@@ -135,8 +145,8 @@ class EngineSpans:
 def _phases(attempt: _Attempt, now: float) -> Iterator[tuple[str, float, float]]:
     """Yield name, start and end of each phase that was begun; they follow each other without a gap."""
     leader, queued = attempt.leader, attempt.began
-    if attempt.request.params.structured is not None:
-        queued = min(max(leader.arrival_time, queued), now)
+    if attempt.compiled is not None:
+        queued = min(max(attempt.compiled, queued), now)
         yield names.GRAMMAR, attempt.began, queued
     started, drawn = leader.started_at, leader.first_token_at
     if started is None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from deploy.alerts.scope import EVERYTHING, RELEASE
 from deploy.alerts.table import TTFT_MARK, TTFT_SECONDS
 from deploy.chart.monitoring import monitoring_files
 from deploy.chart.schema import values_schema
@@ -30,13 +31,13 @@ def chart_files(folder: Path) -> dict[Path, str]:
         folder / "values.yaml": values_text(),
         folder / "defaults" / "worker-group.yaml": group_text(),
         readme: with_table(readme.read_text(encoding="utf-8")),
-        **monitoring_files(folder, TTFT_MARK),
+        **monitoring_files(folder, TTFT_MARK, RELEASE),
     }
 
 
 def shipped_files(folder: Path) -> dict[Path, str]:
     """Return what `folder` should hold for those who run no chart: dashboards to import, rules for Prometheus."""
-    return monitoring_files(folder, f"{TTFT_SECONDS:g}")
+    return monitoring_files(folder, f"{TTFT_SECONDS:g}", EVERYTHING)
 
 
 def stale_files(files: Mapping[Path, str]) -> list[Path]:

@@ -154,7 +154,7 @@ class PodMonitor(Part):
 class PrometheusRule(Part):
     """A PrometheusRule of Prometheus' operator, with Squadron's alerts."""
 
-    enabled: bool = Field(default=False, description="Whether there is one; one in a Prometheus is enough.")
+    enabled: bool = Field(default=False, description="Whether there is one, for the release's own service.")
     labels: Texts = Field(default={}, description="Labels by which Prometheus finds it.")
     ttftSeconds: float = Field(
         default=TTFT_SECONDS, gt=0, description="Time to first token (p95) above which there is an alert."

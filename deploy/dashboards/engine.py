@@ -21,9 +21,12 @@ def _spread(title: str, name: str, unit: str, text: str, top: float | None = Non
 
 
 def _phase(title: str, name: str, text: str) -> Panel:
+    return Panel(title, "s", text, _percentiles(name))
+
+
+def _percentiles(name: str) -> tuple[Query, ...]:
     shares = (0.5, 0.95)
-    queries = tuple(Query(CHOSEN.percentile(share, name), f"p{share * 100:g} {{{{model_name}}}}") for share in shares)
-    return Panel(title, "s", text, queries)
+    return tuple(Query(CHOSEN.percentile(share, name), f"p{share * 100:g} {{{{model_name}}}}") for share in shares)
 
 
 def _share(hits: str, of: str) -> str:
@@ -190,7 +193,15 @@ QUEUE = Row(
 PHASES = Row(
     "Phases of a choice",
     (
-        _phase("Queued", "request_queue_time_seconds", "From its arrival at the replica to its start."),
+        Panel(
+            "Queued",
+            "s",
+            "From its arrival at the replica to its start; for structured output the compiling of its grammar, too.",
+            (
+                *_percentiles("request_queue_time_seconds"),
+                Query(CHOSEN.percentile(0.95, "request_grammar_time_seconds"), "grammar, p95 {{model_name}}"),
+            ),
+        ),
         _phase("Prefill", "request_prefill_time_seconds", "From its start to its first token."),
         _phase("Decode", "request_decode_time_seconds", "From its first token to its last."),
         Panel(

@@ -59,6 +59,11 @@ class Chosen:
         """Return the highest of a gauge."""
         return f"max by ({by}) ({self.series(name, more)})"
 
+    def told_alike(self, name: str, by: str = "model_name", more: str = "") -> str:
+        """Return the sum of a gauge over clusters, of each of which all routers tell the same: once."""
+        labels = ", ".join((CLUSTER, *FAMILIES[name].labels))
+        return f"sum{_by(by)} ({self.most(name, labels, more)})"
+
     def percentile(self, share: float, name: str, by: str = "model_name") -> str:
         """Return the value below which a share of a histogram's observations stay."""
         buckets = f"sum by (le, {by}) (rate({self.series(name, suffix='_bucket')}[{EVERY}]))"

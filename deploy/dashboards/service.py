@@ -27,7 +27,7 @@ NOW = Row(
             "Replicas ready",
             "none",
             "Replicas that routers have links to and that move. None: nobody is served.",
-            (Query(f"sum({CHOSEN.most('replicas', more=READY)})", "ready"),),
+            (Query(CHOSEN.told_alike("replicas", "", READY), "ready"),),
             kind="stat",
         ),
         Panel(
@@ -204,11 +204,12 @@ COPIES = Row(
             "Replicas",
             "none",
             "Replicas that routers have links to, by state, and how many Serve wants and has. Fewer than wanted: "
-            "`squadron status` says what keeps the others.",
+            "`squadron status` says what keeps the others. Starts that failed, one after the other: a crash loop.",
             (
-                Query(CHOSEN.most("replicas", "model_name, state"), "{{model_name}} {{state}}"),
+                Query(CHOSEN.told_alike("replicas", "model_name, state"), "{{model_name}} {{state}}"),
                 Query(serve(SERVE_WANTED, REPLICAS), "wanted {{deployment}}"),
                 Query(serve(SERVE_HEALTHY, REPLICAS), "healthy {{deployment}}"),
+                Query(CHOSEN.most("replica_failed_starts"), "failed starts {{model_name}}"),
             ),
         ),
         Panel(

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 PREFIX = "squadron_"
-# When prometheus_client made a counter: no two routers made theirs in the same microsecond.
-MADE = "generation_tokens_created"
+STARTED = "router_start_time_seconds"  # to the microsecond: no two routers have the same
 Labels = frozenset[tuple[str, str]]
 Series = Mapping[Labels, float]
 
@@ -26,8 +25,8 @@ class Scrape:
 
     @property
     def router(self) -> float:
-        """What tells this router from others and from its own former lives; 0 where it does not say."""
-        return min(self.samples.get(MADE, {}).values(), default=0.0)
+        """When it started: tells it from others and from its own former lives; 0 where it does not say."""
+        return min(self.samples.get(STARTED, {}).values(), default=0.0)
 
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels; 0 without any."""

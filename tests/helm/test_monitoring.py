@@ -1,15 +1,23 @@
 """Dashboards and alerts in the chart: what Grafana's sidecar and Prometheus' operator are given."""
 
 import json
+import re
 
 import yaml
 
 from deploy.alerts.rules import rules_text
-from deploy.alerts.table import alerts
+from deploy.alerts.scope import NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
+from deploy.alerts.table import TTFT_SECONDS, alerts
 from deploy.chart.__main__ import DEPLOY
 from deploy.chart.monitoring import DASHBOARDS, HEAD
-from tests.helm.rendered import CHART, of_kind, rendered
+from tests.helm.rendered import CHART, EXAMPLES, of_kind, rendered
+from tests.promql import selectors
 from tests.promtool import needs_promtool, promtool
+
+
+def expected_rules(ttft, name, namespace):
+    text = rules_text(HEAD, ttft, RELEASE)
+    return yaml.safe_load(text.replace(RAYSERVICE_MARK, name).replace(NAMESPACE_MARK, namespace))
 
 
 def dashboards(name):
@@ -47,12 +55,37 @@ def test_the_rules_are_all_alerts_with_the_target_of_the_values(helm4):
     (rule,) = of_kind(rendered("everything"), "PrometheusRule")
     assert rule["apiVersion"] == "monitoring.coreos.com/v1"
     assert rule["metadata"]["labels"]["release"] == "prometheus"
-    assert rule["spec"] == yaml.safe_load(rules_text(alerts("0.5"), HEAD))
+    assert rule["spec"] == expected_rules("0.5", "everything", "serving")
 
 
 def test_without_a_target_it_is_that_of_the_shipped_rules(helm4):
     (rule,) = of_kind(helm4.template(None, "--set", "prometheusRule.enabled=true"), "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((DEPLOY / "alerts" / "squadron.rules.yaml").read_text(encoding="utf-8"))
+    assert rule["spec"] == expected_rules(f"{TTFT_SECONDS:g}", "llm-squadron", "serving")
+
+
+def test_the_rules_look_at_the_clusters_of_the_rendered_service_by_labels_of_the_pod_monitor(helm4):
+    objects = rendered("everything")
+    (service,), (monitor,) = of_kind(objects, "RayService"), of_kind(objects, "PodMonitor")
+    assert "ray.io/cluster" in monitor["spec"]["podTargetLabels"]  # Prometheus' operator calls it ray_io_cluster
+    (rule,) = of_kind(objects, "PrometheusRule")
+    for one in rule["spec"]["groups"][0]["rules"]:
+        for matchers in selectors(one["expr"]):
+            (cluster,) = (re.fullmatch(r'ray_io_cluster=~"(.*)"', one) for one in matchers if "cluster=" in one)
+            assert re.fullmatch(cluster[1], f"{service['metadata']['name']}-x7k2p")
+            assert f'namespace="{service["metadata"]["namespace"]}"' in matchers
+
+
+def test_a_namespace_of_digits_stays_a_word(helm4):
+    values = ("--namespace", "123", "--set", "prometheusRule.enabled=true")
+    (rule,) = of_kind(helm4.template(None, *values), "PrometheusRule")
+    assert {one["labels"]["namespace"] for one in rule["spec"]["groups"][0]["rules"]} == {"123"}
+
+
+def test_alerts_without_a_service_are_refused(helm4):
+    given = ("--values", str(EXAMPLES["batch"]), "--set", "prometheusRule.enabled=true")
+    result = helm4.run("template", "llm", str(CHART), *given)
+    assert result.returncode != 0
+    assert "prometheusRule.enabled: alerts are of the service" in result.stderr
 
 
 def test_a_target_of_no_time_is_refused(helm4):

@@ -35,9 +35,9 @@ def ours(name: str, labels: str, values: str) -> dict[str, str]:
     return metric(f"squadron_{name}", labels, values)
 
 
-def ends(outcome: str, per_minute: int) -> dict[str, str]:
+def ends(outcome: str, per_minute: float) -> dict[str, str]:
     """Return requests that end so."""
-    return ours("requests_ended_total", f'{M},router="a",outcome="{outcome}"', f"0+{per_minute}")
+    return ours("requests_ended_total", f'{M},router="a",outcome="{outcome}"', f"0+{per_minute:g}")
 
 
 def copies(deployment: str, wanted: int, healthy: int) -> dict[str, str]:
@@ -50,10 +50,17 @@ def copies(deployment: str, wanted: int, healthy: int) -> dict[str, str]:
 
 def first_tokens(below_one: int, below_five: int) -> dict[str, str]:
     """Return how many first tokens come within one second and within five, each minute."""
-    found = {}
+    found = ours("time_to_first_token_seconds_count", f'{M},router="a"', f"0+{below_five}")
     for bound, number in (("1.0", below_one), ("5.0", below_five), ("+Inf", below_five)):
         found |= ours("time_to_first_token_seconds_bucket", f'{M},router="a",le="{bound}"', f"0+{number}")
     return found
+
+
+def at_night(outcome: str, *minutes: int) -> dict[str, str]:
+    """Return one request that ends well every four minutes, and some that end so in these minutes."""
+    counts = [sum(minute <= now for minute in minutes) for now in range(MINUTES)]
+    label = f'{M},router="a",outcome="{outcome}"'
+    return ends("completed", 0.25) | {f"ray_squadron_requests_ended_total{{{label}}}": " ".join(map(str, counts))}
 
 
 def state(ready: int, live: int) -> dict[str, str]:
@@ -68,9 +75,20 @@ def lost(reason: str, per_minute: float) -> dict[str, str]:
     return ours("links_lost_total", f'{M},router="a",reason="{reason}"', f"0+{per_minute:g}")
 
 
-def deployment_status(value: int) -> dict[str, str]:
+def dies(*minutes: int) -> dict[str, str]:
+    """Return a replica that dies in each of these minutes; of equal ones, several at once."""
+    counts = [sum(minute <= now for minute in minutes) for now in range(MINUTES)]
+    return {f'ray_squadron_links_lost_total{{{M},router="a",reason="lost"}}': " ".join(map(str, counts))}
+
+
+def failed_starts(number: int) -> dict[str, str]:
+    """Return starts that failed in a row before the one that goes on."""
+    return ours("replica_failed_starts", f'{M},router="a"', f"{number}+0")
+
+
+def deployment_status(value: int, deployment: str = "Replica") -> dict[str, str]:
     """Return what Serve says of the state of a deployment."""
-    return metric("serve_deployment_status", f'{SERVE},deployment="Replica"', f"{value}+0")
+    return metric("serve_deployment_status", f'{SERVE},deployment="{deployment}"', f"{value}+0")
 
 
 def cache(usage: str, preempted: int) -> dict[str, str]:
@@ -78,10 +96,10 @@ def cache(usage: str, preempted: int) -> dict[str, str]:
     return ours("kv_cache_usage_perc", R, usage) | ours("num_preemptions_total", R, f"0+{preempted}")
 
 
-def moves(migrations: int, accepted: int) -> dict[str, str]:
+def moves(migrations: float, accepted: float) -> dict[str, str]:
     """Return requests that move, and those taken in, each minute."""
-    return ours("migrations_total", f'{M},router="a"', f"0+{migrations}") | ours(
-        "requests_accepted_total", f'{M},router="a"', f"0+{accepted}"
+    return ours("migrations_total", f'{M},router="a"', f"0+{migrations:g}") | ours(
+        "requests_accepted_total", f'{M},router="a"', f"0+{accepted:g}"
     )
 
 
@@ -93,7 +111,7 @@ CASES = {
     "SquadronReplicasMissing": Case(copies("Replica-m", 3, 2), copies("Replica-m", 3, 3), early=8),
     "SquadronRouterLost": Case(copies("Router", 2, 0), copies("Router", 2, 2), early=1),
     "SquadronDeploymentFailed": Case(deployment_status(2), deployment_status(3), early=3),
-    "SquadronCrashLoop": Case(lost("lost", 0.5), lost("drained", 5) | lost("silent", 5)),
+    "SquadronCrashLoop": Case(dies(22, 24, 28, 31), dies(*[25] * 8) | lost("drained", 5) | lost("silent", 5)),
     "SquadronMigrationStorm": Case(
         moves(20, 100) | lost("lost", 0.5), moves(20, 100) | lost("lost", 0) | lost("drained", 1), early=3
     ),

@@ -8,11 +8,20 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    enable_created_metrics,
+    generate_latest,
+)
 from rich.console import Console
 
 from cluster.figures.families import FAMILIES, Kind
@@ -21,7 +30,7 @@ from deploy.status.report import Condition
 from deploy.top.command import Top, show_top
 from deploy.top.picture import ITL, NAMES, TPOT, TTFT, make_picture
 from deploy.top.quantile import Percentiles, percentiles, quantile
-from deploy.top.scrape import Window, read_scrape
+from deploy.top.scrape import STARTED, Window, read_scrape
 from deploy.top.view import lines, screen
 from deploy.top.watch import Watch
 
@@ -75,6 +84,8 @@ class FakeRouter:
         self.looks = 0
         self.registry = CollectorRegistry()
         self.prompt, self.output = (self._made(Counter, name) for name in ("prompt_tokens", "generation_tokens"))
+        started = Gauge(f"squadron_{STARTED}", "text", ["model_name"], registry=self.registry)
+        started.labels(model_name="demo").set(time.time())
         names = (TTFT, ITL, TPOT)
         self.ttft, self.itl, self.tpot = (self._made(Histogram, name.removesuffix("_bucket")) for name in names)
 
@@ -142,19 +153,29 @@ class FakeApp:
 
 def test_all_that_is_read_is_shown_by_routers() -> None:
     shown = {}
+    assert FAMILIES[STARTED].at_routers
     for family in FAMILIES.values():
         ending = "_bucket" if family.kind is Kind.HISTOGRAM else ""
         shown[family.shown_name.removeprefix("squadron_") + ending] = family.at_routers
     assert [name for name in NAMES if not shown.get(name)] == []
 
 
-def test_two_routers_can_be_told_apart() -> None:
-    scrapes = []
-    for _ in range(2):
-        metrics = Metrics()
-        metrics.of("demo")
-        scrapes.append(read_scrape(metrics.render().decode(), 0.0))
-    assert 0.0 != scrapes[0].router != scrapes[1].router != 0.0
+@pytest.mark.parametrize("created", [True, False])
+def test_two_routers_can_be_told_apart_with_and_without_times_of_counters(created) -> None:
+    """PROMETHEUS_DISABLE_CREATED_SERIES leaves out the series `_created`."""
+    (enable_created_metrics if created else disable_created_metrics)()
+    try:
+        routers = [Metrics() for _ in range(3)]
+        for metrics in routers:
+            metrics.of("demo")
+            metrics.of("other")
+        texts = [metrics.render().decode() for metrics in routers]
+    finally:
+        enable_created_metrics()
+    assert all(("_created{" in text) == created for text in texts)
+    found = [read_scrape(text, 0.0).router for text in texts]
+    assert len({*found}) == 3
+    assert 0.0 not in found
 
 
 def test_rates_and_percentiles_are_those_between_two_looks() -> None:

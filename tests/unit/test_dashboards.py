@@ -6,13 +6,15 @@ import json
 import re
 
 import pytest
+import yaml
 
 from deploy.chart.__main__ import DEPLOY
 from deploy.chart.monitoring import DASHBOARDS
 from deploy.dashboards.grafana import COLUMNS, SCHEMA_VERSION, dashboard_text
 from deploy.dashboards.panel import Panel, Row
 from deploy.dashboards.promql import Chosen, metric
-from tests.promql import named, trouble
+from tests.promql import bounded, filled, named, selectors, trouble
+from tests.promtool import needs_promtool, promtool
 
 BOARDS = {name: json.loads(dashboard_text(board)) for name, board in DASHBOARDS.items()}
 each_board = pytest.mark.parametrize("name", DASHBOARDS)
@@ -32,9 +34,18 @@ def test_every_query_is_of_what_the_viewer_chose(name) -> None:
     names = {f"${variable.name}" for variable in DASHBOARDS[name].variables}
     for panel in DASHBOARDS[name].panels():
         for query in panel.queries:
-            used = set(re.findall(r"\$[a-z]\w*", query.expr))
-            assert "$cluster" in used, query.expr
-            assert used <= names, query.expr
+            assert set(re.findall(r"\$[a-z]\w*", query.expr)) <= names, query.expr
+            for matchers in selectors(bounded(query.expr)):
+                assert 'ray_io_cluster=~"$cluster"' in matchers, query.expr
+
+
+@each_board
+def test_all_is_chosen_until_somebody_chooses_even_where_there_is_no_such_label(name) -> None:
+    """As on a local Ray: `.*` matches series without the label, too."""
+    chosen = [one for one in BOARDS[name]["templating"]["list"] if one["type"] == "query"]
+    assert chosen[0]["name"] == "cluster"
+    for one in chosen:
+        assert (one["includeAll"], one["allValue"], one["current"]["value"]) == (True, ".*", ["$__all"])
 
 
 @each_board
@@ -122,3 +133,39 @@ def test_a_query_cannot_be_made_of_a_name_that_the_table_lacks() -> None:
         metric("step_seconds")
     with pytest.raises(ValueError, match="give it no suffix"):
         metric("requests_live", "_bucket")
+
+
+@needs_promtool
+def test_replicas_count_once_however_many_routers_tell_of_them(tmp_path) -> None:
+    """Two routers each in two clusters with the same two models, and a local Ray: 3 + 1 + 2 + 1 + 4 are ready."""
+    told = {("a", "m"): 3, ("a", "n"): 1, ("b", "m"): 2, ("b", "n"): 1, ("", "m"): 4}
+    series = []
+    for (cluster, model), ready in told.items():
+        for router in ("x", "y"):
+            place = f'ray_io_cluster="{cluster}",' if cluster else ""
+            labels = f'{place}model_name="{model}",router="{cluster}{router}",state='
+            series.append((f'{labels}"ready"', ready))
+    tests = {
+        "interval": "1m",
+        "input_series": [{"series": f"ray_squadron_replicas{{{one}}}", "values": f"{n}x5"} for one, n in series],
+        "promql_expr_test": [
+            _shows("Replicas ready", ".*", {"{}": 11}),
+            _shows("Replicas ready", "b", {"{}": 3}),
+            _shows("Replicas", "a|b", {_ready("m"): 5, _ready("n"): 2}),
+        ],
+    }
+    file = tmp_path / "tests.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [], "evaluation_interval": "1m", "tests": [tests]}))
+    assert "SUCCESS" in promtool("test", "rules", file)
+
+
+def _ready(model):
+    return f'{{model_name="{model}",state="ready"}}'
+
+
+def _shows(title, clusters, samples):
+    """What promtool should find for the first query of a panel."""
+    (panel,) = (one for one in DASHBOARDS["service"].panels() if one.title == title)
+    expr = filled(panel.queries[0].expr.replace("$cluster", clusters))
+    expected = [{"labels": labels, "value": value} for labels, value in samples.items()]
+    return {"expr": expr, "eval_time": "3m", "exp_samples": expected}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,10 +11,13 @@ import pytest
 from ray.exceptions import RpcError
 
 from cluster.life import control_store, start_register
+from cluster.life.app_body import OLD_SECONDS
+from cluster.life.app_watch import AppPicture
+from cluster.life.figures import StartCollector
 from cluster.life.replica_states import replica_states
 from cluster.life.start import Start
 from cluster.life.start_register import StartRegister, living_actors
-from cluster.life.starts import LONGEST_PAUSE, StartRecord, failures_in_a_row, pause
+from cluster.life.starts import LONGEST_PAUSE, StartRecord, failed_before, failures_in_a_row, pause
 
 
 class Store:
@@ -173,3 +178,34 @@ def test_replicas_that_serve_wants_and_nobody_sees_are_pending() -> None:
         ("pending", "", None),
         ("pending", "", None),
     ]
+
+
+def test_failures_are_told_while_starts_go_on_and_no_longer() -> None:
+    store = Store()
+    for number in range(3):
+        store.fail(f"r{number}")
+    given_up = [(record, False) for record in store.of_version()]
+    assert failed_before(given_up) == 0
+    start = store.start("r3")
+    start.hold_back()
+    assert failed_before([*given_up, (store.records["r3"], True)]) == 3
+    start.failed("no weights")
+    assert failed_before([*given_up, (store.records["r3"], True)]) == 4
+    start.ready()
+    assert failed_before([*given_up, (store.records["r3"], True)]) == 0
+
+
+def test_figures_of_starts_are_by_model_and_none_while_ray_is_not_reached() -> None:
+    record = StartRecord("a", "a", 1000, 1001, "waiting", failures=5)
+    picture = AppPicture(None, {"Replica-one": [(record, True)], "Replica-two": []}, time.monotonic())
+    seen: list[AppPicture | None] = [picture]
+    models = [("one", "Replica-one"), ("two", "Replica-two"), ("three", "Replica-three")]
+    collector = StartCollector(models, lambda: seen[0])
+
+    def told() -> dict[str, float]:
+        return {one.labels["model_name"]: one.value for family in collector.collect() for one in family.samples}
+
+    assert told() == {"one": 5, "two": 0}
+    for old in (None, replace(picture, seen=time.monotonic() - OLD_SECONDS)):
+        seen[0] = old
+        assert told() == {}
