@@ -63,7 +63,7 @@ def test_what_waits_is_asked_of_routers_and_replicas() -> None:
     """A scaler that asks replicas alone sees hardly anybody: routers hold back what replicas have no room for."""
     (scaler,) = (query for page, query in FOUND if page == "metrics.md" and "vector(0)" in query)
     asked = {one.metric for one in named(scaler)}
-    assert asked == {"ray_squadron_tenant_requests_queued", "ray_squadron_num_requests_waiting"}
+    assert asked == {"ray_squadron_requests_queued", "ray_squadron_num_requests_waiting"}
 
 
 def test_what_is_wrong_is_noticed() -> None:
