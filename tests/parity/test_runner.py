@@ -278,9 +278,11 @@ def test_kv_heads_are_shared_where_ranks_outnumber_them(models):
         )
 
         def execute(inputs, draws):
-            return next(
-                threads.map(lambda runner: runner.execute(inputs, None if runner.group.rank else draws), ranks)
+            # All of them: one that is still in this step must not be taken into the next by another thread.
+            first, *_ = threads.map(
+                lambda runner: runner.execute(inputs, None if runner.group.rank else draws), ranks
             )
+            return first
 
         ragged = prompts(3, seed=10)
         gang = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
