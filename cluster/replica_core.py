@@ -13,8 +13,9 @@ from cluster.admission.figures import QueueFigures, together
 from cluster.autoscaling.speed import StepSpeed
 from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import Core, EngineMaker, EngineThread
-from cluster.figures.steps import DRAINING, StepFigures
-from cluster.grammar_start import Grammars, GrammarStart
+from cluster.figures.steps import StepFigures
+from cluster.grammar_start import Grammars
+from cluster.intake import Intake
 from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
 from cluster.message_parts import Costs, Load
 from cluster.messages import (
@@ -25,20 +26,17 @@ from cluster.messages import (
     FinishChoice,
     Heartbeat,
     Ping,
-    Rejected,
     Resync,
     Submit,
     Up,
 )
 from cluster.replica_facts import ReplicaFacts, ReplicaTimes
-from cluster.router_session import RouterSession, Run
+from cluster.router_session import RouterSession
 from cluster.runs import Runs
-from cluster.translation import clipped, costs_of, load_of, submitted_request, waited
+from cluster.translation import clipped, costs_of, load_of, waited
 from engine.errors import InvalidRequestError
 from engine.flight import FlightRecorder
-from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
-from engine.request import Request
 
 if TYPE_CHECKING:
     from cluster.tracing.engine_spans import EngineSpans
@@ -75,15 +73,14 @@ class ReplicaCore:
         self._loop = asyncio.get_running_loop()
         self._engine = engine(core, self._loop, self)
         self.figures = StepFigures(facts.model, facts.token_budget)
-        self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected, self._engine.flight)
         self._sessions: dict[str, RouterSession] = {}  # by router id
         self._runs = Runs()
         self._cached = CachedBlocks()
         self._num_sessions = 0
         self._clock = clock
         self._spans = spans
+        self._intake = Intake(self._engine, self._runs, self.figures, grammars, clock, spans)
         self._speed = StepSpeed()
-        self._draining = False
         self._engine.start()
         self._ticker = self._loop.create_task(self._tick())
 
@@ -134,7 +131,7 @@ class ReplicaCore:
 
     def drain(self) -> None:
         """Take nothing new and tell all routers so; what runs goes on."""
-        self._draining = True
+        self._intake.draining = True
         for session in self._sessions.values():
             session.send(Draining(), self._loop.time())
 
@@ -154,7 +151,7 @@ class ReplicaCore:
         self._ticker.cancel()
         for session in list(self._sessions.values()):
             self._end_session(session, CLOSED, "the replica stops")
-        await self._grammars.close()
+        await self._intake.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
         if self._spans is not None:
@@ -193,12 +190,7 @@ class ReplicaCore:
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
-        if self._spans is not None:
-            self._spans.refused(request_id, error.code, self._clock())
-        run = self._runs.get(request_id)
-        if run is not None:
-            self._runs.drop(run)
-            self._reject(run.session, run.stream, error)
+        self._intake.rejected(request_id, error)
 
     def on_dead(self, reason: str) -> None:
         """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.
@@ -223,7 +215,7 @@ class ReplicaCore:
         now = self._loop.time()
         session = RouterSession(link, self._num_sessions, self.incarnation, now)
         self._sessions[link.router_id] = session
-        session.send(self.facts.welcome(self.incarnation, self._draining), now)
+        session.send(self.facts.welcome(self.incarnation, self._intake.draining), now)
         if len(self._cached):
             self._tell_blocks(session, now)
         return session
@@ -236,18 +228,18 @@ class ReplicaCore:
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
         for run in list(session.runs.values()):
-            self._abort(run)
+            self._intake.abort(run)
         if self._sessions.get(session.link.router_id) is session:
             del self._sessions[session.link.router_id]
 
     def _handle(self, session: RouterSession, message: Up) -> None:
         match message:
             case Submit():
-                self._submit(session, message)
+                self._intake.submit(session, message)
             case Abort(stream=stream):
-                self._abort(session.runs.get(stream))
+                self._intake.abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
-                self._finish_choice(session.runs.get(stream), choice)
+                self._intake.finish_choice(session.runs.get(stream), choice)
             case Explain(ticket, name, tenant):
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
@@ -258,62 +250,6 @@ class ReplicaCore:
                 session.queue = QueueFigures(requests, tokens, age, rate)
             case _:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
-
-    def _submit(self, session: RouterSession, submit: Submit) -> None:
-        if submit.stream <= session.highest_stream:
-            return  # said before: it runs, or has ended
-        session.highest_stream = submit.stream
-        if self._draining:
-            refusal = Rejected(submit.stream, DRAINING, "this replica takes nothing new", elsewhere=True)
-            self.figures.refused(refusal.code)
-            session.send(refusal, self._loop.time())
-            return
-        engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
-        try:
-            request = submitted_request(submit, engine_id, self._clock())
-        except InvalidRequestError as error:
-            self._reject(session, submit.stream, error)
-            return
-        for event in submit.story:
-            at = self._clock() - event.age
-            self._engine.flight.note(engine_id, event.what, event.detail, at, submit.tenant)
-        self._runs.start(session, submit.stream, request)
-        self.figures.submitted(request.resume is not None)
-        if self._spans is not None and submit.trace is not None:
-            self._spans.begin(request, submit.trace, self._clock())
-        if request.params.structured is None:
-            self._engine.add(request)
-        else:
-            self._grammars.begin(request, request.params.structured)
-
-    def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> bool:
-        now, wanted = self._clock(), self._runs.get(request.request_id) is not None
-        if wanted:
-            self.figures.compiled(0.0 if request.arrival_time is None else now - request.arrival_time)
-            if self._spans is not None:
-                self._spans.compiled(request.request_id, now)
-            self._engine.add(request, grammar)
-        elif self._spans is not None:
-            self._spans.refused(request.request_id, "cancelled", now)
-        return wanted
-
-    def _abort(self, run: Run | None) -> None:
-        if run is not None:
-            self._engine.abort(run.engine_id)
-            self._runs.drop(run)
-
-    def _finish_choice(self, run: Run | None, choice: int) -> None:
-        if run is None or choice not in run.lanes:
-            return
-        if len(run.lanes) == 1:
-            self._abort(run)
-            return
-        self._engine.finish_choice(run.engine_id, choice)
-        self._runs.drop_lane(run.lanes[choice])
-
-    def _reject(self, session: RouterSession, stream: int, error: InvalidRequestError) -> None:
-        self.figures.refused(error.code)
-        session.send(Rejected(stream, error.code, clipped(str(error)), error.param), self._loop.time())
 
     def _others(self, session: RouterSession) -> int:
         """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
