@@ -30,7 +30,7 @@ from tests.cluster.harness import APP, eventually, free_port, kill, replica_proc
 from tests.promql import filled
 
 EVERY = "30s"  # for Grafana's rate interval
-SETTLES = 15.0  # seconds until Ray has told all there is
+SETTLES = 30.0  # seconds until Ray has told all there is
 RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
 TENANTS = ("team-a", "team-b", "trial")
 SETTINGS = {
@@ -71,7 +71,7 @@ def main() -> None:
 
 def start(folder: Path) -> Target:
     """Start Ray and an app with tenants, a gRPC port and batches; `folder` keeps these."""
-    start_ray(_metrics_export_port=free_port())
+    start_ray(report_seconds=10, _metrics_export_port=free_port())
     keys = {tenant: new_key() for tenant in TENANTS}
     entries = [{"tenant": tenant, "key_sha256": hash_key(key).hex()} for tenant, key in keys.items()]
     entries[-1]["requests_per_minute"] = 6
