@@ -151,7 +151,7 @@ class Scheduler:
         ends = np.cumsum(served)
         query_lens = np.empty_like(wanted)
         query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
-        if ends[-1] > self._budget or self._waits.any_starved:
+        if served.sum() > self._budget or self._waits.any_starved:
             starved = (query_lens == 0).nonzero()[0].tolist()
             self._waits.starved(roster.running[row].request for row in starved)
         return query_lens

@@ -11,6 +11,7 @@ from engine.core import EngineCore
 from engine.errors import ConfigError, EngineDeadError, IntegrityError, InvalidRequestError, PromptTooLongError
 from engine.executor import Executor
 from engine.fake_executor import FakeExecutor
+from engine.flight import Wait
 from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.prefix_hash import token_bytes
 from engine.report import StepOutputs
@@ -256,6 +257,19 @@ def test_settings_that_cannot_work_are_refused():
         EngineCore(config, FakeExecutor(1, 16, VOCAB), (EOS,), VOCAB, 1)
     with pytest.raises(ConfigError, match="must lie in the model's vocabulary"):
         EngineCore(config, FakeExecutor(4, 16, VOCAB), (VOCAB,), VOCAB, 4)
+
+
+def test_an_engine_goes_on_when_all_that_shared_a_step_with_a_starving_one_are_aborted():
+    driver = Driver(max_num_batched_tokens=2, long_prefill_token_threshold=1)
+    driver.core.add(request("starves", 8))
+    driver.core.add(request("two", 1, n=2, ignore_eos=True))
+    driver.step()
+    driver.step()
+    assert [event.what for event in driver.core.flight.story("starves")] == [Wait.BUDGET]
+    driver.core.abort("starves")
+    driver.core.abort("two")
+    driver.run(request("next", 3))
+    assert driver.tokens["next", 0] == expected(request("next", 3))
 
 
 def test_aborting_what_is_not_there_is_said():
