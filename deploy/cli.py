@@ -25,6 +25,11 @@ from deploy.keys import keys, with_key_file
 from engine.errors import SquadronError
 from parallel.errors import ParallelError, ShardingError
 
+LOCAL = "http://127.0.0.1:8000"
+ServerUrl = Annotated[str, typer.Option("--url", "--address", help="Where the server listens.")]
+ServerKey = Annotated[
+    str | None, typer.Option("--api-key", help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
+]
 WIDE = 110  # columns; in fewer, typer's tables of help cut the names of flags short
 app = typer.Typer(
     name="squadron",
@@ -113,14 +118,12 @@ app.command("plan", cls=ServeCommand)(with_settings(plan, all_but(PLANNED)))
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    url: ServerUrl = LOCAL,
     model: Annotated[str | None, typer.Option(help="Model id.", show_default="the first that the server has")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 = always the likeliest token.")] = 0.7,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
-    ] = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Chat with a served model in the terminal. /clear forgets the conversation, /exit ends it.
 
@@ -135,14 +138,10 @@ def chat(
 
 @app.command()
 def status(
-    address: Annotated[
-        str, typer.Option("--address", "--url", help="Where the server listens.")
-    ] = "http://127.0.0.1:8000",
+    url: ServerUrl = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
-    ] = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Say how a server is: its replicas, their load, and what keeps those from serving that do not.
 
@@ -150,20 +149,16 @@ def status(
     """
     from deploy.status.command import show_status
 
-    raise typer.Exit(show_status(address, api_key or Environment.read().api_key, as_json, watch))
+    raise typer.Exit(show_status(url, api_key or Environment.read().api_key, as_json, watch))
 
 
 @app.command()
 def top(
-    address: Annotated[
-        str, typer.Argument(metavar="[URL]", help="Where the server listens.")
-    ] = "http://127.0.0.1:8000",
+    url: ServerUrl = LOCAL,
     interval: Annotated[float, typer.Option(min=0.2, max=3600, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look twice, an interval apart, print, and stop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each look.")] = False,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
-    ] = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Show what a server does, as it does it: requests, tokens, latencies, replicas, tenants. Ctrl-C ends it.
 
@@ -172,7 +167,7 @@ def top(
     """
     from deploy.top.command import show_top
 
-    raise typer.Exit(show_top(address, api_key or Environment.read().api_key, interval, once, as_json))
+    raise typer.Exit(show_top(url, api_key or Environment.read().api_key, interval, once, as_json))
 
 
 @app.command()
@@ -198,13 +193,9 @@ def doctor(
 @app.command()
 def why(
     request_id: Annotated[str, typer.Argument(help="The `id` of its answer, such as chatcmpl-...")],
-    address: Annotated[
-        str, typer.Option("--address", "--url", help="Where the server listens.")
-    ] = "http://127.0.0.1:8000",
+    url: ServerUrl = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key.", show_default="$SQUADRON_API_KEY, else none")
-    ] = None,
+    api_key: ServerKey = None,
 ) -> None:
     """Say what a request waits or waited for: its turn, a replica, token budget, KV blocks, preemption, migration.
 
@@ -212,7 +203,7 @@ def why(
     """
     from deploy.why import show_why
 
-    raise typer.Exit(show_why(address, api_key or Environment.read().api_key, request_id, as_json))
+    raise typer.Exit(show_why(url, api_key or Environment.read().api_key, request_id, as_json))
 
 
 @app.command("demo-failover")

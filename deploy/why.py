@@ -43,7 +43,7 @@ def show_why(address: str, api_key: str | None, request_id: str, as_json: bool) 
             body = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             console.print(
-                f"no squadron server answers at {address} ({error or type(error).__name__}); give its --address"
+                f"no squadron server answers at {address} ({error or type(error).__name__}); give its --url"
             )
             return UNREACHABLE
     if answer.status_code != 200:

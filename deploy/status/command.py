@@ -21,11 +21,8 @@ def fetch(client: httpx.Client) -> Report:
     return look(client)[0]
 
 
-def look(client: httpx.Client, elsewhere: str = "give its --address") -> tuple[Report, str]:
-    """Return `fetch`'s report, and the text of /metrics where a router of ours gave it, else "".
-
-    elsewhere: how a user of the command names another server.
-    """
+def look(client: httpx.Client) -> tuple[Report, str]:
+    """Return `fetch`'s report, and the text of /metrics where a router of ours gave it, else ""."""
     address = str(client.base_url).rstrip("/")
     try:
         ready = client.get("/ready")
@@ -34,7 +31,7 @@ def look(client: httpx.Client, elsewhere: str = "give its --address") -> tuple[R
         body = ready.json()
         metrics = client.get("/metrics")
     except httpx.HTTPError as error:
-        hint = f"start one with `squadron serve demo`, or {elsewhere}"
+        hint = "start one with `squadron serve demo`, or give its --url"
         return _unreachable(address, f"no server answers there ({error or type(error).__name__}); {hint}"), ""
     except ValueError:
         notice = "Serve answers there, but no router of the app does yet"

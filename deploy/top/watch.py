@@ -29,7 +29,7 @@ class Watch:
 
     def look(self) -> Picture:
         """Ask the app, all its routers if they let themselves be met, and return what it does."""
-        report, text = look(self._client, "give its URL")
+        report, text = look(self._client)
         if text:
             self._note(self._scrapes(text, report.routers or 1))
         elif report.condition is Condition.UNREACHABLE:

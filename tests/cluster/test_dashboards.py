@@ -48,7 +48,7 @@ def test_every_figure_of_dashboards_and_alerts_has_samples(demo_app: App) -> Non
 
 
 def test_top_reads_a_live_app(demo_app: App, tmp_path) -> None:
-    command = Command("top", demo_app.url, "--once", "--json", "--interval", "3", home=tmp_path)
+    command = Command("top", "--url", demo_app.url, "--once", "--json", "--interval", "3", home=tmp_path)
     try:
         while command.process.poll() is None:
             load(demo_app)

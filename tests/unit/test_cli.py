@@ -190,3 +190,13 @@ def test_a_narrow_terminal_cuts_no_flag_short():
     shown = squadron("serve", "--help", COLUMNS="80").stdout
     assert "--long-prefill-token-threshold" in shown
     assert "…" not in shown
+
+
+@pytest.mark.parametrize("command", [["chat"], ["status"], ["top", "--once"], ["why", "chatcmpl-1"]], ids=" ".join)
+def test_each_command_that_asks_a_server_takes_its_address_alike(command):
+    result = squadron(*command, "--url", "http://127.0.0.1:1")
+    said = result.stdout + result.stderr
+    assert result.returncode in (1, 2), said
+    assert "http://127.0.0.1:1" in said
+    assert "--url" in said
+    assert "Usage" not in said

@@ -106,14 +106,14 @@ def test_nobody_there_is_exit_code_2_and_says_what_to_do(capsys: pytest.CaptureF
     assert show_status("127.0.0.1:1", None, as_json=False, watch=False) == 2
     out = capsys.readouterr().out
     assert out.startswith("unreachable http://127.0.0.1:1 notice=")
-    assert "--address" in out
+    assert "--url" in out
     assert show_status("127.0.0.1:1", None, as_json=True, watch=False) == 2
     assert json.loads(capsys.readouterr().out)["condition"] == "unreachable"
 
 
 def test_it_needs_no_ray() -> None:
     code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli import main; main()"
-    command = [sys.executable, "-c", code, "status", "--address", "127.0.0.1:1"]
+    command = [sys.executable, "-c", code, "status", "--url", "127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr
     assert result.stdout.startswith("unreachable")

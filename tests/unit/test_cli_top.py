@@ -349,7 +349,16 @@ def listening():
 
 
 def test_the_command_ends_at_ctrl_c_without_a_word(listening: str) -> None:
-    command = [sys.executable, "-c", "from deploy.cli import main; main()", "top", listening, "--interval", "0.2"]
+    command = [
+        sys.executable,
+        "-c",
+        "from deploy.cli import main; main()",
+        "top",
+        "--url",
+        listening,
+        "--interval",
+        "0.2",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         seen = [process.stdout.readline() for _ in range(8)]
         process.send_signal(signal.SIGINT)
@@ -391,7 +400,7 @@ def test_a_page_in_the_place_of_figures_is_passed_over(routers: int) -> None:
 
 def test_nobody_there_is_exit_code_2_at_once_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert show_top("127.0.0.1:1", None, interval=2.0, once=False, as_json=False) == 2
-    assert "or give its URL" in capsys.readouterr().out
+    assert "or give its --url" in capsys.readouterr().out
 
 
 def test_a_wrong_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,7 +412,7 @@ def test_a_wrong_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_it_needs_no_ray() -> None:
     code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli import main; main()"
-    command = [sys.executable, "-c", code, "top", "127.0.0.1:1", "--once"]
+    command = [sys.executable, "-c", code, "top", "--url", "127.0.0.1:1", "--once"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr
     assert result.stdout.startswith("unreachable")

@@ -251,7 +251,7 @@ def test_command_says_why_it_cannot_tell(monkeypatch, capsys, status, body, code
 
 def test_command_says_that_nobody_answers(capsys):
     assert show_why("127.0.0.1:9", None, "x", as_json=False) == UNREACHABLE
-    assert "give its --address" in capsys.readouterr().out
+    assert "give its --url" in capsys.readouterr().out
 
 
 def test_record_is_dumped_and_old_dumps_go(tmp_path):
