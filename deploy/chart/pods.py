@@ -37,6 +37,7 @@ class Accelerator(Part):
 
     resource: str = Field(
         default="",
+        pattern=r"^([-a-z0-9.]+/[-A-Za-z0-9_.]+)?$",  # Kubernetes takes no such resource without a domain
         description="Resource that a node offers, such as nvidia.com/gpu, of which each rank takes one; empty = CPU.",
     )
 

@@ -16,8 +16,8 @@ OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_fi
 APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 NAMES = "served_model_name"
-# What `EngineConfig` refuses when it is made, which its annotations do not tell.
-ENGINE_BOUNDS: Mapping[str, Mapping[str, float]] = {
+# What configs refuse when they are made, which their annotations do not tell.
+BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},
     "max_num_seqs": {"minimum": 1},
     "max_num_batched_tokens": {"minimum": 1},
@@ -28,6 +28,7 @@ ENGINE_BOUNDS: Mapping[str, Mapping[str, float]] = {
     "block_size": {"minimum": 1},
     "gpu_memory_utilization": {"exclusiveMinimum": 0, "maximum": 1},
     "step_timeout": {"exclusiveMinimum": 0},
+    "otlp_traces_endpoint": {"pattern": r"^(https?://[^/]|file://(localhost)?/.*[^/]$)"},
 }
 
 
@@ -53,7 +54,7 @@ def _schemas() -> dict[str, dict[str, Any]]:
 
 
 def _schema(name: str, schema: Mapping[str, Any], text: str) -> dict[str, Any]:
-    described = {"description": text, **plain(schema), **ENGINE_BOUNDS.get(name, {})}
+    described = {"description": text, **plain(schema), **BOUNDS.get(name, {})}
     if name in CHOICES:
         choices: list[str | None] = list(CHOICES[name])
         described["enum"] = choices + [None] * ("null" in described["type"])

@@ -280,9 +280,14 @@ def test_notes_tell_the_next_command(helm4):
 def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
     said = notes(helm4, "tp4")
     assert "Authorization: Bearer $KEY" in said
+    assert "one of the keys that `squadron keys new` showed as KEY" in said
     assert '"model": "llama-70b"' in said
     assert "https://llm.example.com/v1" in said
     assert "Warning" not in said
+
+
+def test_notes_name_the_hosts_of_a_gateway(helm4):
+    assert "From outside, through the Gateway: llm.example.com" in notes(helm4, "multi-node")
 
 
 def test_notes_of_a_batch_tell_how_to_follow_it(helm4):

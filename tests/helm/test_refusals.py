@@ -18,6 +18,13 @@ BY_SCHEMA = {
         {"models": [{"model": "demo", "gpu_memory_utilization": 1.5}]},
         "gpu_memory_utilization",
     ),
+    "a collector without a scheme": ({"app": {"otlp_traces_endpoint": "otel:4317"}}, "otlp_traces_endpoint"),
+    "a collector that speaks gRPC": ({"app": {"otlp_traces_endpoint": "grpc://otel:4317"}}, "otlp_traces_endpoint"),
+    "a file of traces by its path": ({"app": {"otlp_traces_endpoint": "/tmp/t.jsonl"}}, "otlp_traces_endpoint"),
+    "a resource that no node offers": (
+        {"workerGroups": [{"name": "gpu", "accelerator": {"resource": "nvidia"}}]},
+        "resource",
+    ),
     "an unknown type": ({"models": [{"model": "demo", "dtype": "float8"}]}, "dtype"),
     "an unknown policy": ({"models": [{"model": "demo", "routing_policy": "best"}]}, "routing_policy"),
     "no models": ({"models": []}, "models"),
@@ -111,7 +118,11 @@ BY_TEMPLATE = {
     ),
     "bounds that cross": (
         {"models": [{"model": "demo", "min_replicas": 3, "max_replicas": 2}]},
-        "models[0].replicas: must lie between 3 and 2",
+        "models[0].min_replicas: 3 is more than max_replicas=2; give at most that",
+    ),
+    "blocks of no power of two": (
+        {"models": [{"model": "demo", "block_size": 100}]},
+        "models[0].block_size: must be a power of two such as 16, not 100",
     ),
     "a lower bound alone": ({"models": [{"model": "demo", "min_replicas": 1}]}, "models[0].max_replicas"),
     "GPUs that no pod has": ({"models": [{"model": "demo", "device": "cuda"}]}, "models[0].device: cuda"),

@@ -15,6 +15,7 @@
 {{- fail (printf "models[%d].workerGroup: there is no worker group %q; known: %s" $number $group (join ", " $names)) -}}
 {{- end -}}
 {{- include "squadron.checkReplicas" (dict "number" $number "model" $model) -}}
+{{- include "squadron.checkBlocks" (dict "number" $number "model" $model) -}}
 {{- range $name := (include "squadron.names" $model | fromJson).names -}}
 {{- if hasKey $owners $name -}}
 {{- $owner := int (get $owners $name) -}}
@@ -44,11 +45,25 @@
 {{- $least := ternary 1 (int .model.min_replicas) (kindIs "invalid" .model.min_replicas) -}}
 {{- if .model.max_replicas -}}
 {{- $most := int .model.max_replicas -}}
+{{- if gt $least $most -}}
+{{- fail (printf "models[%d].min_replicas: %d is more than max_replicas=%d; give at most that" .number $least $most) -}}
+{{- end -}}
 {{- if or (lt $replicas (max 1 $least)) (gt $replicas $most) -}}
 {{- fail (printf "models[%d].replicas: must lie between %d and %d, as min_replicas and max_replicas say, not %d" .number (max 1 $least) $most $replicas) -}}
 {{- end -}}
 {{- else if not (kindIs "invalid" .model.min_replicas) -}}
 {{- fail (printf "models[%d].max_replicas: is missing, as min_replicas=%d bounds autoscaling; give one, such as %d" .number $least (add1 (max $replicas $least))) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "squadron.checkBlocks" -}}
+{{- $size := int (default 16 .model.block_size) -}}
+{{- $power := 1 -}}
+{{- range until 31 -}}
+{{- if lt $power $size }}{{ $power = mul 2 $power }}{{ end -}}
+{{- end -}}
+{{- if ne $power $size -}}
+{{- fail (printf "models[%d].block_size: must be a power of two such as 16, not %d" .number $size) -}}
 {{- end -}}
 {{- end -}}
 
