@@ -64,4 +64,4 @@ def _refusal(error: ConfigError, asked: Asked) -> ConfigError:
 
 
 def _any(changes: list[str]) -> str:
-    return f"Any of these does: {', '.join(changes)}"
+    return f"{'Any of these does' if len(changes) > 1 else 'This does'}: {', '.join(changes)}"

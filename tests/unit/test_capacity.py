@@ -140,7 +140,7 @@ def test_a_step_that_is_too_large_names_a_smaller_one(folder):
 def test_ranks_that_the_heads_do_not_divide_by_name_those_that_they_do(folder):
     text, flag = refusal(folder(LLAMA_8B), "H200", tensor_parallel_size=3)
     assert flag == "tensor_parallel_size"
-    assert "Any of these does: --tensor-parallel-size 4" in text
+    assert "This does: --tensor-parallel-size 4" in text
 
 
 def test_more_blocks_than_fit_are_refused_with_how_many_do(folder):
