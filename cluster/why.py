@@ -14,6 +14,7 @@ from cluster.tenants.tenant import Tenant
 from engine.flight import Wait
 
 LONGEST_NAME = 256
+OURS = ("chatcmpl-", "cmpl-", "resp_", "embd-", "req-")  # what ids begin with, unlike those of `x-request-id`
 
 
 async def why(
@@ -37,7 +38,8 @@ async def why(
     if not events:
         unheard = f"; no answer from {', '.join(silent)}" if silent else ""
         lost = "it had to wait for nothing, or that was long ago, or on a replica that is lost"
-        raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}")
+        other = "" if name.startswith(OURS) else ". Requests go by the `id` of their answer, such as chatcmpl-..."
+        raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}{other}")
     now = clock()
     return {"id": name, "events": [_shown(told, now) for told in events], "silent": silent}
 
