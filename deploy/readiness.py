@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from tempfile import gettempdir
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from cluster.config import flag
 from cluster.start_error import StartFailure, find_start_failure
 from deploy.client import client_for
+from deploy.environment import Environment
 from engine.errors import SquadronError
 
 POLL_SECONDS = 0.2
@@ -78,7 +80,8 @@ def refuse_failed(status: ApplicationStatusOverview) -> None:
         if failure is not None:
             raise StartError(_sentence(failure))
     if status.status in FAILED:
-        raise StartError(f"{_last_line(messages)} (Ray's logs have more: /tmp/ray/session_latest/logs/serve)")
+        logs = f"{Environment.read().ray_tmpdir or gettempdir()}/ray/session_latest/logs/serve"
+        raise StartError(f"{_last_line(messages)} (Ray's logs have more: {logs})")
 
 
 def _sentence(failure: StartFailure) -> str:

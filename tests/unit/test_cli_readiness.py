@@ -58,6 +58,12 @@ def test_an_unforeseen_failure_shows_the_error_and_where_the_logs_are_not_a_trac
         refuse_failed(overview(message, ApplicationStatus.DEPLOY_FAILED))
 
 
+def test_the_logs_are_where_ray_was_told_to_keep_them(monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/scratch")
+    with pytest.raises(StartError, match=r"\(Ray's logs have more: /scratch/ray/session_latest/logs/serve\)$"):
+        refuse_failed(overview("OSError: disk full", ApplicationStatus.DEPLOY_FAILED))
+
+
 def test_phases_are_the_slowest_of_each_and_the_rest_is_placement():
     output = io.StringIO()
     bodies = [
