@@ -14,7 +14,6 @@ from cluster.tenants.tenant import Tenant
 from engine.flight import Wait
 
 LONGEST_NAME = 256
-OURS = ("chatcmpl-", "cmpl-", "resp_", "embd-", "req-")  # what ids begin with, unlike those of `x-request-id`
 
 
 async def why(
@@ -38,8 +37,8 @@ async def why(
     if not events:
         unheard = f"; no answer from {', '.join(silent)}" if silent else ""
         lost = "it had to wait for nothing, or that was long ago, or on a replica that is lost"
-        other = "" if name.startswith(OURS) else ". Requests go by the `id` of their answer, such as chatcmpl-..."
-        raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}{other}")
+        goes_by = "requests go by the `id` of their answer, such as chatcmpl-..."  # not by Serve's `x-request-id`
+        raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}; {goes_by}")
     now = clock()
     return {"id": name, "events": [_shown(told, now) for told in events], "silent": silent}
 

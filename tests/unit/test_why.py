@@ -114,9 +114,7 @@ async def test_turn_of_a_tenant_is_told_while_it_lasts_and_afterwards(tmp_path):
             unknown = await client.get("/why/cmpl-3")
             assert unknown.status_code == 404
             assert "nothing is known of 'cmpl-3'" in unknown.json()["error"]["message"]
-            assert "such as chatcmpl-" not in unknown.json()["error"]["message"]
-            header = await client.get("/why/97320a56-0806-4608-aa5b-6c9d7b7ecd2c")
-            assert "the `id` of their answer, such as chatcmpl-" in header.json()["error"]["message"]
+            assert "the `id` of their answer, such as chatcmpl-" in unknown.json()["error"]["message"]
             assert (await client.get("/why/" + "x" * 300)).status_code == 400
 
 
