@@ -395,7 +395,7 @@ def test_a_page_in_the_place_of_figures_is_passed_over(routers: int) -> None:
     assert watch.look().report.condition is Condition.READY
     app.routers[0].text = told
     app.clock.now += 2.0
-    assert watch.look().seconds == pytest.approx(4.0 if routers == 1 else 2.0, abs=2.0)
+    assert watch.look().seconds == pytest.approx(4.0)
 
 
 def test_nobody_there_is_exit_code_2_at_once_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
