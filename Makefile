@@ -23,8 +23,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  else f"Squadron needs Python 3.11 or later, not {v}: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv "$(VENV)"
 	"$(BIN)/python" -m pip install --quiet --editable '.[$(EXTRAS)]' --constraint constraints.txt
-	@# xgrammar asks for triton, a gigabyte for a kernel that is not used here: `pip install squadron[structured]` takes it.
-	"$(BIN)/python" -m pip install --quiet --no-deps xgrammar --constraint constraints.txt
 	@touch "$@"
 
 serve: install

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import check_sharding, open_model
 from engine.models.spec import DecoderSpec
-from engine.runner import resolve
+from engine.resolve import resolve
 from parallel.errors import ShardingError
 
 

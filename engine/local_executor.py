@@ -19,7 +19,8 @@ from engine.executor import Executor
 from engine.model_folder import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.runner import ModelRunner, resolve, set_threads
+from engine.resolve import resolve, set_threads
+from engine.runner import ModelRunner
 from engine.worker import await_workers, device_of, join_group, open_channel, pack_step, run_worker
 from parallel.channel import Channel
 from parallel.errors import ParallelError, ShardingError

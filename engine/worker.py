@@ -12,7 +12,8 @@ from typing_extensions import override
 from engine.config import EngineConfig
 from engine.heap import settle_heap
 from engine.report import StepInputs
-from engine.runner import START_TIMEOUT, ModelRunner, set_threads
+from engine.resolve import set_threads
+from engine.runner import START_TIMEOUT, ModelRunner
 from engine.times import RankTimes
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed, ChannelError, RendezvousError

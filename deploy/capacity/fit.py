@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.footprint import Footprint, footprint_of
 from engine.kv_room import fit_cache, gpu_budget
 from engine.models.spec import DecoderSpec
-from engine.runner import resolve_for
+from engine.resolve import resolve_for
 
 # What is on a GPU beside torch's own tensors: the context of CUDA with its loaded kernels, and the buffers of NCCL
 # where there are several ranks. Estimates: no GPU has told yet.

@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.footprint import Footprint, footprint_of
 from engine.kv_room import LEAST_CONTEXT
 from engine.models.spec import DecoderSpec
-from engine.runner import resolve_for
+from engine.resolve import resolve_for
 from parallel.errors import ShardingError
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # ranks that are tried

@@ -13,7 +13,8 @@ from engine.live_bytes import LiveBytes
 from engine.loader import load_model
 from engine.model_folder import open_model
 from engine.models.decoder import Attention
-from engine.runner import ModelRunner, resolve
+from engine.resolve import resolve
+from engine.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, make
 

@@ -12,7 +12,8 @@ from engine import runner as runners
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.local_executor import GangExecutor, build_executor, drive_gang, prepare_model
-from engine.runner import ModelRunner, resolve
+from engine.resolve import resolve
+from engine.runner import ModelRunner
 from engine.worker import worker_main
 from parallel.group import SoloGroup
 from parallel.rendezvous import Rendezvous

@@ -18,7 +18,7 @@ from deploy.sizes import GIB
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.models.registry import architecture_of
-from engine.runner import resolve_for
+from engine.resolve import resolve_for
 from tests.unit.test_footprint import LLAMA_70B
 
 LLAMA_8B = LLAMA_70B | {

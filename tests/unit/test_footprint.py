@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, step_bytes
 from engine.live_bytes import LiveBytes
 from engine.models.registry import architecture_of
-from engine.runner import resolve_for
+from engine.resolve import resolve_for
 from engine.sampler import sample
 from engine.step_tensors import dummy_sampling
 

@@ -1,0 +1,62 @@
+"""Fills in what the flags left open, from the model and the machine."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.kv_room import fit_given_blocks
+from engine.models.spec import DecoderSpec
+
+HALF = ("bfloat16", "float16")
+
+
+def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
+    """Return the config with device, dtype and max_model_len filled in.
+
+    Raises `ConfigError` for a device that is not there, and what `resolve_for` raises.
+    """
+    device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
+    return resolve_for(config, spec, device)
+
+
+def resolve_for(config: EngineConfig, spec: DecoderSpec, device: str) -> EngineConfig:
+    """Return the config as it is on `device`, which need not be in this machine.
+
+    Raises `ConfigError` for a context that the model was not made for, or one that `num_kv_blocks` does not hold.
+    """
+    limit = config.max_model_len or spec.max_positions
+    if limit > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len={limit} is beyond the model's {spec.max_positions} positions; use at most that",
+            "max_model_len",
+        )
+    dtype = _auto_dtype(spec, device) if config.dtype == "auto" else config.dtype
+    shrink = config.max_model_len is None
+    return fit_given_blocks(config.resolved(device=device, max_model_len=limit, dtype=dtype), shrink)
+
+
+def _auto_dtype(spec: DecoderSpec, device: str) -> str:
+    if spec.checkpoint_dtype not in HALF:
+        return "float32"
+    if device.startswith("cuda"):
+        return spec.checkpoint_dtype
+    # Without matrix units for bfloat16 its products are several times slower than those of float32.
+    probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
+    can = probe() if probe else {}
+    return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else "float32"
+
+
+def set_threads(size: int) -> None:
+    """Share this machine's cores between the `size` ranks of a group on CPU, unless OMP_NUM_THREADS says how many."""
+    if size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _cores() // size))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
