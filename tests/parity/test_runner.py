@@ -8,11 +8,11 @@ import psutil
 import pytest
 import torch
 
-from engine import runner as runners
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.local_executor import GangExecutor, build_executor, drive_gang, prepare_model
-from engine.resolve import resolve
+from engine.model_folder import open_model
+from engine.resolve import resolve, set_threads
 from engine.runner import ModelRunner
 from engine.worker import worker_main
 from parallel.group import SoloGroup
@@ -130,7 +130,7 @@ def test_bfloat16_stays_near_the_oracle(models):
 
 
 def spec_of(folder):
-    return runners.open_model(str(folder)).spec
+    return open_model(str(folder)).spec
 
 
 def test_auto_dtype_follows_the_checkpoint_and_the_units(models, monkeypatch):
@@ -159,12 +159,12 @@ def test_wishes_that_cannot_be_met_name_their_flag(models):
 def test_threads_are_shared_between_ranks_unless_set(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr(runners, "_cores", lambda: 8)
+    monkeypatch.setattr("engine.resolve._cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for size in (1, 2, 16):
-        runners.set_threads(size)
+        set_threads(size)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    runners.set_threads(2)
+    set_threads(2)
     assert chosen == [4, 1]
 
 
