@@ -4,7 +4,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from typing_extensions import override
+
 from engine.report import SamplingInputs, StepInputs, StepOutputs
+
+
+class Pending(ABC):
+    """A step that was given to the device."""
+
+    @abstractmethod
+    def result(self) -> StepOutputs:
+        """Wait until the step has run and return what it brought. Asked for once, or never.
+
+        Raises `EngineDeadError` when a rank died or missed the step deadline.
+        """
+
+
+class Done(Pending):
+    """A step that ran while it was launched."""
+
+    def __init__(self, outputs: StepOutputs) -> None:
+        self._outputs = outputs
+
+    @override
+    def result(self) -> StepOutputs:
+        return self._outputs
 
 
 class Executor(ABC):
@@ -14,13 +38,20 @@ class Executor(ABC):
     """
 
     @abstractmethod
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         """Broadcast `inputs`, run the model, sample `len(inputs.logits_indices)` tokens.
+
+        Returns as soon as the device knows its work, which it does in the order of the launches; on a CPU, where host
+        and model share the cores, that is when it is done. The arrays may be overwritten as soon as it returns.
 
         Raises `EngineDeadError` when a rank died or missed the step deadline, and `StepMemoryError` when memory for
         this step ran out on a group of one; of several ranks the others would wait in vain, so those die of it.
         """
 
+    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+        """Launch a step and wait for its result."""
+        return self.launch(inputs, sampling).result()
+
     @abstractmethod
     def close(self) -> None:
-        """End all ranks and free their memory. Can be called twice."""
+        """End all ranks and free their memory. Can be called twice, with steps on their way."""

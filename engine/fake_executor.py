@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from engine.executor import Executor
+from engine.executor import Done, Executor, Pending
 from engine.report import Floats, Logprobs, PromptScores, SamplingInputs, StepInputs, StepOutputs
 
 Words = NDArray[np.uint64]
@@ -39,6 +39,10 @@ class FakeExecutor(Executor):
         self._vocab_size = vocab_size
         self._step_time = step_time
         self._sleep = sleep
+
+    @override
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+        return Done(self.execute(inputs, sampling))
 
     @override
     def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:

@@ -15,7 +15,7 @@ from typing_extensions import override
 from engine.checksums import check_sums, summed_files
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, StepMemoryError
-from engine.executor import Executor
+from engine.executor import Executor, Pending
 from engine.model_folder import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
@@ -76,11 +76,11 @@ class SoloExecutor(Executor):
         self._runner: ModelRunner | None = runner
 
     @override
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         with out_of_memory_told():
-            return _outputs(self._runner, inputs, sampling)
+            return _launched(self._runner, inputs, sampling)
 
     @override
     def close(self) -> None:
@@ -102,24 +102,15 @@ class GangExecutor(Executor):
         self._number = 0
 
     @override
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         self._number += 1
-        try:
+        with self.broken_told(self._number):
             began = time.perf_counter()
             self._channel.send(pack_step(inputs, self._number), self._timeout)
-            told = time.perf_counter()
-            outputs = _outputs(self._runner, inputs, sampling)
-            outputs.channel = told - began
-            return outputs
-        except ParallelError as error:
-            reason = _last_words(self._workers) or str(error)
-            self.close()
-            raise EngineDeadError(f"the tensor-parallel group broke in step {self._number}: {reason}") from error
-        except BaseException:
-            self.close()  # the ranks are out of step
-            raise
+            told = time.perf_counter() - began
+            return _GangPending(self, self._number, _launched(self._runner, inputs, sampling), told)
 
     def check(self) -> None:
         """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
@@ -134,6 +125,36 @@ class GangExecutor(Executor):
         self._workers.kill()
         self._channel.close()
         self._group.close()
+
+    @contextmanager
+    def broken_told(self, number: int) -> Iterator[None]:
+        """End the gang on any error of step `number`, and say why it broke where a rank knows."""
+        try:
+            yield
+        except ParallelError as error:
+            reason = _last_words(self._workers) or str(error)
+            self.close()
+            raise EngineDeadError(f"the tensor-parallel group broke in step {number}: {reason}") from error
+        except BaseException:
+            self.close()  # the ranks are out of step
+            raise
+
+
+class _GangPending(Pending):
+    """A step of a gang. told: seconds that telling the other ranks took."""
+
+    def __init__(self, gang: GangExecutor, number: int, pending: Pending, told: float) -> None:
+        self._gang = gang
+        self._number = number
+        self._pending = pending
+        self._told = told
+
+    @override
+    def result(self) -> StepOutputs:
+        with self._gang.broken_told(self._number):
+            outputs = self._pending.result()
+        outputs.channel = self._told
+        return outputs
 
 
 @contextmanager
@@ -256,11 +277,11 @@ def model_info(runner: ModelRunner) -> ModelInfo:
     return info
 
 
-def _outputs(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
-    outputs = runner.execute(inputs, sampling)
-    if outputs is None:
+def _launched(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+    pending = runner.launch(inputs, sampling)
+    if pending is None:
         raise RuntimeError("the runner sampled nothing although it was asked to")
-    return outputs
+    return pending
 
 
 def _death(workers: Workers) -> str | None:

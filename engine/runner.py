@@ -14,6 +14,8 @@ from torch import Tensor
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
+from engine.device_outputs import DeviceOutputs, HostSide
+from engine.executor import Pending
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import select_kernels
 from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
@@ -59,6 +61,7 @@ class ModelRunner:
         shrink = config.max_model_len is None
         config = resolve(config, folder.spec)
         self.group = group
+        self._host_side = HostSide(group.device)
         self.phases: dict[str, float] = dict(folder.phases)
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -75,17 +78,24 @@ class ModelRunner:
         with self._phase("warm-up"):
             self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
 
-    @torch.inference_mode()
     def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
+        pending = self.launch(inputs, sampling)
+        return None if pending is None else pending.result()
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> Pending | None:
+        """Let the device run one step; returns the way to its results where `sampling` is given, None elsewhere."""
         parts = split_step(inputs, PART_TOKENS) if self.group.device.type == "cpu" else [inputs]
         found = [self._hidden(part) for part in parts]
         outputs = self._draw([rows for rows, _ in found], sampling)
-        if outputs is not None and len(inputs.pooled):
-            outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0).cpu().numpy()
-        return outputs
+        if outputs is None:
+            return None
+        if len(inputs.pooled):
+            outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0)
+        return self._host_side.fetch(outputs)
 
-    def _draw(self, hidden: list[Tensor], sampling: SamplingInputs | None) -> StepOutputs | None:
+    def _draw(self, hidden: list[Tensor], sampling: SamplingInputs | None) -> DeviceOutputs | None:
         """Every rank computes the logits of all rows of `hidden`; the one with `sampling` draws."""
         rows = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
         pieces = (self.model.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())

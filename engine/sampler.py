@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 from engine.logit_rules import NEVER, apply_rules, changes_logits, column, restricts
 from engine.noise import gumbel, row_keys
-from engine.report import Floats, Ints, Logprobs, SamplingInputs, StepOutputs
+from engine.report import Floats, Ints, SamplingInputs
 
 RUN = 64
 # Where the runs' indices begin in the noise of a row, beyond all token ids.
@@ -26,12 +27,12 @@ CANDIDATES = 64
 MORE = 16
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> StepOutputs:
+def sample(logits: Tensor, inputs: SamplingInputs) -> DeviceOutputs:
     """Choose one token per row of `logits`, [num_samples, vocab] fp32, which may be overwritten.
 
     Order as in vLLM: bias, allowed and forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities
-    are those of the logits as they came. Rows whose best logit is NaN or infinite are named in `failed`, rows whose
-    rules leave them no token in `stuck`.
+    are those of the logits as they came. Rows whose best logit is NaN or infinite get FAILED for a token, rows whose
+    rules leave them none STUCK.
     """
     wants_logprobs = inputs.num_logprobs >= 0
     changed = changes_logits(inputs)
@@ -44,24 +45,24 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> StepOutputs:
     best = _argmax(logits, peaks)
     sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
     tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
-    chosen = tokens.where(sound, -1)
-    logprobs = score(raw, chosen.clamp(min=0), inputs.num_logprobs) if wants_logprobs else None
-    token_ids = chosen.to(torch.int32).cpu().numpy()
-    failed = np.flatnonzero(token_ids < 0)
-    stuck = failed[came_sound.cpu().numpy()[failed]] if came_sound is not None else failed[:0]
-    failed = np.setdiff1d(failed, stuck)
-    return StepOutputs(token_ids.clip(min=0), logprobs, tuple(failed.tolist()), tuple(stuck.tolist()))
+    tokens = tokens.where(sound, 0)
+    logprobs = score(raw, tokens, inputs.num_logprobs) if wants_logprobs else None
+    return DeviceOutputs(_codes(tokens.to(torch.int32), sound, came_sound), logprobs)
 
 
-def score(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
+def score(logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
     """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32."""
     total = logits.logsumexp(dim=-1, keepdim=True)
     best = logits.topk(min(count, logits.shape[1]), dim=-1)
-    return Logprobs(
-        (logits.gather(1, tokens[:, None]) - total)[:, 0].cpu().numpy(),
-        best.indices.to(torch.int32).cpu().numpy(),
-        (best.values - total).cpu().numpy(),
-    )
+    chosen = (logits.gather(1, tokens[:, None]) - total)[:, 0]
+    return DeviceLogprobs(chosen, best.indices.to(torch.int32), best.values - total)
+
+
+def _codes(tokens: Tensor, sound: Tensor, came_sound: Tensor | None) -> Tensor:
+    """Put what went wrong in the place of tokens that mean nothing. came_sound: before rules were applied, if any."""
+    if came_sound is None:
+        return tokens.where(sound, FAILED)
+    return tokens.where(sound, torch.where(came_sound, STUCK, FAILED).to(tokens.dtype))
 
 
 def _members(runs: Tensor) -> Tensor:

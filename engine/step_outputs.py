@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.report import Ints, Logprobs, PromptScores, SamplingInputs, StepOutputs
+from engine.device_outputs import DeviceLogprobs, DeviceOutputs
+from engine.report import Ints, PromptScores, SamplingInputs
 from engine.sampler import sample, score
 
 
-def outputs_of(pieces: Iterable[Tensor], sampling: SamplingInputs) -> StepOutputs:
+def outputs_of(pieces: Iterable[Tensor], sampling: SamplingInputs) -> DeviceOutputs:
     """Draw the step's tokens and score its prompt tokens.
 
     pieces: the wanted logits in order, [some, vocab] fp32 each. Only rows that are drawn from are kept, so that a
     long prompt whose log-probabilities are wanted never has all its logits in memory.
     """
     drawn: list[Tensor] = []
-    scored: list[Logprobs] = []
+    scored: list[DeviceLogprobs] = []
     start = 0
     for piece in pieces:
         if sampling.prompt is not None:
             scored.append(_scores(piece, start, sampling.prompt))
         drawn.append(piece if sampling.rows is None else _among(piece, start, sampling.rows))
         start += len(piece)
-    outputs = StepOutputs(np.empty(0, np.int32))
     if len(sampling.temperature):
         outputs = sample(torch.cat(drawn) if len(drawn) > 1 else drawn[0], sampling)
+    else:
+        outputs = DeviceOutputs(torch.empty(0, dtype=torch.int32))
     if sampling.prompt is not None:
         outputs.prompt_logprobs = _joined(scored)
     return outputs
@@ -40,15 +41,15 @@ def _among(piece: Tensor, start: int, rows: Ints) -> Tensor:
     return piece.index_select(0, torch.from_numpy(mine).to(piece.device))
 
 
-def _scores(piece: Tensor, start: int, prompt: PromptScores) -> Logprobs:
+def _scores(piece: Tensor, start: int, prompt: PromptScores) -> DeviceLogprobs:
     inside = (prompt.rows >= start) & (prompt.rows < start + len(piece))
     tokens = torch.from_numpy(prompt.token_ids[inside]).to(piece.device).long()
     return score(_among(piece, start, prompt.rows), tokens, prompt.num_logprobs)
 
 
-def _joined(parts: Sequence[Logprobs]) -> Logprobs:
-    return Logprobs(
-        np.concatenate([part.chosen for part in parts]),
-        np.concatenate([part.top_ids for part in parts]),
-        np.concatenate([part.top for part in parts]),
+def _joined(parts: Sequence[DeviceLogprobs]) -> DeviceLogprobs:
+    return DeviceLogprobs(
+        torch.cat([part.chosen for part in parts]),
+        torch.cat([part.top_ids for part in parts]),
+        torch.cat([part.top for part in parts]),
     )

@@ -6,7 +6,7 @@ import numpy as np
 from typing_extensions import override
 
 from cluster.simulator.step_time import StepTimes
-from engine.executor import Executor
+from engine.executor import Done, Executor, Pending
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
@@ -24,10 +24,10 @@ class ModelledExecutor(Executor):
         self._span = vocab_size - FIRST_TOKEN
 
     @override
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         self.last_step = self._times.of(inputs)
         drawn = simulated_tokens(sampling.seeds + 7919 * sampling.choices, sampling.positions, self._span)
-        return StepOutputs(drawn.astype(np.int32))
+        return Done(StepOutputs(drawn.astype(np.int32)))
 
     @override
     def close(self) -> None:

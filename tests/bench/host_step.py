@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.executor import Executor
+from engine.executor import Done, Executor, Pending
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -35,9 +35,9 @@ class ReadyTokens(Executor):
         self._step = 0
 
     @override
-    def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         self._step = (self._step + 7) % 1024
-        return StepOutputs(self._tokens[self._step : self._step + len(inputs.logits_indices)])
+        return Done(StepOutputs(self._tokens[self._step : self._step + len(inputs.logits_indices)]))
 
     @override
     def close(self) -> None:

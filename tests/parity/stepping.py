@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.report import SamplingInputs, StepInputs
+from engine.device_outputs import on_host
+from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.sampler import sample
 
 
 def sampling(rows: int, **values) -> SamplingInputs:
@@ -29,6 +31,11 @@ def sampling(rows: int, **values) -> SamplingInputs:
         "frequency_penalty": array("frequency_penalty", 0, np.float32),
     }
     return SamplingInputs(**known, **values)
+
+
+def drawn(logits: torch.Tensor, inputs: SamplingInputs) -> StepOutputs:
+    """Sample on the CPU."""
+    return on_host(sample(logits, inputs))
 
 
 def as_ints(values) -> np.ndarray:

@@ -9,7 +9,7 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineDeadError, IntegrityError, InvalidRequestError, PromptTooLongError
-from engine.executor import Executor
+from engine.executor import Done, Executor
 from engine.fake_executor import FakeExecutor
 from engine.flight import Wait
 from engine.grammar.base import CompiledGrammar, GrammarState
@@ -30,10 +30,10 @@ class Broken(Executor):
     def __init__(self, answer):
         self.answer, self.closed = answer, 0
 
-    def execute(self, inputs, sampling):
+    def launch(self, inputs, sampling):
         if isinstance(self.answer, Exception):
             raise self.answer
-        return StepOutputs(self.answer)
+        return Done(StepOutputs(self.answer))
 
     def close(self):
         self.closed += 1

@@ -8,9 +8,8 @@ from engine.errors import InvalidRequestError
 from engine.fake_executor import FakeExecutor
 from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.request import FinishReason
-from engine.sampler import sample
 from engine.sampling_params import SamplingParams, StructuredOutput
-from tests.parity.stepping import sampling
+from tests.parity.stepping import drawn, sampling
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
 
 
@@ -28,7 +27,7 @@ def test_a_bias_moves_its_own_row_only():
     logits = logits_of(3)
     inputs = sampling(3, temperature=0)
     inputs.biases = {1: (np.array([7, 8], np.int32), np.array([100, -100], np.float32))}
-    outputs = sample(logits.clone(), inputs)
+    outputs = drawn(logits.clone(), inputs)
     assert outputs.token_ids[1] == 7
     assert outputs.token_ids[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
 
@@ -39,7 +38,7 @@ def test_only_what_is_allowed_is_drawn(temperature):
     inputs = sampling(200, temperature=temperature, positions=np.arange(200))
     inputs.allowed = {row: np.array([5, 64, 99], np.int32) for row in range(0, 200, 2)}
     inputs.masks = lambda: (np.arange(1, 200, 2, dtype=np.int32), np.stack([bits_of([0, 31, 32, 98])] * 100))
-    tokens = sample(logits.clone(), inputs).token_ids
+    tokens = drawn(logits.clone(), inputs).token_ids
     assert set(tokens[::2].tolist()) <= {5, 64, 99}
     assert set(tokens[1::2].tolist()) <= {0, 31, 32, 98}
     assert len(set(tokens.tolist())) == 7
@@ -54,7 +53,7 @@ def test_a_row_without_a_token_is_stuck_and_not_poisoned():
     inputs.allowed = {1: np.array([5], np.int32)}
     inputs.forbidden = {1: (5,)}
     inputs.masks = lambda: (np.array([2], np.int32), bits_of([])[None])
-    outputs = sample(logits.clone(), inputs)
+    outputs = drawn(logits.clone(), inputs)
     assert (outputs.stuck, outputs.failed) == ((1, 2), (3,))
     assert outputs.token_ids[0] == logits[0].argmax()
 
@@ -63,7 +62,7 @@ def test_log_probabilities_are_those_before_the_rules():
     logits = logits_of(1)
     inputs = sampling(1, temperature=0, num_logprobs=3)
     inputs.allowed = {0: np.array([4], np.int32)}
-    found = sample(logits.clone(), inputs).logprobs
+    found = drawn(logits.clone(), inputs).logprobs
     assert found.chosen[0] == pytest.approx(float(logits.log_softmax(-1)[0, 4]), abs=1e-5)
     assert found.top_ids[0].tolist() == logits[0].topk(3).indices.tolist()
 

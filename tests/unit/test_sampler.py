@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampler import CANDIDATES, sample
-from tests.parity.stepping import sampling
+from engine.sampler import CANDIDATES
+from tests.parity.stepping import drawn, sampling
 
 
 def draws(logits, count, **values):
     """Draw `count` tokens from one row of logits, as one request would at its successive positions."""
     rows = logits.expand(count, -1).clone()
-    return sample(rows, sampling(count, positions=np.arange(count), **values)).token_ids
+    return drawn(rows, sampling(count, positions=np.arange(count), **values)).token_ids
 
 
 def allowed(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -108,11 +108,11 @@ def test_a_row_gets_the_same_token_alone_and_in_any_company():
         "repetition_penalty": rng.choice([1, 1.2], count),
         "presence_penalty": rng.choice([0, 0.5], count),
     }
-    together = sample(logits.clone(), sampling(count, prompt_ids=ids, output_ids=ids[:, :3], **values)).token_ids
+    together = drawn(logits.clone(), sampling(count, prompt_ids=ids, output_ids=ids[:, :3], **values)).token_ids
     for row in range(count):
         mine = {name: value[row] for name, value in values.items()}
         inputs = sampling(1, prompt_ids=ids[row : row + 1], output_ids=ids[row : row + 1, :3], **mine)
-        assert sample(logits[row : row + 1].clone(), inputs).token_ids[0] == together[row]
+        assert drawn(logits[row : row + 1].clone(), inputs).token_ids[0] == together[row]
 
 
 def test_seed_choice_and_position_each_give_other_tokens():
@@ -159,7 +159,7 @@ def test_penalties_match_a_loop_over_tokens(values):
             **{name: [1.0 if name.startswith("rep") else 0.0, value] for name, value in values.items()},
         )
         expected = penalised(logits, prompt, output, **values)
-        assert sample(rows, inputs).token_ids.tolist() == [int(logits.argmax()), int(expected.argmax())]
+        assert drawn(rows, inputs).token_ids.tolist() == [int(logits.argmax()), int(expected.argmax())]
         torch.testing.assert_close(rows[1], expected)
         torch.testing.assert_close(rows[0], logits)
 
@@ -168,13 +168,13 @@ def test_first_token_has_no_output_to_penalise():
     logits = torch.tensor([[1.0, 0.9]])
     ids = np.array([[0]], np.int32)
     inputs = sampling(1, prompt_ids=ids, output_ids=np.empty((1, 0), np.int32), repetition_penalty=2.0)
-    assert sample(logits, inputs).token_ids.tolist() == [1]
+    assert drawn(logits, inputs).token_ids.tolist() == [1]
 
 
 def test_forbidden_ids_are_never_drawn():
     logits = torch.tensor([[5.0, 4.0, 3.0], [5.0, 4.0, 3.0]])
-    assert sample(logits, sampling(2, forbidden={1: (0, 1)})).token_ids.tolist() == [0, 2]
-    tokens = sample(
+    assert drawn(logits, sampling(2, forbidden={1: (0, 1)})).token_ids.tolist() == [0, 2]
+    tokens = drawn(
         torch.zeros(500, 3),
         sampling(500, temperature=1.0, positions=np.arange(500), forbidden=dict.fromkeys(range(500), (1,))),
     ).token_ids
@@ -189,7 +189,7 @@ def test_logprobs_are_those_of_the_raw_logits():
         4, temperature=[0, 0.3, 2, 0], seeds=9, top_k=5, repetition_penalty=1.7, prompt_ids=ids, output_ids=ids,
         num_logprobs=3, forbidden={3: (int(logits[3].argmax()),)},
     )  # fmt: skip
-    outputs = sample(logits.clone(), inputs)
+    outputs = drawn(logits.clone(), inputs)
     top = expected.topk(3)
     np.testing.assert_array_equal(outputs.logprobs.top_ids, top.indices.numpy())
     np.testing.assert_allclose(outputs.logprobs.top, top.values.numpy(), rtol=1e-5)
@@ -198,7 +198,7 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 
 def test_zero_logprobs_give_the_chosen_tokens_only():
-    outputs = sample(torch.zeros(2, 8), sampling(2, num_logprobs=0))
+    outputs = drawn(torch.zeros(2, 8), sampling(2, num_logprobs=0))
     assert outputs.logprobs.top_ids.shape == (2, 0)
     np.testing.assert_allclose(outputs.logprobs.chosen, math.log(1 / 8), rtol=1e-6)
 
@@ -209,9 +209,9 @@ def test_zero_logprobs_give_the_chosen_tokens_only():
 )
 def test_a_poisoned_row_is_named_and_disturbs_nobody(poison, values):
     logits = torch.stack([random_logits(130, seed) for seed in range(3)])
-    alone = sample(logits[[0, 2]].clone(), sampling(2, num_logprobs=1, **values))
+    alone = drawn(logits[[0, 2]].clone(), sampling(2, num_logprobs=1, **values))
     logits[1, : len(poison)] = torch.tensor(poison)
-    outputs = sample(logits, sampling(3, num_logprobs=1, **values))
+    outputs = drawn(logits, sampling(3, num_logprobs=1, **values))
     assert outputs.failed == (1,)
     assert outputs.token_ids[[0, 2]].tolist() == alone.token_ids.tolist()
     assert outputs.token_ids[1] == 0
@@ -219,4 +219,4 @@ def test_a_poisoned_row_is_named_and_disturbs_nobody(poison, values):
 
 
 def test_sound_rows_name_no_failure():
-    assert sample(torch.zeros(2, 8), sampling(2)).failed == ()
+    assert drawn(torch.zeros(2, 8), sampling(2)).failed == ()
