@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: where they are, their config, and their tensors by slices."""
+"""Checkpoint folders on disk: where they are, their config, and which file holds which tensor. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
-from parallel.weight_source import WeightSource
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -77,45 +76,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-class Checkpoint:
-    """The safetensors files of one folder, open for reading by slices. Close it when the weights are loaded."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, Any] = {}
-        self._where = _tensor_files(folder)
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors. Raises `CheckpointError` when a file is damaged or lacks an indexed tensor."""
-        held = {file: set(self._open(file).keys()) for file in set(self._where.values())}
-        for name, file in self._where.items():
-            if name not in held[file]:
-                raise CheckpointError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
-        return set(self._where)
-
-    def source(self, name: str) -> WeightSource:
-        """Return a tensor, to be read by slices."""
-        source: WeightSource = self._open(self._where[name]).get_slice(name)
-        return source
-
-    def file_of(self, name: str) -> Path:
-        """Return the file that holds a tensor."""
-        return self.folder / self._where[name]
-
-    def close(self) -> None:
-        """Close all files."""
-        self._files.clear()
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            self._files[file] = open_safetensors(self.folder / file)
-        return self._files[file]
-
-
 def weight_files(folder: Path) -> list[str]:
     """Return the names of the folder's weight files, sorted. Raises `CheckpointError` when it has none."""
-    return sorted(set(_tensor_files(folder).values()))
+    return sorted(set(tensor_files(folder).values()))
 
 
 def open_safetensors(path: Path) -> Any:
@@ -128,8 +91,8 @@ def open_safetensors(path: Path) -> Any:
         raise CheckpointError(f"{path}: truncated or damaged: {error}") from error
 
 
-def _tensor_files(folder: Path) -> Mapping[str, str]:
-    """Return tensor name -> file name."""
+def tensor_files(folder: Path) -> Mapping[str, str]:
+    """Return tensor name -> file name. Raises `CheckpointError` when the folder has none, or none to be trusted."""
     if (folder / INDEX_FILE).is_file():
         return _indexed(folder)
     if (folder / SINGLE_FILE).is_file():

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
-from engine.checkpoint import Checkpoint
 from engine.errors import CheckpointError
 from engine.model_folder import ModelFolder
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.models.weight_map import WeightRule
+from engine.safetensors_file import Checkpoint, TensorOnDisk
+from engine.weight_reader import fill
 from parallel.group import Group
-from parallel.parameter import ShardedParameter
+from parallel.parameter import ShardedParameter, Transfer
+
+logger = logging.getLogger(__name__)
 
 # Buffers that some checkpoints saved beside the weights.
 NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
@@ -51,24 +55,34 @@ def _load(model: Decoder, rules: list[WeightRule], checkpoint: Checkpoint, spec:
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     parameters = dict(model.named_parameters())
+    reads = [read for rule in rules for read in _reads(parameters[rule.target], rule, checkpoint, names[rule.name])]
+    began = time.perf_counter()
+    num_bytes = fill(reads, model.group.device, model.group.size)
+    seconds = max(time.perf_counter() - began, 1e-9)
     for rule in rules:
-        _load_one(parameters[rule.target], rule, checkpoint, names[rule.name])
+        _sharded(parameters[rule.target], rule).mark_loaded(rule.part)
+    gigabytes = num_bytes / 1e9
+    logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
 
 
-def _load_one(parameter: torch.nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, name: str) -> None:
+def _reads(
+    parameter: torch.nn.Parameter, rule: WeightRule, checkpoint: Checkpoint, name: str
+) -> list[tuple[TensorOnDisk, Transfer]]:
+    """Return what is to be read for one rule, the tensor's shape being checked."""
+    source = checkpoint.source(name)
+    if source.shape != rule.shape:
+        raise CheckpointError(
+            f"{source.file.path}: tensor {name} has shape {list(source.shape)}, "
+            f"config.json makes it {list(rule.shape)}"
+        )
+    transfers = _sharded(parameter, rule).transfers(source, rule.part, rule.transposed)
+    return [(source, transfer) for transfer in transfers]
+
+
+def _sharded(parameter: torch.nn.Parameter, rule: WeightRule) -> ShardedParameter:
     if not isinstance(parameter, ShardedParameter):
         raise TypeError(f"{rule.target} is no parameter that can load itself")
-    source = checkpoint.source(name)
-    found = tuple(source.get_shape())
-    where = checkpoint.file_of(name)
-    if found != rule.shape:
-        raise CheckpointError(
-            f"{where}: tensor {name} has shape {list(found)}, config.json makes it {list(rule.shape)}"
-        )
-    try:
-        parameter.load(source, rule.part, rule.transposed)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{where}: tensor {name} cannot be read: {error}") from error
+    return parameter
 
 
 def _names_on_disk(names: set[str], rules: list[WeightRule]) -> dict[str, str]:

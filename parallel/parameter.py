@@ -27,6 +27,18 @@ class TensorSource:
         return self.tensor[index]
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A part of a tensor on disk and where it goes.
+
+    target: the place in the parameter, with the axes in the order of the disk. index: slices of step 1 of the tensor
+    on disk, from its first axis on; those that are left out are whole.
+    """
+
+    target: Tensor
+    index: tuple[slice, ...]
+
+
 class ShardedParameter(torch.nn.Parameter):
     """A parameter that holds this rank's shard and reads exactly that from a checkpoint.
 
@@ -63,31 +75,43 @@ class ShardedParameter(torch.nn.Parameter):
     def load(self, source: WeightSource, part: str | int | None = None, transposed: bool = False) -> None:
         """Copy this rank's slice of `source` in, cast to the parameter's dtype; nothing else is read.
 
+        Arguments and errors as of `transfers`.
+        """
+        for transfer in self.transfers(source, part, transposed):
+            transfer.target.copy_(source[transfer.index])
+        self.mark_loaded(part)
+
+    def transfers(
+        self, source: WeightSource, part: str | int | None = None, transposed: bool = False
+    ) -> list[Transfer]:
+        """Return what is to be copied from where, for a caller that copies in its own way; nothing is read here.
+
         part: key of one piece; None loads the whole, from a tensor that holds all pieces one after another.
         transposed: the tensor on disk is [in, out], as in GPT-2's Conv1D.
 
         Raises `ValueError` naming both shapes when the one on disk is another, `KeyError` for an unknown part.
         """
-        pieces = self.pieces if part is None else (self._piece(part),)
+        pieces = self._pieces_of(part)
         self._check(source, pieces, transposed)
         if self.axis is None:
-            whole = source[:]
-            self.data.copy_(whole.t() if transposed else whole)
-            self.loaded_parts.add("")
-            return
+            return [Transfer(_on_disk(self.data, transposed), (slice(None),))]
+        disk_axis = self.ndim - 1 - self.axis if transposed else self.axis
+        found: list[Transfer] = []
         before = 0
         for piece in pieces:
-            self._load_piece(source, piece, before, transposed)
+            wanted = slice(before + piece.start, before + piece.start + piece.size)
             before += piece.full
-            self.loaded_parts.add(piece.key)
+            if piece.size:
+                target = self.data.narrow(self.axis, piece.offset, piece.size)
+                found.append(Transfer(_on_disk(target, transposed), (slice(None),) * disk_axis + (wanted,)))
+        return found
 
-    def _load_piece(self, source: WeightSource, piece: Piece, before: int, transposed: bool) -> None:
-        if self.axis is None or not piece.size:
-            return
-        disk_axis = self.ndim - 1 - self.axis if transposed else self.axis
-        wanted = slice(before + piece.start, before + piece.start + piece.size)
-        shard = source[(slice(None),) * disk_axis + (wanted,)]
-        self.data.narrow(self.axis, piece.offset, piece.size).copy_(shard.t() if transposed else shard)
+    def mark_loaded(self, part: str | int | None = None) -> None:
+        """Note that the transfers of `part`, None = of all parts, were made."""
+        self.loaded_parts.update([piece.key for piece in self._pieces_of(part)] or [""])
+
+    def _pieces_of(self, part: str | int | None) -> tuple[Piece, ...]:
+        return self.pieces if part is None else (self._piece(part),)
 
     def _piece(self, part: str | int) -> Piece:
         for piece in self.pieces:
@@ -105,6 +129,10 @@ class ShardedParameter(torch.nn.Parameter):
         found = tuple(source.get_shape())
         if found != tuple(expected):
             raise ValueError(f"the checkpoint's tensor has shape {found}, the model wants {tuple(expected)}")
+
+
+def _on_disk(target: Tensor, transposed: bool) -> Tensor:
+    return target.t() if transposed else target
 
 
 def replicated(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShardedParameter:
