@@ -26,7 +26,7 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
-    takes what is compiled for this CPU.
+    takes what is compiled for this CPU, or Triton's kernels on CUDA.
     step_timeout: seconds after which a step or a collective counts as hung.
 
     Raises `ConfigError` naming the flag.

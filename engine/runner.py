@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.device_outputs import DeviceOutputs, HostSide
 from engine.executor import Pending
 from engine.kernels.base import TorchKernels
-from engine.kernels.native import select_kernels
+from engine.kernels.select import select_kernels
 from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
 from engine.kv_room import cpu_budget, fit_cache
 from engine.loader import load_model
@@ -68,8 +68,7 @@ class ModelRunner:
         self.config = config
         with self._phase("weights"):
             self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
-            if group.device.type == "cpu":
-                self._prepare_cpu()
+            self._choose_kernels()
             self._meet()
         self._attention = self._backend(config)
         with self._phase("kv blocks"):
@@ -126,10 +125,12 @@ class ModelRunner:
         """Name of the attention backend."""
         return self._attention.name
 
-    def _prepare_cpu(self) -> None:
+    def _choose_kernels(self) -> None:
+        device = self.group.device
         torch_only = self.config.attention_backend == "reference"
-        kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, self.group.device)
-        choose_methods(self.model, kernels.linear)
+        kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, device)
+        if device.type == "cpu":
+            choose_methods(self.model, kernels.linear)
         self.model.use_kernels(kernels)
 
     def _meet(self) -> None:

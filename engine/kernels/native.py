@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import Any
 
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import Kernels, TorchKernels
+from engine.kernels.base import TorchKernels
 from engine.kernels.compiler import load_library
 from engine.kernels.linear import NativeLinear
 from parallel.methods import LinearMethod
-
-logger = logging.getLogger(__name__)
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,19 +59,6 @@ def heads_address(heads: Tensor, dtype: torch.dtype) -> int:
     if heads.dtype is not dtype or step != 1 or (apart != size and num_heads > 1):
         raise ValueError(f"heads are {heads.dtype} with strides {heads.stride()}; {dtype} side by side is read here")
     return heads.data_ptr()
-
-
-def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """Return the compiled kernels where they can be had, else torch's operations; which and why is logged."""
-    reason = why_not_native(head_dim, dtype, device)
-    library = None if reason else native_library(head_dim, dtype)
-    if library is None:
-        logger.info(
-            "kernels: torch's operations%s", f"; the compiled ones cannot be used: {reason}" if reason else ""
-        )
-        return TorchKernels()
-    logger.info("kernels: compiled for this CPU")
-    return NativeKernels(library, dtype, torch.get_num_threads())
 
 
 class NativeKernels(TorchKernels):

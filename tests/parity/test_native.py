@@ -21,7 +21,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
-from engine.kernels.native import NativeKernels, select_kernels
+from engine.kernels.native import NativeKernels
+from engine.kernels.select import select_kernels
 from engine.runner import ModelRunner
 from engine.step_tensors import to_device
 from parallel.group import SoloGroup

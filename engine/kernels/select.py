@@ -1,0 +1,38 @@
+"""Chooses the kernels of a model, and says which and why."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+
+import torch
+
+from engine.kernels.base import Kernels, TorchKernels
+from engine.kernels.native import NativeKernels, native_library, why_not_native
+
+logger = logging.getLogger(__name__)
+
+
+def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Return what is compiled for this CPU, or Triton's on CUDA, where they can be had; else torch's operations."""
+    if device.type == "cuda":
+        return _on_cuda()
+    reason = why_not_native(head_dim, dtype, device)
+    library = None if reason else native_library(head_dim, dtype)
+    if library is None:
+        logger.info(
+            "kernels: torch's operations%s", f"; the compiled ones cannot be used: {reason}" if reason else ""
+        )
+        return TorchKernels()
+    logger.info("kernels: compiled for this CPU")
+    return NativeKernels(library, dtype, torch.get_num_threads())
+
+
+def _on_cuda() -> Kernels:
+    try:
+        found: Kernels = import_module("engine.kernels.triton_kernels").TritonKernels()
+    except ImportError as error:
+        logger.warning("kernels: torch's operations, for Triton's need a package that is not here: %s", error)
+        return TorchKernels()
+    logger.info("kernels: Triton's")
+    return found

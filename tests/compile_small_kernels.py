@@ -1,0 +1,44 @@
+"""Compiles the small kernels for a GPU that need not be here: python -m tests.compile_small_kernels 90.
+
+To be run with TRITON_INTERPRET=0. Prints a line per kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels import triton_kernels as small
+
+Kernel = tuple[object, dict[str, str], dict[str, object], int]  # kernel, types, constants, warps
+
+
+def norms() -> Iterator[Kernel]:
+    pointers = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16")
+    for add in (False, True):
+        constants = {"ADD": add, "BLOCK": 1024} | ({} if add else {"residual": None})
+        yield small._norm_kernel, {**pointers, "size": "i32", "eps": "fp32"}, constants, 4
+    types = {"heads": "*bf16", "norms": "*bf16", "angles": "*fp32"}
+    types |= {"token_stride": "i32", "num_heads": "i32", "eps": "fp32"}
+    constants = {"HALF": 40, "HEADS": 8, "BLOCK": 64, "NORM": True, "ROTATE": True}
+    yield small._norm_rotate_kernel, types, constants, 4
+    yield small._silu_gate_kernel, {"x": "*bf16", "out": "*bf16", "size": "i32"}, {"BLOCK": 1024}, 4
+
+
+def compile_for(kernel, types, constants, warps, architecture):
+    """Return the compiled kernel."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(kernel, signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+
+
+if __name__ == "__main__":
+    for kernel, types, constants, warps in norms():
+        made = compile_for(kernel, types, constants, warps, int(sys.argv[1]))
+        sizes = f"{made.metadata.shared} bytes of shared memory, {len(made.asm['cubin'])} of code"
+        print(kernel.__name__, constants, sizes)
