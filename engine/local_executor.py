@@ -21,6 +21,7 @@ from engine.models.spec import DecoderSpec
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve, set_threads
 from engine.runner import ModelRunner
+from engine.sharded_draw import pack_draws
 from engine.worker import await_workers, device_of, join_group, open_channel, pack_step, run_worker
 from parallel.channel import Channel
 from parallel.errors import ParallelError, ShardingError
@@ -107,6 +108,7 @@ class GangExecutor(Executor):
             raise EngineDeadError("the executor is closed")
         self._number += 1
         with self.broken_told(self._number):
+            inputs.draws = pack_draws(sampling)
             began = time.perf_counter()
             self._channel.send(pack_step(inputs, self._number), self._timeout)
             told = time.perf_counter() - began

@@ -35,6 +35,8 @@ class StepInputs:
     copy_blocks: Ints  # [num_copies, 2]  (source, destination): copy-on-write, done before anything is stored
     pooled: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
+    draws: Ints = field(default_factory=lambda: np.zeros((0, 5), np.int32))
+    # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sharded_draw`); [0, 5] = from all
 
     @property
     def num_tokens(self) -> int:

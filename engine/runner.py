@@ -24,8 +24,9 @@ from engine.loader import load_model
 from engine.model_folder import ModelFolder, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
-from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
+from engine.sharded_draw import draw_apart
 from engine.step_outputs import outputs_of
 from engine.step_tensors import dummy_sampling, dummy_step, split_step, to_device
 from parallel.group import Group
@@ -87,16 +88,19 @@ class ModelRunner:
         """Let the device run one step; returns the way to its results where `sampling` is given, None elsewhere."""
         parts = split_step(inputs, PART_TOKENS) if self.group.device.type == "cpu" else [inputs]
         found = [self._hidden(part) for part in parts]
-        outputs = self._draw([rows for rows, _ in found], sampling)
+        outputs = self._draw([rows for rows, _ in found], inputs.draws, sampling)
         if outputs is None:
             return None
         if len(inputs.pooled):
             outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0)
         return self._host_side.fetch(outputs)
 
-    def _draw(self, hidden: list[Tensor], sampling: SamplingInputs | None) -> DeviceOutputs | None:
-        """Every rank computes the logits of all rows of `hidden`; the one with `sampling` draws."""
+    def _draw(self, hidden: list[Tensor], draws: Ints, sampling: SamplingInputs | None) -> DeviceOutputs | None:
+        """Draw from the logits of all rows of `hidden`: the rank with `sampling`, or with `draws` all together."""
         rows = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+        if len(draws):
+            tokens = draw_apart(self.model, rows, draws, LOGIT_ROWS)
+            return None if sampling is None else DeviceOutputs(tokens)
         pieces = (self.model.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
         if sampling is not None:
             return outputs_of(pieces, sampling)

@@ -1,8 +1,4 @@
-"""Chooses tokens from logits. Each row's token is a function of its own logits, parameters and key alone.
-
-Whole-vocabulary passes are what sampling costs on a CPU, so there are few: the vocabulary is looked at in runs of
-neighbouring ids, by their peaks (to find the best) and their masses (to draw), and only then id by id.
-"""
+"""Chooses tokens from logits. Each row's token is a function of its own logits, parameters and key alone."""
 
 from __future__ import annotations
 
@@ -16,12 +12,10 @@ from torch import Tensor
 
 from engine.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 from engine.logit_rules import NEVER, apply_rules, changes_logits, column, restricts
-from engine.noise import gumbel, row_keys
+from engine.noise import row_keys
+from engine.race import RUN, best_values, first_best, run_race
 from engine.report import Floats, Ints, SamplingInputs
 
-RUN = 64
-# Where the runs' indices begin in the noise of a row, beyond all token ids.
-RUN_INDEX = 1 << 32
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
 CANDIDATES = 64
 MORE = 16
@@ -42,7 +36,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> DeviceOutputs:
         apply_rules(logits, inputs)
     logits = F.pad(logits, (0, -logits.shape[1] % RUN), value=NEVER) if logits.shape[1] % RUN else logits.contiguous()
     peaks = logits.view(len(logits), -1, RUN).amax(dim=-1)
-    best = _argmax(logits, peaks)
+    best = first_best(logits, peaks)
     sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
     tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
     tokens = tokens.where(sound, 0)
@@ -63,24 +57,6 @@ def _codes(tokens: Tensor, sound: Tensor, came_sound: Tensor | None) -> Tensor:
     if came_sound is None:
         return tokens.where(sound, FAILED)
     return tokens.where(sound, torch.where(came_sound, STUCK, FAILED).to(tokens.dtype))
-
-
-def _members(runs: Tensor) -> Tensor:
-    """Return the ids in some runs of each row: [num_rows, n] -> [num_rows, n * RUN]."""
-    return (runs[:, :, None] * RUN + torch.arange(RUN, device=runs.device)).flatten(1)
-
-
-def _argmax(logits: Tensor, peaks: Tensor) -> Tensor:
-    """Return each row's best id, the lowest of equals; a NaN counts as best."""
-    ids = _members(peaks.argmax(dim=-1, keepdim=True))
-    return ids.gather(1, logits.gather(1, ids).argmax(dim=-1, keepdim=True))[:, 0]
-
-
-def _best_values(logits: Tensor, peaks: Tensor, count: int) -> Tensor:
-    """Return the `count` largest logits of each row, sorted; they lie in the runs with the largest peaks."""
-    if 2 * count < peaks.shape[1]:
-        logits = logits.gather(1, _members(peaks.topk(count, dim=-1, sorted=False).indices))
-    return logits.topk(count, dim=-1).values
 
 
 @dataclass(slots=True)
@@ -114,23 +90,8 @@ def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -
     race = _Race(logits, peaks, most, (logits - most).exp_())
     least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
     keys = row_keys(inputs.seeds[rows], inputs.choices[rows], inputs.positions[rows])
-    return best.index_copy(0, index, _run(race, least, torch.from_numpy(keys).to(logits.device)))
-
-
-def _run(race: _Race, least: Tensor | None, keys: Tensor) -> Tensor:
-    """Draw one id per row, among the logits of at least `least`, by Gumbel-max; keys: [num_rows].
-
-    First a run is drawn by its mass, then an id within it. By the chain rule of probabilities the result is
-    distributed as if every id of the vocabulary had noise of its own, at a fraction of the cost.
-    """
-    weights = race.weights if least is None else race.weights.mul_(race.logits >= least)
-    mass = weights.view(len(weights), -1, RUN).sum(dim=-1).double().log_()
-    runs = torch.arange(mass.shape[1], device=mass.device)
-    ids = _members((mass + gumbel(keys, runs[None] + RUN_INDEX)).argmax(dim=-1, keepdim=True))
-    within = race.logits.gather(1, ids)
-    if least is not None:
-        within.masked_fill_(within < least, NEVER)
-    return ids.gather(1, (within.double() + gumbel(keys, ids)).argmax(dim=-1, keepdim=True))[:, 0]
+    _, ids = run_race(race.logits, race.weights, least, torch.from_numpy(keys).to(logits.device))
+    return best.index_copy(0, index, ids)
 
 
 def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
@@ -160,7 +121,7 @@ def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor
 def _top_k(race: _Race, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) -> Tensor:
     """Raise `least` to the k-th best logit in the rows that are limited."""
     rank = np.where(limited, top_k, 1).astype(np.int64) - 1
-    values = _best_values(race.logits, race.peaks, int(rank.max()) + 1)
+    values = best_values(race.logits, race.peaks, int(rank.max()) + 1)
     kth = values.gather(1, column(rank, least)).maximum(least)
     return torch.where(column(limited, least), kth, least)
 
@@ -171,7 +132,7 @@ def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
     least: what earlier filters left, [num_rows, 1]; count: how many of the best are looked at first.
     """
     wanted = (race.weights * (race.logits >= least)).sum(dim=-1, keepdim=True).double() * top_p
-    values = _best_values(race.logits, race.peaks, count)
+    values = best_values(race.logits, race.peaks, count)
     mass = ((values - race.most).exp_() * (values >= least)).double()
     inside = (mass.cumsum(dim=-1) - mass < wanted) & (values >= least)
     last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)).maximum(least)

@@ -36,6 +36,7 @@ STEP_FIELDS = (
     "block_tables",
     "logits_indices",
     "copy_blocks",
+    "draws",
 )
 
 

@@ -11,8 +11,8 @@ from parallel.linear import ParallelLinear
 from parallel.parameter import ShardedParameter
 from parallel.sharding import padded_vocab, vocab_pieces, vocab_range
 
-# Matrix units want row counts that are multiples of 8, so each rank's share of the vocabulary is padded to one.
-ROW_MULTIPLE = 8
+# Draws look at runs of this many ids, which no share of the vocabulary may cut.
+ROW_MULTIPLE = 64
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -44,6 +44,8 @@ class ParallelLMHead(ParallelLinear):
         offsets = _vocab_parameter(vocab_size, (), group, dtype) if bias else None
         super().__init__(weight, offsets, group)
         self.vocab_size = vocab_size
+        start, stop = vocab_range(vocab_size, group.rank, group.size, ROW_MULTIPLE)
+        self.num_own = stop - start  # of this rank's rows; the others are padding
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's rows as weight; loading either loads both.
@@ -61,6 +63,10 @@ class ParallelLMHead(ParallelLinear):
         """Return the logits on every rank: [num_rows, hidden] -> [num_rows, vocab]."""
         logits = self.group.all_gather(self.method.apply(x, self.bias))
         return logits[:, : self.vocab_size]
+
+    def own(self, x: Tensor) -> Tensor:
+        """Return this rank's share of the logits, padding after the first `num_own`: [num_rows, vocab_per_rank]."""
+        return self.method.apply(x, self.bias)
 
 
 def _vocab_parameter(vocab_size: int, tail: tuple[int, ...], group: Group, dtype: torch.dtype) -> ShardedParameter:

@@ -169,7 +169,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""
-        logits = self.head(self.norm(hidden)).float()
+        return self._capped(self.head(self.norm(hidden)).float())
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Return fp32 logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share]."""
+        logits = self._capped(self.head.own(self.norm(hidden)).float())
+        logits[:, self.head.num_own :] = float("-inf")
+        return logits
+
+    def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logits_softcap
         return logits if not cap else torch.tanh(logits / cap) * cap
 
