@@ -12,6 +12,7 @@ from engine import llm as llm_module
 from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, PromptTooLongError
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
+from engine.sharded_draw import pack_draws
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEMO = Path(__file__).parents[2] / "deploy" / "demo_model"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+# Neither log-probabilities nor top-p, so that two ranks draw each from its share of the vocabulary.
+APART = [
+    SamplingParams(temperature=temperature, top_k=top_k, min_p=0.01, seed=3, max_tokens=12, ignore_eos=True)
+    for temperature, top_k in ((0, 0), (1.2, 0), (1.2, 20), (0.8, 5), (0, 3))
+]
 SEEDED = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=12, ignore_eos=True)
 PENALISED = SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=12)
 
@@ -113,8 +119,13 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_no_process(folder, oracle, l
         assert started
         results = pair.generate(asked, GREEDY)
         seeded = tokens_of(pair.generate(asked, SEEDED))
+        drawn = []
+        monkeypatch.setattr("engine.local_executor.pack_draws", lambda s: drawn.append(pack_draws(s)) or drawn[-1])
+        apart = tokens_of(pair.generate(asked, APART))
     check(oracle, results)
     assert seeded == tokens_of(llm.generate(asked, SEEDED))
+    assert apart == tokens_of(llm.generate(asked, APART))
+    assert len(drawn[-2]) == len(asked)
     assert all(not process.is_running() or process.status() == psutil.STATUS_ZOMBIE for process in started)
 
 
