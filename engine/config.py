@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("auto", "reference", "native", "flash")
+ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton")
 
 
 @dataclass(frozen=True, slots=True)

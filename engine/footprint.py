@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, StepTensors
+from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, LayerCache, StepTensors
 from engine.attention.flash import unfit_for_flash
 from engine.config import EngineConfig
 from engine.kv_cache import block_bytes
@@ -99,7 +99,7 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
         ids = torch.empty(step.num_tokens, dtype=torch.int32)
         empty = torch.empty(0)
         backend = BlueprintAttention(attention_spec(config, spec, decoder))
-        context = AttentionContext(backend, None, ((empty, empty),) * layers)
+        context = AttentionContext(backend, None, (LayerCache(empty, empty),) * layers)
         with LiveBytes() as inside:
             decoder(ids, ids, context)
         hidden = torch.empty(rows, spec.hidden_size, dtype=backend.spec.dtype)
@@ -153,7 +153,7 @@ class BlueprintAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: LayerCache,
         metadata: object,
         window: int,
     ) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention.base import LayerCache
 from engine.config import EngineConfig
 from engine.kv_room import gpu_budget
 
@@ -32,8 +33,8 @@ class KVCache:
         self.tensor[:, :, 0] = 0
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[tuple[Tensor, Tensor], ...] = tuple(
-            (self.tensor[0, layer], self.tensor[1, layer]) for layer in range(num_layers)
+        self.layers: tuple[LayerCache, ...] = tuple(
+            LayerCache(self.tensor[0, layer], self.tensor[1, layer]) for layer in range(num_layers)
         )
 
     def copy(self, pairs: Tensor) -> None:

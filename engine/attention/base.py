@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ class AttentionSpec:
     """What all layers of one model have in common, on this rank.
 
     windows: the distinct sliding windows of the layers (0 = none). softcap: see `DecoderSpec`; 0 = none.
-    dtype: of queries, keys, values and cache.
+    dtype: of queries, keys and values, and of the cache unless `fp8_cache`, which holds float8_e4m3fn.
+    batch_invariant: the bits of a token's result must not depend on what else is in its step.
     """
 
     num_heads: int
@@ -31,6 +33,49 @@ class AttentionSpec:
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    fp8_cache: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the cache holds."""
+        return torch.float8_e4m3fn if self.fp8_cache else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's part of the paged cache.
+
+    keys, values: [num_blocks, block_size, num_kv_heads, head_dim]; a backend may lay the inside of a block out in
+    another way. scales: [2, num_kv_heads] fp32, by which what an fp8 cache holds of keys and of values is multiplied;
+    None where the cache holds the model's dtype.
+    """
+
+    keys: Tensor
+    values: Tensor
+    scales: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MergedHeads:
+    """A layer's product of queries, keys and values, and what queries and keys go through before attention.
+
+    heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. norms: a weight for each head
+    of queries and keys, [num_heads + num_kv_heads, head_dim], None = no norms. rotation: None = not rotated; for a
+    backend that `rotates` the step's cosines and sines, [num_tokens, 2, head_dim / 2] fp32, else what `norm_rotate`
+    takes. norm_rotate: of `engine.kernels.base.Kernels`.
+    """
+
+    heads: Tensor
+    norms: Tensor | None
+    rotation: Any
+    eps: float
+    norm_rotate: Callable[[Tensor, Tensor | None, Any, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +116,10 @@ class AttentionBackend(ABC):
     name: str
     # Whether slots of a block that no token was written to yet are read, under a mask that a NaN passes through.
     reads_unwritten: bool = True
+    # Whether `forward_merged` norms and rotates by itself, from plain cosines and sines.
+    rotates: bool = False
+    # Whether decode steps can be recorded in a CUDA graph; see `decode_metadata`.
+    supports_graphs: bool = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -79,18 +128,37 @@ class AttentionBackend(ABC):
     def prepare(self, step: StepTensors) -> Any:
         """Return whatever all layers of this step need; called once per step."""
 
+    def decode_metadata(self, step: StepTensors, max_seq_len: int) -> Any:
+        """Return metadata of a decode step that stays true while the step's tensors are refilled in place.
+
+        step: one token per row, `query_start_loc` counting 0, 1, 2, ...; its `layout` is not looked at. Rows of
+        padding have a seq_len of 0, write to the null block and get zeros. max_seq_len: no row will ever be longer.
+
+        Raises `NotImplementedError` where `supports_graphs` is False.
+        """
+        raise NotImplementedError(f"attention backend {self.name} cannot be recorded in a CUDA graph")
+
     @abstractmethod
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: tuple[Tensor, Tensor], metadata: Any, window: int
+        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any, window: int
     ) -> Tensor:
         """Write `key` and `value` into the layer's `cache` and return the attention of `query`.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; rows may be
-        strided. cache: (keys, values), each [num_blocks, block_size, num_kv_heads, head_dim]; a backend may lay the
-        inside of a block out in another way. window: one of `spec.windows`.
+        strided. window: one of `spec.windows`.
 
         Returns [num_tokens, num_heads, head_dim], contiguous.
         """
+
+    def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
+        """Norm and rotate queries and keys, then do as `forward`; `merged.heads` may be overwritten."""
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        # Queries and keys lie side by side in the merged product, so that they are normed and rotated together.
+        query_key, value = merged.heads.split((heads + kv_heads, kv_heads), dim=1)
+        if merged.norms is not None or merged.rotation is not None:
+            query_key = merged.norm_rotate(query_key, merged.norms, merged.rotation, merged.eps)
+        query, key = query_key.split((heads, kv_heads), dim=1)
+        return self.forward(query, key, value, cache, metadata, window)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +167,8 @@ class AttentionContext:
 
     backend: AttentionBackend
     metadata: Any
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[LayerCache, ...]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int) -> Tensor:
-        """Attend in `layer`; shapes as in `AttentionBackend.forward`."""
-        return self.backend.forward(query, key, value, self.layers[layer], self.metadata, window)
+    def attend(self, layer: int, merged: MergedHeads, window: int) -> Tensor:
+        """Attend in `layer`; shapes as in `AttentionBackend.forward_merged`."""
+        return self.backend.forward_merged(merged, self.layers[layer], self.metadata, window)

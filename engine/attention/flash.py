@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, StepTensors
+from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, StepTensors
 
 PAGE_MULTIPLE = 256  # flash-attn 2 reads pages of multiples of this many tokens
 MAX_HEAD_DIM = 256
@@ -76,11 +76,11 @@ class FlashAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: LayerCache,
         metadata: _Metadata,
         window: int,
     ) -> Tensor:
-        for store, new in zip(cache, (key, value), strict=True):
+        for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.step.slot_mapping, new)
         common = {
             "softmax_scale": self.spec.scale,
@@ -90,13 +90,16 @@ class FlashAttention(AttentionBackend):
         }
         if metadata.max_query_len == 1:
             return self._decode(query, cache, metadata.step, common)
-        return self._prefill(query, (key, value) if metadata.fresh else cache, metadata, common)
+        return self._prefill(query, (key, value) if metadata.fresh else (cache.keys, cache.values), metadata, common)
 
-    def _decode(
-        self, query: Tensor, cache: tuple[Tensor, Tensor], step: StepTensors, common: dict[str, object]
-    ) -> Tensor:
+    def _decode(self, query: Tensor, cache: LayerCache, step: StepTensors, common: dict[str, object]) -> Tensor:
         out: Tensor = self._kernels.flash_attn_with_kvcache(
-            query.unsqueeze(1), *cache, cache_seqlens=step.seq_lens, block_table=step.block_tables, **common
+            query.unsqueeze(1),
+            cache.keys,
+            cache.values,
+            cache_seqlens=step.seq_lens,
+            block_table=step.block_tables,
+            **common,
         )
         return out.squeeze(1)
 

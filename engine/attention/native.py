@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, Ints, StepLayout, StepTensors
+from engine.attention.base import AttentionBackend, AttentionSpec, Ints, LayerCache, StepLayout, StepTensors
+from engine.attention.tiles import cut
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
@@ -100,7 +101,7 @@ class NativeAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: LayerCache,
         metadata: _Metadata,
         window: int,
     ) -> Tensor:
@@ -112,16 +113,6 @@ class NativeAttention(AttentionBackend):
                 for each in (query, key, value)
                 for number in (heads_address(each, self.spec.dtype), each.stride(0))
             ),
-            *(cache[0].data_ptr(), cache[1].data_ptr(), out.data_ptr(), window),
+            *(cache.keys.data_ptr(), cache.values.data_ptr(), out.data_ptr(), window),
         )
         return out
-
-
-def cut(layout: StepLayout, size: int) -> Ints:
-    """Return the tiles of a step, [num_tiles, 3]: row in the tables, first query, queries (at most `size`)."""
-    lengths = np.diff(layout.query_start_loc)
-    parts = -(-lengths // size)
-    sequence = np.repeat(np.arange(len(lengths)), parts)
-    offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
-    count = np.minimum(lengths[sequence] - offset, size)
-    return np.stack((sequence, offset, count), axis=1).astype(np.int32)

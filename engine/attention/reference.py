@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, StepTensors
+from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, StepTensors
 from engine.attention.plan import Limits, PagedTile, Rows, plan
 
 # Gathered keys of a paged tile: small enough to stay in the processor's cache until they are multiplied.
@@ -75,18 +75,18 @@ class ReferenceAttention(AttentionBackend):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        cache: tuple[Tensor, Tensor],
+        cache: LayerCache,
         metadata: _Metadata,
         window: int,
     ) -> Tensor:
-        for store, new in zip(cache, (key, value), strict=True):
+        for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for queries in metadata.direct[window]:
             own = (_pick(each, queries) for each in (query, key, value))
             _place(out, queries, self._attend(*own))
         for tile in metadata.paged[window]:
-            keys, values = (self._gather(i, store, tile) for i, store in enumerate(cache))
+            keys, values = (self._gather(i, store, tile) for i, store in enumerate((cache.keys, cache.values)))
             _place(out, tile.queries, self._attend(_pick(query, tile.queries), keys, values, tile.mask))
         return out
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.flash import FlashAttention, why_not_flash
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
+from engine.attention.triton_fit import why_not_triton
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+# What "auto" tries before the reference, best first.
+ON_GPU = ("flash", "triton")
+ON_CPU = ("flash", "native")
 
 
 def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
@@ -18,14 +25,15 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
 
     Raises `ConfigError` naming `attention_backend` when the wanted one cannot be used.
     """
-    reasons = []
-    for name, find in (("flash", _flash), ("native", _native)):
-        if wanted in (name, "auto"):
-            found = find(spec)
-            if not isinstance(found, str):
-                logger.info("attention backend: %s", name)
-                return found
-            reasons.append(f"{name} cannot be used: {found}")
+    finders = {"flash": _flash, "triton": _triton, "native": _native}
+    auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
+    reasons: list[str] = []
+    for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
+        found = finders[name](spec)
+        if not isinstance(found, str):
+            logger.info("attention backend: %s%s", name, "".join(f"; {reason}" for reason in reasons))
+            return found
+        reasons.append(f"{name} cannot be used: {found}")
     if wanted not in ("reference", "auto"):
         raise ConfigError(f"attention_backend={wanted} cannot be used: {reasons[0]}", "attention_backend")
     # On a GPU the reference is many times slower than it need be.
@@ -40,3 +48,11 @@ def _flash(spec: AttentionSpec) -> AttentionBackend | str:
 
 def _native(spec: AttentionSpec) -> AttentionBackend | str:
     return why_not_native_attention(spec) or NativeAttention.create(spec) or "its C sources cannot be compiled here"
+
+
+def _triton(spec: AttentionSpec) -> AttentionBackend | str:
+    reason = why_not_triton(spec)
+    if reason is not None:
+        return reason
+    backend: AttentionBackend = importlib.import_module("engine.attention.triton").TritonAttention(spec)
+    return backend

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.attention.base import AttentionContext
+from engine.attention.base import AttentionContext, MergedHeads
 from engine.kernels.base import Kernels, TorchKernels
 from engine.models.layers import ACTIVATIONS, Norm
 from engine.models.rope import RotaryTable
@@ -53,13 +53,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Any, context: AttentionContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
-        # Queries and keys lie side by side in the merged product, so that they are normed and rotated together.
-        query_key = heads[:, : self.num_heads + self.num_kv_heads]
-        value = heads[:, self.num_heads + self.num_kv_heads :]
-        if self.head_norms is not None or rotation is not None:
-            query_key = self.kernels.norm_rotate(query_key, self.head_norms, rotation, self.eps)
-        query, key = query_key.split((self.num_heads, self.num_kv_heads), dim=1)
-        attended = context.attend(self.layer, query, key, value, self.window)
+        merged = MergedHeads(heads, self.head_norms, rotation, self.eps, self.kernels.norm_rotate)
+        attended = context.attend(self.layer, merged, self.window)
         return self.output(attended.view(len(x), -1))
 
 
@@ -157,11 +152,14 @@ class Decoder(nn.Module):
         residual = self.embedding(input_ids)
         if self.positions is not None:
             residual += self.positions(positions)
-        rotation = None if self.rotary is None else self.kernels.rotation(self.rotary.rows(positions))
+        rotation = None if self.rotary is None else self._rotation(self.rotary.rows(positions), context)
         update = None
         for layer in self.layers:
             update = layer(residual, update, rotation, context)
         return residual if update is None else residual.add_(update)
+
+    def _rotation(self, angles: Tensor, context: AttentionContext) -> Any:
+        return angles if context.backend.rotates else self.kernels.rotation(angles)
 
     def final(self, hidden: Tensor) -> Tensor:
         """Return the final hidden states in fp32, which embeddings are made of: [num, hidden] -> [num, hidden]."""

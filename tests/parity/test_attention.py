@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.attention import plan as planning
-from engine.attention.base import AttentionSpec
+from engine.attention.base import AttentionSpec, LayerCache
 from engine.attention.flash import FlashAttention, why_not_flash
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
@@ -90,7 +90,7 @@ def run(backend, step, window, seed=0):
     merged = torch.randn(step.num_tokens, s.num_heads + 2 * s.num_kv_heads, s.head_dim, generator=generator)
     query, key, value = merged.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
     tensors, _ = to_device(step, CPU)
-    out = backend.forward(query, key, value, tuple(caches), backend.prepare(tensors), window)
+    out = backend.forward(query, key, value, LayerCache(*caches), backend.prepare(tensors), window)
     return out, naive(s, step, query, *caches, window)
 
 
@@ -133,7 +133,7 @@ def test_bfloat16_is_accumulated_in_fp32():
     caches[1] = 1.0  # all weights equal: the sum of 301 of them must not stall at bfloat16's 256
     tensors, _ = to_device(step, CPU)
     zeros = torch.zeros(1, 2, 8, dtype=torch.bfloat16)
-    out = backend.forward(zeros, zeros, zeros + 1, (caches[0], caches[1]), backend.prepare(tensors), 0)
+    out = backend.forward(zeros, zeros, zeros + 1, LayerCache(*caches), backend.prepare(tensors), 0)
     torch.testing.assert_close(out.float(), torch.ones(1, 2, 8), rtol=0.01, atol=0)
 
 
@@ -246,7 +246,7 @@ def test_flash_stores_new_keys_before_it_attends(flash):
     caches = torch.zeros(2, NUM_BLOCKS, BLOCK, 2, 8)
     key = torch.randn(6, 2, 8)
     tensors, _ = to_device(step, CPU)
-    backend.forward(torch.zeros(6, 6, 8), key, key * 2, (caches[0], caches[1]), backend.prepare(tensors), 0)
+    backend.forward(torch.zeros(6, 6, 8), key, key * 2, LayerCache(*caches), backend.prepare(tensors), 0)
     torch.testing.assert_close(caches[0].flatten(0, 1)[step.slot_mapping], key)
     torch.testing.assert_close(caches[1].flatten(0, 1)[step.slot_mapping], key * 2)
 

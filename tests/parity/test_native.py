@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.base import LayerCache
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
@@ -69,7 +70,7 @@ class Cache:
         qkv = torch.cat([tokens[at] for (_, tokens), at in zip(sequences, where, strict=True)])
         query, key, value = qkv.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
         metadata = self.backend.prepare(to_device(step, CPU)[0])
-        out = self.backend.forward(query, key, value, (self.pair[0], self.pair[1]), metadata, window)
+        out = self.backend.forward(query, key, value, LayerCache(*self.pair), metadata, window)
         return out.split(counts)
 
 

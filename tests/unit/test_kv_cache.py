@@ -18,9 +18,8 @@ def config(**values):
 def test_one_tensor_with_a_view_per_layer():
     cache = KVCache(3, 10, 4, 2, 8, torch.float32, CPU)
     assert cache.tensor.shape == (2, 3, 10, 4, 2, 8)
-    keys, values = cache.layers[1]
-    keys.fill_(1)
-    values.fill_(2)
+    cache.layers[1].keys.fill_(1)
+    cache.layers[1].values.fill_(2)
     assert cache.tensor[0, 1].eq(1).all()
     assert cache.tensor[1, 1].eq(2).all()
 

@@ -1,0 +1,186 @@
+"""Paged attention in Triton: one kernel for decodes, chunks of prompts and whole prompts.
+
+A program takes a tile of queries of one sequence, all heads of one KV head among them, so that those share its loads,
+and one split of the keys they see. Source: FlashAttention-2 (Dao), Flash-Decoding (Dao et al.) for the splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+# Numbers that change from step to step: a kernel of its own for those that divide by 16 would be compiled while it is
+# waited for.
+@triton.jit(do_not_specialize=["window", "split_size", "table_stride"])
+def attend(
+    out,  # [num_tokens, heads, HEAD_DIM]; of splits: [num_tiles, heads, splits, HEAD_DIM] fp32
+    weight,  # of splits: log2 of what exponents sum to, [num_tiles, heads, splits] fp32
+    query,  # [num_tokens, heads, HEAD_DIM]
+    keys,  # [num_blocks, PAGE, kv_heads, HEAD_DIM], as values
+    values,
+    scales,  # [2, kv_heads] fp32, of fp8 keys and values
+    tiles,  # row and first query of each tile, [num_tiles, 2]
+    starts,  # [num_rows + 1], queries of each row
+    lengths,  # [num_rows], keys of each row
+    tables,  # [num_rows, ...]
+    scale,
+    softcap,
+    window,
+    split_size,  # keys of a split, a multiple of BLOCK_N; 0 = the keys shared by all splits
+    query_stride,
+    table_stride,
+    block_stride,
+    GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a tile: TOKENS queries times GROUP heads, and what fills up a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLIT: tl.constexpr,  # TOKENS is 1 then
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    FP8: tl.constexpr,
+):
+    """A program per tile, KV head and split."""
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
+    row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    start = tl.load(starts + row)
+    length = tl.load(lengths + row)
+    # A row of padding has no key, and so no query that attends, but a result to be written.
+    count = tl.load(starts + row + 1) - start
+    offset = length - count
+
+    rows = tl.arange(0, BLOCK_M)
+    token, head = first + rows // GROUP, kv_head * GROUP + rows % GROUP
+    real = (rows < TOKENS * GROUP) & (token < count)
+    place = (start + token).to(tl.int64)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    position = offset + token
+    q = tl.load(
+        query + place[:, None] * query_stride + head[:, None] * HEAD_DIM + dims[None, :],
+        mask=real[:, None] & inside[None, :],
+        other=0.0,
+    )
+
+    low, plain, high = keys_of_tile(
+        offset + first, length, split, splits, split_size, window, TOKENS, BLOCK_N, SPLIT, WINDOWED
+    )
+    factor = scale
+    value_scale = 1.0
+    if FP8:
+        factor = scale * tl.load(scales + kv_head)
+        value_scale = tl.load(scales + kv_heads + kv_head)
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    table = tables + row.to(tl.int64) * table_stride
+    key_head, value_head = keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM
+    slot_stride = kv_heads * HEAD_DIM
+    best, total, sums = attend_keys(
+        best, total, sums, q, key_head, value_head, table, low, plain, high, position, factor, softcap, window,
+        block_stride, slot_stride, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, False, WINDOWED, CAPPED,
+    )  # fmt: skip
+    best, total, sums = attend_keys(
+        best, total, sums, q, key_head, value_head, table, plain, high, high, position, factor, softcap, window,
+        block_stride, slot_stride, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED,
+    )  # fmt: skip
+
+    found = total > 0
+    result = sums * tl.where(found, value_scale / tl.where(found, total, 1.0), 0.0)[:, None]
+    heads = kv_heads * GROUP
+    if SPLIT:
+        where = (tile.to(tl.int64) * heads + head) * splits + split
+        held = rows < GROUP
+        level = tl.where(found, best + tl.log2(tl.where(found, total, 1.0)), float("-inf"))
+        tl.store(weight + where, level, mask=held)
+        tl.store(out + where[:, None] * HEAD_DIM + dims[None, :], result, mask=held[:, None] & inside[None, :])
+    else:
+        where = place * heads + head
+        result = result.to(out.dtype.element_ty)
+        tl.store(out + where[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & inside[None, :])
+
+
+@triton.jit
+def keys_of_tile(
+    position, length, split, splits, split_size, window, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """Return the first key to read, up to which key all queries see all of them, and up to which key to read.
+
+    position: of the tile's first query, -1 in a row of padding. All but the last are multiples of BLOCK_N.
+    """
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
+    high = tl.minimum(position + TOKENS, length)
+    if SPLIT:
+        size = split_size
+        if size == 0:
+            size = tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
+        low = low + split * size
+        high = tl.minimum(low + size, high)
+    plain = low
+    if not WINDOWED:
+        plain = tl.maximum(tl.minimum(position + 1, high) // BLOCK_N * BLOCK_N, low)
+    return low, plain, high
+
+
+@triton.jit
+def attend_keys(
+    best, total, sums, q, keys, values, table, low, beyond, high, position, factor, softcap, window,
+    block_stride, slot_stride, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys [low, beyond) into the running softmax; MASKED: some of them are hidden from some queries.
+
+    best: highest score of each row so far, in base 2. total, sums: of the exponents, and of the values they weigh.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    for first in tl.range(low, beyond, BLOCK_N):
+        key = first + tl.arange(0, BLOCK_N)
+        there = key < high
+        block = tl.load(table + key // PAGE, mask=there, other=0)
+        slot = block.to(tl.int64) * block_stride + (key % PAGE) * slot_stride
+        address = slot[:, None] + dims[None, :]
+        # What lies beyond the last key was never written, and might be a NaN.
+        k = load_tile(keys + address, there, inside, MASKED, HEAD_DIM != BLOCK_D).to(q.dtype)
+        v = load_tile(values + address, there, inside, MASKED, HEAD_DIM != BLOCK_D).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
+        if CAPPED:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            scores = (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / softcap)) + 1.0)) * softcap
+        scores = scores * LOG2_E
+        if MASKED:
+            seen = there[None, :] & (key[None, :] <= position[:, None])
+            if WINDOWED:
+                seen = seen & (key[None, :] > position[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        # A row that saw no key yet has no highest score to subtract.
+        level = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores - level[:, None])
+        shrink = tl.exp2(best - level)
+        total = total * shrink + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(q.dtype), v, sums * shrink[:, None], input_precision="tf32x3")
+        best = higher
+    return best, total, sums
+
+
+@triton.jit
+def load_tile(address, there, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """Load [keys, dims], zeros for keys that are not there and dims beyond the head's."""
+    if MASKED and PADDED:
+        return tl.load(address, mask=there[:, None] & inside[None, :], other=0.0)
+    elif MASKED:  # noqa: RET505 - Triton knows no early return under a condition that is no constant
+        return tl.load(address, mask=there[:, None], other=0.0)
+    elif PADDED:
+        return tl.load(address, mask=inside[None, :], other=0.0)
+    else:
+        return tl.load(address)

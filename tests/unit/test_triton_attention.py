@@ -1,0 +1,257 @@
+"""The Triton attention kernels against the definition of attention, in Triton's interpreter."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.attention.base import AttentionBackend
+from engine.attention.triton import TritonAttention
+from engine.kernels.base import TorchKernels
+from tests.interpreter import exact_halves
+from tests.triton_compiler import compiled
+from tests.unit.paged_lab import Lab, spec
+
+HALVES = [torch.bfloat16, torch.float16]
+CLOSE = {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.005}
+
+
+@pytest.fixture(autouse=True)
+def exact():
+    with exact_halves():
+        yield
+
+
+def check(lab, backend=None, window=0, metadata=None):
+    """Run the step, and compare what it stored and what it gave with what it should."""
+    backend = backend or TritonAttention(lab.spec)
+    query, key, value = lab.split()
+    metadata = metadata or backend.prepare(lab.step)
+    out = backend.forward(query, key, value, lab.cache, metadata, window)
+    real = sum(new for _, new in lab.shapes)
+    written = lab.stored().flatten(1, 2)[:, lab.step.slot_mapping[:real]]
+    assert torch.equal(written, lab.as_stored(key, value)[:, :real])
+    expected = lab.defined(query, window)
+    assert torch.isfinite(out).all()
+    allowed = CLOSE[lab.spec.dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=allowed, atol=allowed)
+    return out
+
+
+RAGGED = [(0, 5), (40, 1), (7, 9), (0, 1), (30, 20), (0, 33)]
+DECODES = [(40, 1), (0, 1), (15, 1), (16, 1), (3, 1)]
+
+
+@pytest.mark.parametrize("shapes", [RAGGED, DECODES, [(0, 1)], [(0, 64)]], ids=["mixed", "decode", "one", "whole"])
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (2, 2)], ids=["gqa", "mqa", "mha"])
+def test_ragged_steps(shapes, heads):
+    check(Lab(spec(num_heads=heads[0], num_kv_heads=heads[1]), shapes))
+
+
+@pytest.mark.parametrize("size", [16, 32, 256])
+def test_pages_of_any_power_of_two(size):
+    check(Lab(spec(block_size=size), [(40, 1), (250, 12), (0, 7)]))
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, 33])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_windows_and_softcaps(window, softcap):
+    lab = Lab(spec(windows=(0, window), softcap=softcap), [(70, 1), (0, 40), (50, 9), (3, 1)])
+    check(lab, window=window)
+
+
+def test_layers_may_have_different_windows():
+    lab = Lab(spec(windows=(0, 5)), RAGGED)
+    backend = TritonAttention(lab.spec)
+    metadata = backend.prepare(lab.step)
+    for window in (0, 5):
+        check(lab, backend, window, metadata)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 80])
+@pytest.mark.parametrize("heads", [(6, 2), (14, 2), (20, 1)])
+def test_heads_and_groups_that_are_no_powers_of_two(head_dim, heads):
+    check(Lab(spec(head_dim=head_dim, num_heads=heads[0], num_kv_heads=heads[1]), [(20, 1), (3, 14), (33, 1)]))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_halves(dtype):
+    check(Lab(spec(dtype=dtype), RAGGED))
+
+
+def split(lab, programs=1000):
+    """Return a backend that splits the keys of decodes as for a GPU with room for so many programs."""
+    backend = TritonAttention(lab.spec)
+    backend._programs = programs
+    return backend
+
+
+@pytest.mark.parametrize("window", [0, 300])
+def test_keys_of_long_decodes_are_split_and_joined(window):
+    lab = Lab(spec(windows=(window,), softcap=2.0), [(700, 1), (0, 1), (127, 1), (300, 1)])
+    backend = split(lab)
+    assert backend.prepare(lab.step).launches[0].splits > 1
+    check(lab, backend, window)
+
+
+def test_splits_follow_lengths_batch_and_gpu():
+    backend = split(Lab(spec(), [(0, 1)]), programs=64)
+    assert backend._splits(rows=1, longest=100) == 1  # too short
+    assert backend._splits(rows=1, longest=1000) == 7
+    assert backend._splits(rows=8, longest=10_000) == 4  # 8 rows of 2 heads each
+    assert backend._splits(rows=32, longest=10_000) == 1
+    assert backend._splits(rows=40, longest=10_000) == 1
+
+
+def test_decodes_of_a_mixed_step_are_split_too():
+    lab = Lab(spec(), [(300, 1), (10, 20), (260, 1)])
+    backend = split(lab)
+    prompts, decodes = backend.prepare(lab.step).launches
+    assert decodes.splits > 1
+    assert decodes.tiles[:, 0].tolist() == [0, 2]
+    assert set(prompts.tiles[:, 0].tolist()) == {1}
+    check(lab, backend)
+
+
+def test_prompts_are_cut_into_tiles():
+    lab = Lab(spec(num_heads=16, num_kv_heads=1), [(9, 30), (0, 17)])
+    backend = TritonAttention(lab.spec)
+    tiles = backend.prepare(lab.step).launches[0].tiles
+    per_tile = backend._tuning.prefill.rows // 16
+    assert len(tiles) == -(-30 // per_tile) + -(-17 // per_tile)
+    check(lab, backend)
+
+
+@pytest.mark.parametrize("programs", [1, 32])
+def test_rows_of_padding_get_zeros(programs):
+    lab = Lab(spec(), [(200, 1), (4, 1)], padding=3)
+    backend = split(lab, programs)
+    query, key, value = lab.split()
+    for metadata in (backend.decode_metadata(lab.step, 2000), backend.prepare(lab.step)):
+        out = backend.forward(query, key, value, lab.cache, metadata, 0)
+        torch.testing.assert_close(out.double(), lab.defined(query, 0), rtol=2e-5, atol=2e-5)
+        assert out[2:].eq(0).all()
+
+
+def test_metadata_of_a_graph_stays_true_while_its_tensors_are_refilled():
+    """A graph is recorded before any request is known: lengths, tables and slots come later, in place."""
+    lab = Lab(spec(windows=(0, 40)), [(600, 1), (77, 1), (0, 1)], padding=1)
+    backend = split(lab, programs=64)
+    known = {name: getattr(lab.step, name).clone() for name in ("seq_lens", "block_tables", "slot_mapping")}
+    for name in known:
+        getattr(lab.step, name).zero_()
+    metadata = backend.decode_metadata(lab.step, 4096)
+    assert metadata.launches[0].splits == 8
+    query, key, value = lab.split()
+    assert backend.forward(query, key, value, lab.cache, metadata, 0).eq(0).all()
+    for name, values in known.items():
+        getattr(lab.step, name).copy_(values)
+    for window in (0, 40):
+        out = backend.forward(query, key, value, lab.cache, metadata, window)
+        torch.testing.assert_close(out.double(), lab.defined(query, window), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_norms_rotation_and_store_in_one_kernel(normed, rotated, head_dim):
+    lab = Lab(spec(head_dim=head_dim, num_heads=6, num_kv_heads=2), RAGGED)
+    fused = lab.heads(normed, rotated)
+    kernels = TorchKernels()
+    plain = replace(fused, rotation=kernels.rotation(fused.rotation) if rotated else None)
+    backend, other = TritonAttention(lab.spec), Lab(lab.spec, RAGGED)
+    out = backend.forward_merged(fused, lab.cache, backend.prepare(lab.step), 0)
+    expected = AttentionBackend.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
+    torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(lab.cache.keys, other.cache.keys, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert torch.equal(lab.cache.values.nan_to_num(9), other.cache.values.nan_to_num(9))
+
+
+def test_the_fused_kernel_rounds_once():
+    """In bfloat16 it is nearer to the exact result than norm, product and rotation each rounded."""
+    lab = Lab(spec(dtype=torch.bfloat16, head_dim=64), [(0, 30)])
+    merged = lab.heads(True, True)
+    exact = replace(lab.heads(False, False), heads=merged.heads.double())
+    angles = TorchKernels().rotation(merged.rotation.double())
+    whole = TorchKernels().norm_rotate(exact.heads[:, :6], merged.norms.double(), angles, 1e-5)
+    backend = TritonAttention(lab.spec)
+    backend.forward_merged(merged, lab.cache, backend.prepare(lab.step), 0)
+    stored = lab.cache.keys.flatten(0, 1)[lab.step.slot_mapping]
+    assert torch.equal(stored, whole[:, 4:].float().bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp8_cache_with_a_scale_per_head(dtype):
+    lab = Lab(spec(fp8_cache=True, dtype=dtype), [(40, 1), (7, 9), (300, 1)])
+    check(lab, split(lab))
+
+
+def test_fused_store_into_an_fp8_cache():
+    lab = Lab(spec(fp8_cache=True), RAGGED)
+    other = Lab(lab.spec, RAGGED)
+    backend, merged = TritonAttention(lab.spec), lab.heads(True, True)
+    backend.forward_merged(merged, lab.cache, backend.prepare(lab.step), 0)
+    plain = replace(merged, rotation=TorchKernels().rotation(merged.rotation))
+    AttentionBackend.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
+    assert (lab.cache.keys.view(torch.uint8) != other.cache.keys.view(torch.uint8)).float().mean() < 0.01
+    assert torch.equal(lab.cache.values.view(torch.uint8), other.cache.values.view(torch.uint8))
+
+
+def test_what_fp8_cannot_hold_becomes_its_largest_number():
+    lab = Lab(spec(fp8_cache=True), [(0, 3)])
+    lab.cache.scales.fill_(1.0)
+    lab.merged[:, 4:].fill_(1e4)
+    lab.merged[1, 4:] = -1e4
+    lab.merged[2, 4:] = torch.nan
+    backend = TritonAttention(lab.spec)
+    backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), 0)
+    stored = lab.stored().flatten(1, 2)[:, lab.step.slot_mapping]
+    assert stored[:, 0].eq(448).all()
+    assert stored[:, 1].eq(-448).all()
+    assert stored[:, 2].isnan().all()
+
+
+def test_batch_invariant_rows_have_the_same_bits_in_any_company():
+    s = spec(batch_invariant=True, windows=(0, 30))
+    alone = Lab(s, [(700, 1)])
+    crowd = Lab(s, [(1500, 1), (700, 1), *[(3, 1)] * 9, (0, 9)], seed=3)
+    crowd.merged[1] = alone.merged[0]
+    for store, own in ((crowd.cache.keys, alone.cache.keys), (crowd.cache.values, alone.cache.values)):
+        where, source = (torch.from_numpy(lab.slots(row, np.arange(701))) for lab, row in ((crowd, 1), (alone, 0)))
+        store.flatten(0, 1)[where] = own.flatten(0, 1)[source]
+    for window in (0, 30):
+        results = []
+        for lab, programs in ((alone, 1), (crowd, 1000)):
+            backend = split(lab, programs)
+            results.append(backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window))
+        assert torch.equal(results[0][0], results[1][1])
+
+
+sequences = st.lists(
+    st.tuples(st.integers(0, 40), st.just(1)) | st.tuples(st.sampled_from([0, 5, 16, 17]), st.integers(1, 24)),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+@settings(max_examples=12)
+@given(sequences, st.sampled_from([(2, 1), (3, 3), (6, 2)]), st.sampled_from([0, 7]), st.sampled_from([1, 1000]))
+def test_any_step(shapes, heads, window, programs):
+    lab = Lab(spec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8, windows=(window,)), shapes)
+    check(lab, split(lab, programs), window)
+
+
+@pytest.fixture(scope="module")
+def launches():
+    return compiled("tests.unit.triton_attention_launches")
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compile_for_gpus_and_fit_them(launches):
+    """What the interpreter does not tell: types, layouts, registers, shared memory. GPUs of 8.6 have 99 KiB of it."""
+    assert {one["kernel"] for one in launches} == {"attend", "combine", "store", "norm_rotate_store"}
+    for one in launches:
+        assert one["shared"] <= 99 << 10, one
+        assert one["spilled"] <= 96, one
