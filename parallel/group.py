@@ -20,6 +20,7 @@ class Group(ABC):
     rank: int
     size: int
     device: torch.device
+    sums_in_order: bool = False  # whether a sum's bits depend on nothing but what is summed, not on its company
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -54,6 +55,8 @@ class Group(ABC):
 
 class SoloGroup(Group):
     """A group of one: every collective returns its argument."""
+
+    sums_in_order = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.rank = 0

@@ -44,6 +44,8 @@ class HostGroup(Group):
     taken in rank order, so that all ranks get the same bits.
     """
 
+    sums_in_order = True
+
     def __init__(self, inner: Group, segments: Sequence[Segment], timeout: float) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self._inner = inner

@@ -19,6 +19,7 @@ from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup, require_contiguous
 from parallel.host_group import through_shared_memory
 from parallel.rendezvous import Rendezvous
+from parallel.symmetric import through_symmetric_memory
 
 FOREVER = 10 * 365 * 86400.0  # seconds; torch has no word for no deadline
 
@@ -34,6 +35,7 @@ class TorchGroup(Group):
         self.rank = rank
         self.size = size
         self.device = device
+        self.sums_in_order = size == 2  # of two, there is one order; of more, size and moment choose it
         self._process_group = process_group
         self._sum = dist.AllreduceOptions()
 
@@ -94,6 +96,7 @@ def connect(
     collective_timeout: float | None = None,
     name: str = "tensor-parallel",
     shared_memory: bool = True,
+    fixed_order: bool = False,
 ) -> Group:
     """Form a group of `size` ranks and return this rank's end of it; blocks until all are there.
 
@@ -102,6 +105,8 @@ def connect(
     timeout / collective_timeout: seconds for forming the group / for each collective (as `timeout` where None).
     name: tells apart the groups that are formed over one rendezvous.
     shared_memory: whether CPU ranks that are all on one host send the hot collectives through memory, not sockets.
+    fixed_order: whether large sums between GPUs, too, are taken in rank order where that is possible, at the cost of
+    speed; `Group.sums_in_order` says what came of it.
 
     Raises `RendezvousError` when the ranks do not meet in time, `ValueError` for a rank outside the group.
     """
@@ -121,6 +126,9 @@ def connect(
         group.barrier()
         if device.type == "cpu" and shared_memory:
             group = through_shared_memory(group, rendezvous.store(f"{name}/segments", timeout), limit)
+        if device.type == "cuda":
+            store = rendezvous.store(f"{name}/symmetric", timeout)
+            group = through_symmetric_memory(group, store, fixed_order)
     except (RuntimeError, ChannelError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"

@@ -22,6 +22,7 @@ class ThreadGroup(SoloGroup):
     def __init__(self, rank: int, parts: list[Tensor | None], barrier: Barrier) -> None:
         super().__init__("cpu")
         self.rank, self.size = rank, len(parts)
+        self.sums_in_order = self.size <= 2
         self._parts = parts
         self._barrier = barrier
         self.sent = 0
