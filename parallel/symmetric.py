@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -122,7 +123,8 @@ def through_symmetric_memory(
     if reason is None:
         one_shot = (make or _TorchOneShot)(group, store)
         limit = LIMITS[group.size]
-        for act in (lambda: one_shot.allocate(limit), one_shot.meet, lambda: _try_out(group, one_shot)):
+        trials = [partial(_try_out, group, one_shot, dtype) for dtype in DTYPES]
+        for act in (partial(one_shot.allocate, limit), one_shot.meet, *trials):
             reason = agreed.first(_failure(act))
             if reason is not None:
                 break
@@ -192,13 +194,12 @@ def _failure(act: Callable[[], None]) -> str | None:
     return None
 
 
-def _try_out(group: Group, one_shot: OneShot) -> None:
+def _try_out(group: Group, one_shot: OneShot, dtype: torch.dtype) -> None:
     """Sum what is known beforehand."""
-    for dtype in DTYPES:
-        x = torch.full((64,), group.rank + 1, dtype=dtype, device=group.device)
-        one_shot.all_reduce(x)
-        if not bool((x == group.size * (group.size + 1) // 2).all()):
-            raise RuntimeError(f"a trial sum of {dtype} was wrong")
+    x = torch.full((64,), group.rank + 1, dtype=dtype, device=group.device)
+    one_shot.all_reduce(x)
+    if not bool((x == group.size * (group.size + 1) // 2).all()):
+        raise RuntimeError(f"a trial sum of {dtype} was wrong")
 
 
 def _common_name(store: Store, rank: int) -> str:
