@@ -124,7 +124,8 @@ def through_symmetric_memory(
         one_shot = (make or _TorchOneShot)(group, store)
         limit = LIMITS[group.size]
         trials = [partial(_try_out, group, one_shot, dtype) for dtype in DTYPES]
-        for act in (partial(one_shot.allocate, limit), one_shot.meet, *trials):
+        stages: list[Callable[[], None]] = [partial(one_shot.allocate, limit), one_shot.meet, *trials]
+        for act in stages:
             reason = agreed.first(_failure(act))
             if reason is not None:
                 break
