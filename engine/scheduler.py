@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -12,8 +11,9 @@ from engine.admission import Admission
 from engine.boundary import Boundary
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
-from engine.flight import Wait, WaitLog
+from engine.flight import WaitLog
 from engine.grammar.base import GrammarState
+from engine.newcomers import Newcomers
 from engine.planner import Planner
 from engine.report import EngineStats, Finish, Ints
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
@@ -26,17 +26,6 @@ from engine.updater import Updater
 DEADLINE_EXCEEDED = "deadline_exceeded"  # code of the error that ends a request whose deadline passed
 NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
-
-
-@dataclass(slots=True)
-class Counters:
-    """Figures since start."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
 
 
 class Scheduler:
@@ -53,7 +42,6 @@ class Scheduler:
     def __init__(
         self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission, waits: WaitLog
     ) -> None:
-        self.counters = Counters()
         self._waits = waits
         self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
         self._boundary = Boundary(self._roster)
@@ -62,11 +50,12 @@ class Scheduler:
         self._deadlines = Deadlines(self._roster.holds)
         self._rows = rows
         self._tables = rows.tables
-        self._limit = admission.limit
+        self._newcomers = Newcomers(config, rows, self._roster, self._boundary, waits, admission.limit)
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
+        self._num_preempted = 0
+        self._num_generated = 0
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
-        self._blocked: tuple[Sequence, int] | None = None  # head of the queue, and the blocks that it waits for
 
     # ---- between steps ------------------------------------------------------------------------------------------
 
@@ -133,7 +122,7 @@ class Scheduler:
         query_lens = self._share_budget()
         grown = self._make_room(query_lens)
         if roster.waiting and not roster.stale:
-            query_lens = self._admit(query_lens)
+            query_lens = self._newcomers.admit(query_lens)
         if roster.stale:
             query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in roster.running]]
             roster.refresh()
@@ -191,92 +180,15 @@ class Scheduler:
         """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
         while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
             self._waits.preempted(self._roster.preempt(self._waits.now).request)
-            self.counters.preemptions += 1
+            self._num_preempted += 1
         return sequence.status is SequenceStatus.RUNNING
-
-    # ---- admission ----------------------------------------------------------------------------------------------
-
-    def _admit(self, query_lens: Ints) -> Ints:
-        """Let waiting sequences join while budget, slots and blocks last. Returns all query lengths."""
-        budget = self._budget - int(query_lens.sum())
-        granted: list[int] = []
-        promised = sum(map(self._missing_blocks, self._roster.prefilling))
-        while budget > 0 and (sequence := self._roster.waiting.peek()) is not None:
-            grant = self._boundary.guard(sequence, self._join, sequence, budget, promised)
-            if grant is None:
-                self._boundary.bury()
-                continue
-            if not grant:
-                break
-            granted.append(grant)
-            budget -= grant
-            promised += self._missing_blocks(sequence)
-        if budget <= 0 and (head := self._roster.waiting.peek()) is not None:
-            self._waits.head_waits(head.request, Wait.BUDGET, lambda: f"all {self._budget} tokens of a step")
-        if self._roster.waiting:
-            self._waits.others_wait()
-        return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
-
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        return self._rows.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-
-    def _join(self, sequence: Sequence, budget: int, promised: int) -> int:
-        """Place `sequence` and return how many tokens it may compute in this step; 0 if it does not fit yet.
-
-        promised: blocks that sequences in the middle of their prompts have still to take.
-        """
-        siblings = self._roster.siblings.get(sequence, [])
-        request = sequence.request
-        if self._rows.num_free_slots <= len(siblings):
-            self._waits.head_waits(request, Wait.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
-            return 0
-        prefix = self._fitting_prefix(sequence, promised, len(siblings))
-        if prefix is None:
-            self._waits.head_waits(request, Wait.BLOCKS, lambda: self._lack(sequence))
-            return 0
-        self._rows.place(sequence, siblings, prefix, self._limit(request))
-        if not sequence.preemptions:
-            self._count_arrival(sequence)
-        grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
-        self._rows.grow(sequence, sequence.num_computed_tokens + grant)
-        self._roster.start(sequence, self._waits.now)
-        self._waits.starts(request, sequence.arrival_time, bool(sequence.preemptions))
-        return grant
-
-    def _lack(self, sequence: Sequence) -> str:
-        wanted, room = self._rows.blocks_for(sequence.num_tokens), self._rows.blocks.num_available
-        return f"{wanted} for its tokens so far; {room} are free, some of them promised to those that run"
-
-    def _fitting_prefix(self, sequence: Sequence, promised: int, num_siblings: int) -> list[int] | None:
-        """Return the cached blocks to start with, or None if what is free does not hold the rest of `sequence`.
-
-        While others run, one more block for each of them stays free, so that a newcomer is not preempted at once.
-        """
-        blocks = self._rows.blocks
-        room = blocks.num_available - promised
-        if self._roster.running:
-            room -= self._tables.num_slots - self._rows.num_free_slots + num_siblings
-        if self._blocked is not None and self._blocked[0] is sequence and room < self._blocked[1]:
-            return None
-        prefix = self._rows.find_prefix(sequence)
-        wanted = self._rows.blocks_for(sequence.num_tokens) - len(prefix) + blocks.count_idle(prefix)
-        self._blocked = (sequence, wanted) if room < wanted else None
-        return prefix if self._blocked is None else None
-
-    def _count_arrival(self, sequence: Sequence) -> None:
-        hit = sequence.num_computed_tokens
-        sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
-        self.counters.prompt_tokens += sequence.num_prompt_tokens
-        if self._rows.blocks.enable_prefix_caching:
-            self.counters.prefix_query_tokens += sequence.num_tokens
-            self.counters.prefix_hit_tokens += hit
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
     def update(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception] = NO_FAILURES) -> None:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
         self._updater.update(schedule, token_ids, failed)
-        self.counters.generated_tokens += len(schedule.samples)
+        self._num_generated += len(schedule.samples)
 
     def note_births(self, now: float) -> None:
         """Note who drew a first token in the step that was taken in last. now: when it had run, in seconds."""
@@ -287,7 +199,7 @@ class Scheduler:
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
-        roster, blocks, counters = self._roster, self._rows.blocks, self.counters
+        roster, blocks, arrivals = self._roster, self._rows.blocks, self._newcomers.arrivals
         prefilling = sum(s.num_tokens - s.num_computed_tokens for s in roster.prefilling)
         return EngineStats(
             num_running=len(roster.running),
@@ -295,11 +207,11 @@ class Scheduler:
             kv_blocks_total=blocks.num_blocks - 1,
             kv_blocks_free=blocks.num_free,
             kv_blocks_cached=blocks.num_cached,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            preemptions=counters.preemptions,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
+            prefix_query_tokens=arrivals.prefix_query_tokens,
+            prefix_hit_tokens=arrivals.prefix_hit_tokens,
+            preemptions=self._num_preempted,
+            prompt_tokens=arrivals.prompt_tokens,
+            generated_tokens=self._num_generated,
             outstanding_tokens=roster.waiting.num_tokens + prefilling,
             waits_since=roster.waiting.waits_since(),
         )
