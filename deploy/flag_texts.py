@@ -8,6 +8,7 @@ OPEN_DEFAULTS = {
     "device": "cuda where there is one",
     "max_model_len": "the model's own limit",
     "num_kv_blocks": "from memory",
+    "async_scheduling": "on with cuda, off on cpu",
     "kv_cache_memory_bytes": "a quarter of the free memory, at most 4 GiB",
     "served_model_name": "the last part of MODEL",
     "grpc_port": "off",
@@ -47,6 +48,7 @@ HELP = {
         "scheduling_policy": "Who goes first.",
         "attention_backend": "How attention is computed.",
         "enforce_eager": "Never capture or compile; easier to debug.",
+        "async_scheduling": "Plan and launch a step while the one before it runs.",
         "step_timeout": "Seconds after which a step counts as hung and its replica is replaced.",
     },
     "KV cache": {

@@ -27,6 +27,8 @@ class EngineConfig:
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
     takes what is compiled for this CPU, or Triton's kernels on CUDA.
+    async_scheduling: plan and launch a step while the one before it runs; None = on with CUDA, off on CPU, where host
+    and model share the cores.
     step_timeout: seconds after which a step or a collective counts as hung.
 
     Raises `ConfigError` naming the flag.
@@ -49,6 +51,7 @@ class EngineConfig:
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
+    async_scheduling: bool | None = None
     step_timeout: float = 30.0
     seed: int = 0
 
@@ -73,6 +76,13 @@ class EngineConfig:
             )
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step is launched before the results of the one before it are known."""
+        if self.async_scheduling is not None:
+            return self.async_scheduling
+        return (self.device or "cpu").startswith("cuda")
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -6,42 +6,26 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-import numpy as np
-
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
-from engine.errors import (
-    ConfigError,
-    EngineDeadError,
-    GrammarError,
-    InvalidRequestError,
-    PoisonedLogitsError,
-    StepMemoryError,
-)
+from engine.errors import ConfigError, EngineDeadError, InvalidRequestError, StepMemoryError
 from engine.executor import Executor
 from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
+from engine.holds import Hold
 from engine.inputs import InputBuilder
+from engine.launched import Launched
 from engine.ledger import Costs, Ledger
 from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
-from engine.report import (
-    BlockEvents,
-    EngineStats,
-    Logprobs,
-    SamplingInputs,
-    StepInputs,
-    StepOutputs,
-    StepReport,
-    TokenLogprob,
-)
+from engine.report import BlockEvents, EngineStats, SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.request import Request, Sequence
 from engine.rows import Rows
 from engine.sampling_inputs import SamplingTable
-from engine.sampling_params import SamplingParams
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
+from engine.step_results import failures, fill, find_fault
 from engine.stops import StopTokens
 from engine.tables import Tables
 
@@ -87,9 +71,11 @@ class EngineCore:
         self._executor = executor
         self._vocab_size = vocab_size
         self._clock = clock
+        self._overlaps = config.overlaps
+        self._flying: Launched | None = None  # the step that the device has, between calls of `step`
         self._num_steps = 0
         self._ran_at = clock()  # when the last step had run
-        self._executed = 0.0  # seconds that this step spent in the executor
+        self._landed_at = self._ran_at  # and was taken in
         self._dead: str | None = None
 
     @property
@@ -125,30 +111,18 @@ class EngineCore:
     def step(self) -> StepReport:
         """Compute one step. With nothing to compute the report is empty and the executor is not called.
 
+        Where steps overlap, the one after it is launched before its results are waited for.
+
         Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
         """
         self._check_alive()
-        began = self._clock()
-        self._ledger.idle(began)
-        self._waits.now = began
-        self._scheduler.expire(began)
-        computed = self._compute()
-        if computed is None:
+        self._begin(self._clock())
+        flying = self._flying = self._flying or self._launch()
+        if flying is None:
             return self._report(None, None)
-        schedule, outputs = computed
-        self._ledger.ran(schedule, *self._scheduler.batch(), self._ran_at)
-        prompt_logprobs = take_prompt_logprobs(schedule, outputs, self._scheduler.mark)
-        pooled = take_pooled(schedule, outputs, self._scheduler.mark)
-        self._scheduler.update(schedule, outputs.token_ids, _failures(schedule, outputs))
-        if is_poisoned(outputs):
-            # Whatever made the logits bad may sit in blocks that others would find.
-            self._blocks.clear_cache()
-        self._scheduler.note_births(self._ran_at)
-        report = self._report(schedule, outputs)
-        report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
-        report.executed, report.channel = self._executed, outputs.channel
-        report.seconds = self._clock() - began
-        return report
+        ahead = self._launch() if self._overlaps else None
+        self._flying = ahead
+        return self._land(flying)
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
@@ -160,8 +134,8 @@ class EngineCore:
         return self._flight
 
     def costs(self) -> Costs:
-        """Return who has used the devices and the blocks until now. Between steps only."""
-        return self._ledger.costs(self._clock())
+        """Return who has used the devices and the blocks until now, or the end of the last step while one runs."""
+        return self._ledger.costs(None if self._is_busy else self._clock())
 
     def cached_blocks(self) -> BlockEvents:
         """Return all that the prefix cache holds, as one event for a listener that joins late."""
@@ -169,7 +143,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes (after new weights); running sequences are not disturbed."""
-        self._blocks.clear_cache()
+        self._clear_cache()
 
     def check_integrity(self) -> None:
         """Check all invariants of queues, tables, blocks and accounts. Raises `IntegrityError`. O(all): for tests."""
@@ -177,22 +151,89 @@ class EngineCore:
         self._ledger.check_integrity()
 
     def close(self) -> None:
-        """End the executor. Can be called twice; `add` and `step` raise `EngineDeadError` afterwards."""
+        """End the executor, and the step that it may be at. `add` and `step` raise `EngineDeadError` afterwards.
+
+        Can be called twice.
+        """
         self._dead = self._dead or "it was closed"
+        self._flying = None
         self._masks.close()
         self._executor.close()
 
-    def _compute(self) -> tuple[Schedule, StepOutputs] | None:
-        """Schedule, prepare and run. Where there is no memory for a step, its newest request is shed."""
-        self._executed = 0.0
+    def _begin(self, now: float) -> None:
+        """End what ran out of time, and let the step in flight go by if nobody wants it any more."""
+        self._waits.now = now
+        if not self._is_busy:
+            self._ledger.idle(now)
+        self._scheduler.expire(now)
+        flying = self._flying
+        if flying is not None and not self._is_busy:
+            self._await(flying)
+            self._ledger.idle(self._ran_at)
+            self._scheduler.drop(flying.schedule)
+            self._flying = None
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the device has a step that somebody waits for."""
+        return self._flying is not None and not self._flying.schedule.is_unwanted
+
+    def _launch(self) -> Launched | None:
+        """Schedule, prepare and give to the device; None where there is nothing to compute, or not yet.
+
+        Where there is no memory for a step, it waits for the one that runs; if none does, its newest request is shed.
+        """
+        planned_at, tried = self._clock(), 0.0
         while (planned := self._plan()) is not None:
             schedule, inputs, sampling = planned
+            began = self._clock()
             try:
-                return schedule, self._execute(inputs, sampling)
+                pending = self._executor.launch(inputs, sampling)
             except StepMemoryError as error:
+                if self._scheduler.is_ahead:
+                    self._scheduler.hold(Hold.MEMORY)
+                    return None
+                tried += self._clock() - began
                 newest = max(schedule.sequences, key=lambda sequence: (sequence.arrival_time, sequence.order))
                 self._scheduler.fail(newest, error)
+            except Exception as error:
+                self._fall(error)
+            else:
+                self._scheduler.advance(schedule)
+                return Launched(schedule, pending, sampling.num_logprobs >= 0, planned_at, began, tried)
         return None
+
+    def _land(self, flying: Launched) -> StepReport:
+        """Wait for a step's results, take them in and report them."""
+        schedule, ran_before, scheduler = flying.schedule, self._ran_at, self._scheduler
+        outputs = self._await(flying)
+        self._ledger.ran(schedule, *scheduler.batch(), self._ran_at, scheduler.unreported(schedule))
+        prompt_logprobs = take_prompt_logprobs(schedule, outputs, scheduler.mark)
+        pooled = take_pooled(schedule, outputs, scheduler.mark)
+        scheduler.land(schedule, outputs.token_ids, failures(schedule, outputs))
+        if is_poisoned(outputs):
+            self._clear_cache()  # whatever made the logits bad may sit in blocks that others would find
+        elif flying.tainted:
+            self._blocks.clear_cache()
+        scheduler.note_births(self._ran_at)
+        report = self._report(schedule, outputs)
+        report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
+        self._time(report, flying, ran_before)
+        report.channel = outputs.channel
+        return report
+
+    def _time(self, report: StepReport, flying: Launched, ran_before: float) -> None:
+        """Note how long a step took: from when it began, or the one before it was done with, until now."""
+        now = self._clock()
+        report.seconds = now - max(flying.planned_at, self._landed_at)
+        report.executed = min(self._ran_at - max(flying.launched_at, ran_before) + flying.tried, report.seconds)
+        self._landed_at = now
+
+    def _clear_cache(self) -> None:
+        """Forget all cached prefixes, those included that the step in flight would still add."""
+        self._blocks.clear_cache()
+        if self._flying is not None:
+            self._flying.tainted = True
 
     def _plan(self) -> tuple[Schedule, StepInputs, SamplingInputs] | None:
         """Schedule and prepare. A request whose inputs cannot be made is failed, and the others scheduled again."""
@@ -216,35 +257,24 @@ class EngineCore:
             self._scheduler.fail(sequence, culprit_error)
         return bool(culprits)
 
-    def _execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
-        began = self._clock()
+    def _await(self, flying: Launched) -> StepOutputs:
         try:
-            outputs = self._executor.execute(inputs, sampling)
-        except StepMemoryError:
-            self._executed += self._clock() - began
-            raise
+            outputs = flying.pending.result()
         except Exception as error:
-            self._dead = f"a step failed: {error}"
-            if isinstance(error, EngineDeadError):
-                raise
-            raise EngineDeadError(f"the executor failed: {error}") from error
+            self._fall(error)
         self._ran_at = self._clock()
-        self._executed += self._ran_at - began
-        self._check_outputs(outputs, sampling)
+        fault = find_fault(outputs, len(flying.schedule.samples), flying.wants_logprobs, self._vocab_size)
+        if fault is not None:
+            self._dead = fault
+            raise EngineDeadError(fault)
         return outputs
 
-    def _check_outputs(self, outputs: StepOutputs, sampling: SamplingInputs) -> None:
-        tokens, wanted = outputs.token_ids, len(sampling.temperature)
-        if tokens.dtype != np.int32 or tokens.shape != (wanted,):
-            self._die(f"the executor returned {tokens.dtype}{list(tokens.shape)} for {wanted} tokens of int32")
-        if wanted and int(tokens.view(np.uint32).max()) >= self._vocab_size:  # negative ids are large ones here
-            self._die(f"the executor drew a token outside the vocabulary of {self._vocab_size}")
-        if sampling.num_logprobs >= 0 and wanted and outputs.logprobs is None:
-            self._die("the executor returned no log-probabilities although some were asked for")
-
-    def _die(self, reason: str) -> NoReturn:
-        self._dead = reason
-        raise EngineDeadError(reason)
+    def _fall(self, error: Exception) -> NoReturn:
+        """Let the engine end, for its executor failed."""
+        self._dead = f"a step failed: {error}"
+        if isinstance(error, EngineDeadError):
+            raise error
+        raise EngineDeadError(f"the executor failed: {error}") from error
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -257,7 +287,7 @@ class EngineCore:
             report.step = self._num_steps
             report.num_tokens = schedule.num_tokens
             report.num_sequences = len(schedule.sequences)
-            self._fill(report, schedule.samples, outputs)
+            fill(report, schedule, outputs, self._scheduler.fail)
         report.finished = self._scheduler.take_finished()
         if report.finished:
             self._ledger.settle()
@@ -267,50 +297,6 @@ class EngineCore:
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report
-
-    def _fill(self, report: StepReport, samples: list[Sequence], outputs: StepOutputs) -> None:
-        """Put the drawn tokens into the report, without those of rows that failed."""
-        tokens = outputs.token_ids.tolist()
-        if outputs.logprobs is not None:
-            report.logprobs = self._logprobs(samples, tokens, outputs.logprobs)
-        report.sequences, report.token_ids = samples, tokens
-        if outputs.failed or outputs.stuck:
-            kept = [row for row in range(len(samples)) if row not in (*outputs.failed, *outputs.stuck)]
-            report.sequences = [samples[row] for row in kept]
-            report.token_ids = [tokens[row] for row in kept]
-            report.logprobs = {new: report.logprobs[row] for new, row in enumerate(kept) if row in report.logprobs}
-
-    def _logprobs(self, samples: list[Sequence], token_ids: list[int], found: Logprobs) -> dict[int, TokenLogprob]:
-        """Return the figures of those that asked, each cut to as many as it asked for."""
-        logprobs: dict[int, TokenLogprob] = {}
-        for row, sequence in enumerate(samples):
-            count = sequence.request.params.logprobs
-            if count is None:
-                continue
-            try:
-                top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
-                logprobs[row] = TokenLogprob(token_ids[row], float(found.chosen[row]), tuple(top))
-            except Exception as error:
-                self._scheduler.fail(sequence, error)
-        return logprobs
-
-
-def _failures(schedule: Schedule, outputs: StepOutputs) -> dict[int, Exception]:
-    """Return why rows of a step gave no token."""
-    if not (outputs.failed or outputs.stuck):
-        return {}
-    poisoned = PoisonedLogitsError("the model's logits were not finite")
-    failures: dict[int, Exception] = dict.fromkeys(outputs.failed, poisoned)
-    return failures | {row: _stuck(schedule.samples[row].request.params) for row in outputs.stuck}
-
-
-def _stuck(params: SamplingParams) -> Exception:
-    """Without a grammar, which may have failed, nothing but what the client asked for can be the reason."""
-    if params.structured is not None:
-        return GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
-    return InvalidRequestError(
-        "allowed_token_ids, bad_words and min_tokens together leave no token to draw", code="no_token_left"
-    )
 
 
 def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ class FakeExecutor(Executor):
     ) -> None:
         self._cache: Words = _mix(np.arange(num_blocks * block_size).reshape(num_blocks, block_size) + 12345)
         self._vocab_size = vocab_size
+        self._drawn = np.zeros(0, np.int32)  # tokens of the last step
         self._step_time = step_time
         self._sleep = sleep
 
@@ -51,10 +52,13 @@ class FakeExecutor(Executor):
         if len(inputs.copy_blocks):
             sources, targets = inputs.copy_blocks.T
             self._cache[targets] = self._cache[sources]
+        if len(inputs.carried):
+            inputs = replace(inputs, input_ids=_filled(inputs, self._drawn))
         self._store(inputs)
         wanted = inputs.logits_indices if sampling.rows is None else inputs.logits_indices[sampling.rows]
         rows = np.searchsorted(inputs.query_start_loc, wanted, side="right") - 1
         token_ids, stuck = _draw(self._attend(inputs)[rows], sampling, self._vocab_size)
+        self._drawn = token_ids
         outputs = StepOutputs(token_ids, stuck=stuck)
         if sampling.num_logprobs >= 0:
             outputs.logprobs = _logprobs(token_ids, sampling.num_logprobs, self._vocab_size)
@@ -116,6 +120,14 @@ def fake_token(tokens: Sequence[int], vocab_size: int, key: tuple[int, int] | No
     if key is not None:
         word ^= _noise(np.array([key[0]], np.int64), np.array([key[1]]), np.array([len(tokens)]))
     return int(_mix(word)[0] % np.uint64(vocab_size))
+
+
+def _filled(inputs: StepInputs, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the input ids with those that the step before drew."""
+    rows, samples = inputs.carried.T
+    ids = inputs.input_ids.copy()
+    ids[rows] = drawn[samples]
+    return ids
 
 
 def _draw(words: Words, sampling: SamplingInputs, vocab_size: int) -> tuple[NDArray[np.int32], tuple[int, ...]]:

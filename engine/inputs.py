@@ -17,7 +17,7 @@ from engine.sampling_inputs import SamplingBuilder, SamplingTable
 from engine.schedule import Index, Schedule
 from engine.tables import Tables
 
-NO_COPIES: Ints = np.zeros((0, 2), np.int32)
+NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 
 @dataclass(slots=True)
@@ -72,7 +72,8 @@ class InputBuilder:
             num_computed_tokens=schedule.num_computed,
             block_tables=self._block_tables(schedule),
             logits_indices=self._logits_indices(schedule, query_start_loc),
-            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_COPIES,
+            copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
+            carried=_carried(schedule, query_start_loc),
         )
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:
@@ -171,6 +172,16 @@ class _TokenBuffers:
                 token_indices, positions, token_indices, input_ids, block_table_indices, numbers, offsets, slots
             )
         return self._views
+
+
+def _carried(schedule: Schedule, query_start_loc: Ints) -> Ints:
+    """Return the rows of `input_ids` that the step before fills in, each its request's only one."""
+    if schedule.carried is None:
+        return NO_PAIRS
+    if schedule.decode:
+        return schedule.carried
+    rows, samples = schedule.carried.T
+    return np.stack([query_start_loc[rows], samples], axis=1)
 
 
 def attention_mask(inputs: StepInputs) -> NDArray[np.bool_]:

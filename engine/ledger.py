@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,6 +67,8 @@ class Ledger:
     sequence computed in it, those of prompts and of output alike (the service of VTC, "Fairness in Serving Large
     Language Models", OSDI 2024, with one weight for both). What is found in the prefix cache costs nothing, what is
     computed again after a preemption costs again. All other time is idle, the host's between two steps included.
+    Where steps overlap, one begins when the one before it has run. What a step computes for a sequence whose end is
+    reported already is nobody's: the others pay for it, and where there are none it is idle.
 
     *Blocks.* A tenant is charged for the blocks that it holds, a shared one once, as they are while the model runs
     and as they are when the next step begins for the time between the two. Blocks that are free or only cached are
@@ -88,24 +91,37 @@ class Ledger:
         self._shares: list[_Share] = []
         self._tokens: Weights = np.zeros(0, np.int64)  # [shares]
         self._version = 0  # of the schedule that `_shares` are of
+        self._running: list[Sequence] = []  # whose `_shares` they are
 
     def idle(self, now: float) -> None:
         """Note that no step ran since the last call of this or of `ran`."""
         self._idle.device_ns += self._devices * self._pass(now)
 
-    def ran(self, schedule: Schedule, running: list[Sequence], slots: Index, now: float) -> None:
-        """Note that a step ran since the last call of `idle`, before anybody gives blocks back.
+    def ran(
+        self, schedule: Schedule, running: list[Sequence], slots: Index, now: float, left: Items[Sequence] = ()
+    ) -> None:
+        """Note that a step ran since the last call of this or of `idle`, before it makes anybody give blocks back.
 
-        running / slots: all that hold blocks, and where.
+        running / slots: all that hold blocks, and where. left: who left meanwhile, if their end is not reported yet.
         """
-        if not schedule.version or schedule.version != self._version:
+        if not schedule.version or schedule.version != self._version or running is not self._running or left:
             self.settle()
-            self._version = schedule.version
+            self._version, self._running = schedule.version, running
             self._divide(schedule, running, slots)
-        spent = split(self._devices * self._pass(now), self._tokens)
-        for share, part in zip(self._shares, spent.tolist(), strict=True):
+        weights = self._tokens
+        if left:
+            weights = np.concatenate([weights, _tokens(schedule, list(left)).astype(np.int64)])
+        spent = self._devices * self._pass(now)
+        if not weights.any():
+            self._idle.device_ns += spent
+            return
+        parts = iter(split(spent, weights).tolist())
+        for share, part in zip(self._shares, parts, strict=False):
             share.account.usage.device_ns += part
             share.account.due.device_ns += part
+        for sequence, part in zip(left, parts, strict=True):
+            self._account(sequence.request.tenant).usage.device_ns += part
+            sequence.device_ns += part
 
     def leaves(self, sequence: Sequence) -> None:
         """Note that a sequence is about to leave its row."""
@@ -127,9 +143,10 @@ class Ledger:
         self._shares = []
         self._version = 0
 
-    def costs(self, now: float) -> Costs:
-        """Return all accounts until `now`, which no step reaches into."""
-        self.idle(now)
+    def costs(self, now: float | None) -> Costs:
+        """Return all accounts until `now`; while a step runs (None) until the one before it had run."""
+        if now is not None:
+            self.idle(now)
         self.settle()
         tenants = {name: _copy(account.usage) for name, account in self._accounts.items()}
         return Costs(self._total(), _copy(self._idle), tenants)

@@ -18,13 +18,19 @@ class Planner:
         self._rows = rows
         self._tables = rows.tables
         self._counting: Index = np.arange(rows.tables.num_slots)
+        self._pairs: Ints = np.stack([self._counting, self._counting], axis=1).astype(np.int32)
 
-    def plan(self, query_lens: Ints, grown: Index) -> Schedule:
-        """Return the schedule of the running sequences. query_lens: [running]; grown: rows with new blocks."""
+    def plan(self, query_lens: Ints, grown: Index) -> Schedule | None:
+        """Return the schedule of the running sequences; None if none of them computes anything.
+
+        query_lens: [running]; grown: rows with new blocks.
+        """
         roster = self._roster
         sequences, slots, version = roster.running, roster.slots, roster.version
         if not query_lens.all():
             kept = query_lens.nonzero()[0]
+            if not kept.size:
+                return None
             sequences, slots, version = [sequences[row] for row in kept.tolist()], slots[kept], 0
             query_lens = query_lens[kept]
         num_computed = self._tables.num_computed[slots]
@@ -45,7 +51,20 @@ class Planner:
         )
         if roster.prefilling:
             self._choose_samples(schedule)
+        if roster.in_flight:
+            schedule.carried = self._carry(schedule, roster.in_flight[-1])
         return schedule
+
+    def _carry(self, schedule: Schedule, before: Schedule) -> Ints:
+        """Return which rows compute a token that the step `before` draws, and which of its samples that is."""
+        if schedule.version and schedule.version == before.version and not before.gone:
+            return self._pairs[: len(schedule.sequences)]  # both decode: all rows, in order
+        sample_of = np.full(self._tables.num_slots, -1, np.int32)
+        kept = before.kept_samples() if before.gone else self._counting[: len(before.samples)]
+        sample_of[before.sample_slots[kept]] = kept
+        samples = sample_of[schedule.slots]
+        rows = (samples >= 0).nonzero()[0]
+        return np.stack([rows, samples[rows]], axis=1).astype(np.int32)
 
     def _choose_samples(self, schedule: Schedule) -> None:
         """Let those draw whose last token is computed; a leader draws for its siblings too."""

@@ -35,6 +35,8 @@ def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -
     for sequence, first, beyond in schedule.scores:
         rows = range(start, start + beyond - first)
         start = rows.stop
+        if sequence in schedule.gone:
+            continue
         try:
             told.append(_told(sequence, first, beyond, found, rows))
         except Exception as error:
@@ -51,6 +53,8 @@ def take_pooled(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[tu
     if outputs.pooled is None:
         return done
     for (sequence, row), state in zip(schedule.pooled, outputs.pooled, strict=True):
+        if sequence in schedule.gone:
+            continue
         try:
             _add(sequence, state, starts=not int(schedule.num_computed[row]))
         except Exception as error:

@@ -37,6 +37,8 @@ class StepInputs:
     # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
     draws: Ints = field(default_factory=lambda: np.zeros((0, 5), np.int32))
     # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sharded_draw`); [0, 5] = from all
+    carried: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
 
     @property
     def num_tokens(self) -> int:
@@ -176,6 +178,8 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
+    steps_ahead: int = 0  # launched before the results of the step before were known; counter since start
+    steps_held: int = 0  # that had to wait for them (`engine.holds`)
     waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property

@@ -13,7 +13,7 @@ from engine.queues import WaitingQueue
 from engine.report import Finish
 from engine.request import FinishReason, Request, Sequence, SequenceStatus
 from engine.rows import Rows
-from engine.schedule import Index
+from engine.schedule import Index, Schedule
 
 
 class Roster:
@@ -27,6 +27,7 @@ class Roster:
     prefilling: running, with more than the last token left to compute, or with siblings to fork.
     tail_sharers: forked in the middle of a block, and have not written to it since.
     unborn: have started, and not drawn a token here yet; or have ended since.
+    in_flight: steps that were launched and not taken in yet, in order. `Sequence.num_tokens` counts what they draw.
     """
 
     def __init__(self, rows: Rows, by_priority: bool) -> None:
@@ -39,6 +40,7 @@ class Roster:
         self.prefilling: dict[Sequence, None] = {}
         self.tail_sharers: dict[Sequence, None] = {}
         self.unborn: list[Sequence] = []
+        self.in_flight: list[Schedule] = []
         self._rows = rows
         self._by_priority = by_priority
         self._families: dict[str, list[Sequence]] = {}  # live sequences of each request
@@ -114,11 +116,12 @@ class Roster:
         now: seconds on the engine's clock.
         """
         victim = max((s for s in self.running if s.status is SequenceStatus.RUNNING), key=lambda s: s.order)
-        victim.resume_tokens = self._rows.tables.outputs(victim.slot)
+        outputs = self._rows.tables.outputs(victim.slot)
         victim.status = SequenceStatus.WAITING
         victim.preemptions += 1
         victim.queued_at = now
         self._vacate(victim)
+        victim.resume_tokens = outputs[: victim.num_output_tokens]
         for sibling in self.siblings.get(victim, ()):
             self._vacate(sibling)
         self.waiting.push(victim)
@@ -144,10 +147,8 @@ class Roster:
         for sequence in self.unborn:
             if sequence.finish_reason is FinishReason.ERROR:
                 continue
-            if (
-                sequence.num_output_tokens > len(sequence.resume_tokens)
-                or sequence.finish_reason is FinishReason.STOP
-            ):
+            known = sequence.num_output_tokens - self._num_in_flight(sequence)
+            if known > len(sequence.resume_tokens) or sequence.finish_reason is FinishReason.STOP:
                 sequence.first_token_at = now
             elif sequence.finish_reason is None:
                 waiting.append(sequence)
@@ -161,7 +162,7 @@ class Roster:
     def finish_choice(self, request_id: str, choice: int, reason: FinishReason) -> bool:
         """End one choice that has drawn a token; its request's others go on. False if there is no such choice."""
         for sequence in self._families.get(request_id, ()):
-            if sequence.index == choice and sequence.num_output_tokens:
+            if sequence.index == choice and sequence.num_output_tokens > self._num_in_flight(sequence):
                 self.finish(sequence, reason)
                 return True
         return False
@@ -172,6 +173,14 @@ class Roster:
             stays = [sequence.status is SequenceStatus.RUNNING for sequence in self.running]
             self._set_running(list(compress(self.running, stays)), self.slots[stays])
             self.stale = False
+
+    def forget(self, schedule: Schedule) -> None:
+        """Note that a step is not in flight any more."""
+        self.in_flight = [one for one in self.in_flight if one is not schedule]
+
+    def unreported(self, some: set[Sequence]) -> list[Sequence]:
+        """Return those of `some` that ended since `take_finished` was called."""
+        return [finish.sequence for finish in self._ended if finish.sequence in some]
 
     def take_finished(self) -> list[Finish]:
         """Return what ended since the last call."""
@@ -217,8 +226,20 @@ class Roster:
             queued_at=now,
         )
 
+    def _num_in_flight(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence are counted that nobody knows yet."""
+        return sum(sequence in schedule.samples and sequence not in schedule.gone for schedule in self.in_flight)
+
     def _vacate(self, sequence: Sequence) -> None:
+        """Take back what `sequence` holds, and have steps in flight bring it nothing any more.
+
+        Its blocks may go to others at once: what such a step still writes to them is written before anything that a
+        later step puts there, and no block that it writes to can be found.
+        """
         self._rows.leave(sequence)
+        for schedule in self.in_flight:
+            sequence.num_tokens -= sequence in schedule.samples and sequence not in schedule.gone
+            schedule.gone.add(sequence)
         self.prefilling.pop(sequence, None)
         self.tail_sharers.pop(sequence, None)
         self.stale = True

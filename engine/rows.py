@@ -45,6 +45,11 @@ class Rows:
         return self._params.structured
 
     @property
+    def looks_back(self) -> NDArray[np.bool_]:
+        """Slots whose next draw depends, on the host, on what was drawn before. [S]."""
+        return self._params.looks_back
+
+    @property
     def num_free_slots(self) -> int:
         """Sequences that can still be placed."""
         return len(self._free_slots)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec
 from engine.attention.select import select_backend
+from engine.carry import Carry
 from engine.config import EngineConfig
 from engine.device_outputs import DeviceOutputs, HostSide
 from engine.executor import Pending
@@ -63,6 +64,7 @@ class ModelRunner:
         config = resolve(config, folder.spec)
         self.group = group
         self._host_side = HostSide(group.device)
+        self._carry = Carry(group)
         self.phases: dict[str, float] = dict(folder.phases)
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -93,6 +95,7 @@ class ModelRunner:
             return None
         if len(inputs.pooled):
             outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0)
+        self._carry.keep(outputs.token_ids)
         return self._host_side.fetch(outputs)
 
     def _draw(self, hidden: list[Tensor], draws: Ints, sampling: SamplingInputs | None) -> DeviceOutputs | None:
@@ -114,6 +117,7 @@ class ModelRunner:
         [num_logits, hidden], and [num_pooled, hidden] fp32.
         """
         step, copies = to_device(inputs, self.group.device)
+        self._carry.fill(step.input_ids, inputs.carried)
         self._cache.copy(copies)
         if self._attention.reads_unwritten:
             opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)

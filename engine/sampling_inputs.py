@@ -60,6 +60,7 @@ class SamplingTable:
         self.stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self.ruled: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # has a bias, allowed ids or bad words
         self.structured: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
+        self.looks_back: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # draws by what was drawn before
         self.rules: list[Rules] = [NO_RULES] * num_slots
 
     def write(self, slot: int, sequence: Sequence, stop_ids: tuple[int, ...]) -> None:
@@ -80,7 +81,8 @@ class SamplingTable:
         self.stop_ids[slot] = stop_ids
         self.rules[slot] = rules = Rules.of(params)
         self.ruled[slot] = rules is not NO_RULES
-        self.structured[slot] = sequence.grammar is not None
+        self.structured[slot] = structured = sequence.grammar is not None
+        self.looks_back[slot] = structured or params.penalised or any(len(word) > 1 for word in rules.bad_words)
 
 
 @dataclass(slots=True)

@@ -24,6 +24,8 @@ class Schedule:
     forks: sequences whose prompt ends in this step and whose siblings draw from the same logits.
     scores: (sequence, first, beyond) positions whose logits tell the log-probability of the prompt's next token.
     pooled: (sequence, row) of those whose hidden states are wanted and not yet summed up.
+    carried: (row, sample of the step before) of those whose one token that step draws, which still runs.
+    gone: who left since the step was launched, and wants nothing of it any more.
     """
 
     sequences: list[Sequence]
@@ -42,6 +44,22 @@ class Schedule:
     forks: list[Sequence] = field(default_factory=list)
     scores: list[tuple[Sequence, int, int]] = field(default_factory=list)
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
+    carried: Ints | None = None  # [num_carried, 2]
+    gone: set[Sequence] = field(default_factory=set)
+
+    @property
+    def sample_positions(self) -> Ints:
+        """Positions of the tokens that are drawn. [num_samples]."""
+        return self.seq_lens if self.decode else self.seq_lens[self.sample_rows]
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether all that it computes for have left."""
+        return bool(self.gone) and self.gone.issuperset(self.sequences) and self.gone.issuperset(self.samples)
+
+    def kept_samples(self) -> Index:
+        """Return the samples of those that are still there."""
+        return np.array([row for row, sequence in enumerate(self.samples) if sequence not in self.gone], np.intp)
 
     def alone(self, row: int) -> Schedule:
         """Return the part of this schedule that concerns one of its sequences."""
@@ -59,4 +77,5 @@ class Schedule:
             decode=self.decode,
             scores=[score for score in self.scores if score[0] is self.sequences[row]],
             pooled=[(sequence, 0) for sequence, of in self.pooled if of == row],
+            carried=None if self.carried is None else self.carried[self.carried[:, 0] == row] * (0, 1),
         )

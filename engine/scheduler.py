@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ from engine.config import EngineConfig
 from engine.deadlines import Deadlines
 from engine.flight import WaitLog
 from engine.grammar.base import GrammarState
+from engine.holds import Hold, held_by, lacks_blocks
 from engine.newcomers import Newcomers
 from engine.planner import Planner
 from engine.report import EngineStats, Finish, Ints
@@ -23,6 +25,8 @@ from engine.schedule import Index, Schedule
 from engine.stops import StopTokens
 from engine.updater import Updater
 
+logger = logging.getLogger(__name__)
+
 DEADLINE_EXCEEDED = "deadline_exceeded"  # code of the error that ends a request whose deadline passed
 NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
@@ -31,8 +35,9 @@ NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
 class Scheduler:
     """One token budget per step: decodes first, then prompt chunks in running order, then whoever may join.
 
-    `schedule` and `update` alternate, with the model's run between them; `add` and `abort` come between steps.
-    Nothing counts as computed before `update`, so a schedule that was not run may simply be asked for again.
+    A step's way: `schedule`, then `advance` when the device has it, then `land` with its tokens; the next step may be
+    scheduled and advanced in between (`engine.holds` says when not). `add` and `abort` come whenever nothing else
+    does. Nothing counts as computed before `advance`, so a schedule that was not run may simply be asked for again.
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
@@ -55,6 +60,8 @@ class Scheduler:
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._num_preempted = 0
         self._num_generated = 0
+        self._num_ahead = 0
+        self._num_held = 0
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
 
     # ---- between steps ------------------------------------------------------------------------------------------
@@ -97,7 +104,7 @@ class Scheduler:
         return known
 
     def mark(self, sequence: Sequence, error: Exception) -> None:
-        """Have the whole request of `sequence` end with ERROR in the update that follows."""
+        """Have the whole request of `sequence` end with ERROR when its step is taken in, which comes next."""
         self._boundary.mark(sequence, error)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -110,16 +117,31 @@ class Scheduler:
         """Return what ended since the last call."""
         return self._roster.take_finished()
 
+    def unreported(self, schedule: Schedule) -> list[Sequence]:
+        """Return those who left since the step was launched and whose end is still to be reported."""
+        return self._roster.unreported(schedule.gone) if schedule.gone else []
+
     def batch(self) -> tuple[list[Sequence], Index]:
         """Return the running sequences, which hold all blocks, and their slots."""
         return self._roster.running, self._roster.slots
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step that was launched is still to be taken in."""
+        return bool(self._roster.in_flight)
+
     def schedule(self) -> Schedule | None:
-        """Choose the tokens of the next step; None when there is nothing to compute."""
+        """Choose the tokens of the next step; None when there is nothing to compute, or not yet."""
         roster = self._roster
+        if roster.in_flight and (held := held_by(roster.in_flight[-1], self._rows)):
+            self.hold(held)
+            return None
         query_lens = self._share_budget()
+        if roster.in_flight and lacks_blocks(roster, self._rows, query_lens):
+            self.hold(Hold.BLOCKS)
+            return None
         grown = self._make_room(query_lens)
         if roster.waiting and not roster.stale:
             query_lens = self._newcomers.admit(query_lens)
@@ -128,12 +150,22 @@ class Scheduler:
             roster.refresh()
         return self._planner.plan(query_lens, grown) if roster.running else None
 
+    def hold(self, reason: Hold) -> None:
+        """Note that the next step waits for the results of the one that runs."""
+        logger.debug("a step waits for the one before it: %s", reason.value)
+        self._num_held += 1
+
     def _share_budget(self) -> Ints:
-        """Return how many tokens each running sequence computes. [running]."""
-        roster, count = self._roster, len(self._roster.running)
+        """Return how many tokens each running sequence computes, 0 if its last one is being drawn. [running]."""
+        roster, tables, count = self._roster, self._tables, len(self._roster.running)
         if not roster.prefilling and count <= self._budget and not self._waits.any_starved:
-            return self._ones[:count]
-        left = self._tables.num_tokens[roster.slots] - self._tables.num_computed[roster.slots]
+            if not roster.in_flight:
+                return self._ones[:count]
+            return (tables.num_tokens[roster.slots] < tables.limits[roster.slots]).astype(np.int32)
+        num_tokens = tables.num_tokens[roster.slots]
+        left = num_tokens - tables.num_computed[roster.slots]
+        if roster.in_flight:
+            left[num_tokens >= tables.limits[roster.slots]] = 0
         wanted = np.minimum(left, self._chunk)
         decodes_first = np.argsort(left > 1, kind="stable")
         served = wanted[decodes_first]
@@ -141,7 +173,7 @@ class Scheduler:
         query_lens = np.empty_like(wanted)
         query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
         if served.sum() > self._budget or self._waits.any_starved:
-            starved = (query_lens == 0).nonzero()[0].tolist()
+            starved = (query_lens < np.minimum(left, 1)).nonzero()[0].tolist()
             self._waits.starved(roster.running[row].request for row in starved)
         return query_lens
 
@@ -185,10 +217,19 @@ class Scheduler:
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
-    def update(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception] = NO_FAILURES) -> None:
+    def advance(self, schedule: Schedule) -> None:
+        """Count what a step that was launched computes and draws."""
+        self._num_ahead += self.is_ahead
+        self._updater.advance(schedule)
+
+    def land(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception] = NO_FAILURES) -> None:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
-        self._updater.update(schedule, token_ids, failed)
-        self._num_generated += len(schedule.samples)
+        self._num_generated += len(schedule.kept_samples()) if schedule.gone else len(schedule.samples)
+        self._updater.land(schedule, token_ids, failed)
+
+    def drop(self, schedule: Schedule) -> None:
+        """Forget a step in flight whose sequences have all left."""
+        self._roster.forget(schedule)
 
     def note_births(self, now: float) -> None:
         """Note who drew a first token in the step that was taken in last. now: when it had run, in seconds."""
@@ -213,6 +254,8 @@ class Scheduler:
             prompt_tokens=arrivals.prompt_tokens,
             generated_tokens=self._num_generated,
             outstanding_tokens=roster.waiting.num_tokens + prefilling,
+            steps_ahead=self._num_ahead,
+            steps_held=self._num_held,
             waits_since=roster.waiting.waits_since(),
         )
 

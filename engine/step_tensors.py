@@ -59,7 +59,8 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
     rows = np.flatnonzero(last > first)
     first, last = first[rows], last[rows]
     computed = inputs.num_computed_tokens[rows] + first - inputs.query_start_loc[rows]
-    wanted = inputs.logits_indices
+    wanted, carried = inputs.logits_indices, inputs.carried
+    mine = carried[(carried[:, 0] >= start) & (carried[:, 0] < end)]
     return StepInputs(
         input_ids=inputs.input_ids[start:end],
         positions=inputs.positions[start:end],
@@ -71,6 +72,7 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
         logits_indices=wanted[(wanted >= start) & (wanted < end)] - np.int32(start),
         copy_blocks=inputs.copy_blocks if start == 0 else inputs.copy_blocks[:0],
         pooled=inputs.pooled.clip(start, end) - np.int32(start),
+        carried=mine - np.array([start, 0], np.int32),
     )
 
 

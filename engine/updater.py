@@ -13,14 +13,18 @@ from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
 from engine.rows import Rows
-from engine.schedule import Schedule
+from engine.schedule import Index, Schedule
 from engine.stops import StopTokens
 
 logger = logging.getLogger(__name__)
 
 
 class Updater:
-    """Counts, names, forks, appends, ends: vectorised over rows, with Python loops only where something happens."""
+    """Counts, names, forks, writes, ends: vectorised over rows, with Python loops only where something happens.
+
+    What can be counted before a step has run is counted by `advance`, so that the next one can be planned while it
+    runs; what needs its tokens is done by `land`. Both see each step once, in the order of the steps.
+    """
 
     def __init__(self, rows: Rows, roster: Roster, stops: StopTokens, boundary: Boundary) -> None:
         self._rows = rows
@@ -31,37 +35,61 @@ class Updater:
         self._shift = rows.blocks.block_size.bit_length() - 1
         self._seals = rows.blocks.enable_prefix_caching
 
-    def update(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception]) -> None:
-        """Take in a step that was run: `token_ids` are those of `schedule.samples`; requests of rows `failed` end."""
+    def advance(self, schedule: Schedule) -> None:
+        """Count the tokens of a step that was launched as computed, and those that it draws as drawn."""
+        tables = self._tables
         self._rows.copies.clear()
-        for row, error in failed.items():
-            self._boundary.mark(schedule.samples[row], error)
-        self._advance(schedule)
-        for leader in schedule.forks:
-            self._boundary.guard(leader, self._roster.fork, leader)
-        for sequence, row in schedule.pooled:
-            whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
-            if whole and not self._boundary.is_marked(sequence):
-                self._boundary.guard(sequence, self._roster.finish, sequence, FinishReason.STOP)
-        self._append(schedule, token_ids, failed)
-        self._boundary.bury()
-        self._roster.refresh()
-
-    def _advance(self, schedule: Schedule) -> None:
-        """Count the step's tokens as computed, and name the blocks that they filled."""
-        self._tables.num_computed[schedule.slots] = schedule.seq_lens
-        if self._seals:
-            self._seal(schedule)
+        tables.num_computed[schedule.slots] = schedule.seq_lens
+        tables.num_tokens[schedule.sample_slots] = schedule.sample_positions + 1
         if schedule.decode:
-            return  # `_append` counts both, in one go over the sequences
+            for sequence in schedule.samples:
+                sequence.num_computed_tokens = known = sequence.num_tokens
+                sequence.num_tokens = known + 1
+        else:
+            self._advance_prompts(schedule)
+        self._roster.in_flight.append(schedule)
+
+    def _advance_prompts(self, schedule: Schedule) -> None:
         for sequence, computed in zip(schedule.sequences, schedule.seq_lens.tolist(), strict=True):
             sequence.num_computed_tokens = computed
         prefilling = self._roster.prefilling
         for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
             del prefilling[sequence]
+        for sequence in schedule.samples:
+            sequence.num_tokens += 1
+
+    def land(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception]) -> None:
+        """Take in a step that was run: `token_ids` are those of `schedule.samples`; requests of rows `failed` end.
+
+        failed: none of `schedule.gone`, who get nothing.
+        """
+        self._roster.forget(schedule)
+        for row, error in failed.items():
+            self._boundary.mark(schedule.samples[row], error)
+        if self._seals:
+            self._seal(schedule)
+        for leader in schedule.forks:
+            if leader not in schedule.gone:
+                self._boundary.guard(leader, self._roster.fork, leader)
+        for sequence, row in schedule.pooled:
+            whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
+            if whole and sequence not in schedule.gone and not self._boundary.is_marked(sequence):
+                self._boundary.guard(sequence, self._roster.finish, sequence, FinishReason.STOP)
+        if schedule.gone:
+            kept = schedule.kept_samples()
+            samples = [schedule.samples[row] for row in kept.tolist()]
+            positions, slots = schedule.sample_positions[kept], schedule.sample_slots[kept]
+            self._write(samples, slots, positions, token_ids[kept])
+        else:
+            self._write(schedule.samples, schedule.sample_slots, schedule.sample_positions, token_ids)
+        self._boundary.bury()
+        self._roster.refresh()
 
     def _seal(self, schedule: Schedule) -> None:
+        """Name the blocks that the step filled."""
         filled = ((schedule.seq_lens >> self._shift) > (schedule.num_computed >> self._shift)).nonzero()[0]
+        if schedule.gone:
+            filled = filled[[schedule.sequences[row] not in schedule.gone for row in filled.tolist()]]
         if not filled.size:
             return
         decoded = schedule.query_lens[filled] == 1
@@ -77,37 +105,29 @@ class Updater:
             computed = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
             self._boundary.guard(sequence, self._rows.seal, sequence, *computed)
 
-    def _append(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception]) -> None:
-        """Write the drawn tokens behind their sequences, and end those that are done."""
-        tables, slots = self._tables, schedule.sample_slots
-        positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
+    def _write(self, samples: list[Sequence], slots: Index, positions: Ints, token_ids: Ints) -> None:
+        """Put the drawn tokens at their positions, and end the sequences that are done."""
+        tables = self._tables
         tables.flat_tokens[slots * tables.context_len + positions] = token_ids
-        num_tokens = positions + 1
-        tables.num_tokens[slots] = num_tokens
-        if schedule.decode:
-            for sequence in schedule.samples:
-                sequence.num_computed_tokens = known = sequence.num_tokens
-                sequence.num_tokens = known + 1
-        else:
-            for sequence in schedule.samples:
-                sequence.num_tokens += 1
         for row in self._rows.structured[slots].nonzero()[0].tolist():
-            if row not in failed:
-                self._boundary.guard(schedule.samples[row], _accept, schedule.samples[row], int(token_ids[row]))
+            if not self._boundary.is_marked(samples[row]):
+                self._boundary.guard(samples[row], _accept, samples[row], int(token_ids[row]))
+        num_tokens = positions + 1
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
-        ended[list(failed)] = False  # they end with an error, whatever their token
         for row in ended.nonzero()[0].tolist():
-            sequence = schedule.samples[row]
-            self._boundary.guard(sequence, self._end_if_done, sequence, int(token_ids[row]))
+            sequence = samples[row]
+            self._boundary.guard(sequence, self._end_if_done, sequence, int(token_ids[row]), int(num_tokens[row]))
 
-    def _end_if_done(self, sequence: Sequence, token: int) -> None:
+    def _end_if_done(self, sequence: Sequence, token: int, num_tokens: int) -> None:
+        """End `sequence` if its last token was drawn: `token`, with which it has `num_tokens`."""
         request = sequence.request
         if self._boundary.is_marked(sequence):
             return  # its last token is there, but not all else that was asked for
-        if token in self._stops.of(request) and sequence.num_output_tokens > request.params.min_tokens:
+        num_outputs = num_tokens - sequence.num_prompt_tokens
+        if token in self._stops.of(request) and num_outputs > request.params.min_tokens:
             sequence.stop_token = token
             self._roster.finish(sequence, FinishReason.STOP)
-        elif sequence.num_tokens >= self._tables.limits[sequence.slot]:
+        elif num_tokens >= self._tables.limits[sequence.slot]:
             self._roster.finish(sequence, FinishReason.LENGTH)
 
 

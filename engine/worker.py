@@ -37,6 +37,7 @@ STEP_FIELDS = (
     "logits_indices",
     "copy_blocks",
     "draws",
+    "carried",
 )
 
 

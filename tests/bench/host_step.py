@@ -84,24 +84,27 @@ class Load:
     def _step(self) -> list[float]:
         """Do what `EngineCore.step` does, with a look at the clock in between."""
         core, begun = self.core, time.perf_counter()
-        core._ledger.idle(time.monotonic())
+        core._begin(time.monotonic())
         marks = [time.perf_counter()]
         schedule = _timed(marks, core._scheduler.schedule)
         assert schedule is not None
         inputs, sampling = _timed(marks, lambda: core._inputs.prepare(schedule))
-        outputs = core._execute(inputs, sampling)
+        outputs = core._executor.execute(inputs, sampling)
         ran = time.perf_counter()
+        core._scheduler.advance(schedule)
+        advanced = time.perf_counter()
         core._ledger.ran(schedule, *core._scheduler.batch(), time.monotonic())
         executed = time.perf_counter()
-        core._scheduler.update(schedule, outputs.token_ids)
+        core._scheduler.land(schedule, outputs.token_ids)
         core._scheduler.note_births(executed)
         updated = time.perf_counter()
         report = core._report(schedule, outputs)
         reported = time.perf_counter()
         for _ in report.finished:
             self.add()
-        ledger = marks[0] - begun + executed - ran
-        stages = marks[1] - marks[0], marks[2] - marks[1], updated - executed, reported - updated, ledger
+        ledger = marks[0] - begun + executed - advanced
+        update = advanced - ran + updated - executed
+        stages = marks[1] - marks[0], marks[2] - marks[1], update, reported - updated, ledger
         return [seconds * 1e6 for seconds in stages]
 
 

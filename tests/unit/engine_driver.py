@@ -12,6 +12,7 @@ from engine.fake_executor import FakeExecutor, fake_token
 from engine.report import Finish, StepReport, TokenLogprob
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
+from tests.unit.late_executor import LateExecutor
 
 VOCAB = 61
 EOS = 0
@@ -27,7 +28,8 @@ class Driver:
             **{"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 16, "block_size": 4, **settings},
         )
         self.now = 0.0
-        self.executor = executor or FakeExecutor(num_blocks, config.block_size, VOCAB)
+        fake = LateExecutor if config.overlaps else FakeExecutor
+        self.executor = executor or fake(num_blocks, config.block_size, VOCAB)
         self.core = EngineCore(config, self.executor, (EOS,), VOCAB, num_blocks, clock=lambda: self.now)
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.logprobs: dict[Key, list[TokenLogprob]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
@@ -140,9 +141,11 @@ class EngineMachine(RuleBasedStateMachine):
     """Adds, steps, aborts, migrates and forgets; blocks are so few that much is preempted and evicted."""
 
     ids = Bundle("ids")
+    settings: ClassVar[dict[str, Any]] = {}
 
     @initialize(shape=shapes, tokens=st.integers(10, 44))
     def start(self, shape, tokens):
+        shape = {**shape, **self.settings}
         self.driver = PromptDriver(num_blocks=1 + tokens // shape["block_size"], max_model_len=CONTEXT, **shape)
         self.accepted: dict[str, Request] = {}
         self.aborted: set[str] = set()
