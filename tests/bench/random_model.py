@@ -47,6 +47,11 @@ def save_random_model(folder: Path, seed: int = 0) -> None:
         eos_token_id=2,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    save_word_tokenizer(folder, VOCAB)
+
+
+def save_word_tokenizer(folder: Path, vocab: int) -> None:
+    """Write a tokenizer of `vocab` words: w0 (padding, and all that is unknown), w1, w2 (the end), ..."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", pad_token="w0").save_pretrained(folder)

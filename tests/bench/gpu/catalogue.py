@@ -1,0 +1,36 @@
+"""All parts of the bench, in the order in which they run and are told."""
+
+from __future__ import annotations
+
+from tests.bench.gpu import (
+    part_attention,
+    part_decode,
+    part_limits,
+    part_load,
+    part_parity,
+    part_prefill,
+    part_products,
+    part_start,
+    part_toggles,
+)
+from tests.bench.gpu.figures import Part
+from tests.bench.gpu.scale import Scale
+from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_06B, QWEN3_8B
+
+SMALL, LLAMA, LARGE = QWEN3_06B.name, LLAMA_1B.name, QWEN3_8B.name
+
+
+def catalogue(scale: Scale) -> list[Part]:
+    """Return the parts at this scale: first the limits, since shares are told of them."""
+    return [
+        part_limits.PART,
+        *(part_parity.part(scale, name) for name in (SMALL, LLAMA, LARGE)),
+        *part_load.parts(scale, SMALL),
+        *part_load.parts(scale, LARGE),
+        *(part_decode.part(scale, name) for name in (SMALL, LARGE)),
+        part_prefill.part(scale, LARGE),
+        part_start.part(scale, LARGE),
+        part_attention.part(scale),
+        part_products.part(scale),
+        *(part_toggles.part(scale, name) for name in (SMALL, LARGE)),
+    ]

@@ -1,0 +1,137 @@
+"""nano-vLLM's bench: 256 sequences at once, ours and transformers' own continuous batching in the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+from engine.sampling_params import SamplingParams
+from tests.bench.gpu.bench import Bench
+from tests.bench.gpu.figures import Figure, Part
+from tests.bench.gpu.limits import Limits, load_limit
+from tests.bench.gpu.loads import Load
+from tests.bench.gpu.scale import Scale
+from tests.bench.gpu.session import free, session
+from tests.bench.gpu.shapes import Shape
+from tests.bench.gpu.timing import synchronise
+
+RUNS = 3
+PATIENCE = 240.0  # seconds for transformers
+TEMPERATURE = 0.6
+AIMS = {"qwen3-0.6b": "27,000", "qwen3-8b": "10,400"}
+
+
+def parts(scale: Scale, name: str) -> tuple[Part, Part]:
+    """Return the bench of one shape: ours, and transformers'."""
+    shape = scale.shape(name)
+    ours, theirs = f"load-{name}", f"transformers-{name}"
+
+    def limit(limits: Limits) -> float:
+        return load_limit(shape, scale.load, limits)
+
+    own = (
+        Figure(f"{ours}/first", "output tokens/s, first run (graphs captured on the way)", "tokens/s", limit),
+        Figure(f"{ours}/tokens_per_s", "output tokens/s", "tokens/s", limit, AIMS[name]),
+    )
+    other = Figure(f"{theirs}/tokens_per_s", "output tokens/s of transformers' `generate_batch`", "tokens/s", limit)
+    return (
+        Part(ours, f"nano-vLLM's bench, {name}", own, lambda bench: _ours(bench, shape, ours)),
+        Part(theirs, f"The same by transformers, {name}", (other,), lambda bench: _theirs(bench, shape, other.name)),
+    )
+
+
+def _ours(bench: Bench, shape: Shape, part: str) -> None:
+    load = bench.scale.load
+    settings = {"max_model_len": 4096, "enable_prefix_caching": False}
+    params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in load.outputs]
+    with session(bench.folder(shape), bench.device, **settings) as opened:
+
+        def once() -> float:
+            began = time.perf_counter()
+            answers = opened.llm.generate(load.prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            if [len(answer.outputs[0].token_ids) for answer in answers] != list(load.outputs):
+                raise RuntimeError("some sequence has not as many tokens as were asked for")
+            return sum(load.outputs) / seconds
+
+        opened.llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16), use_tqdm=False)
+        bench.measure(once, f"{part}/first")
+        bench.measure(lambda: [once() for _ in range(RUNS)], f"{part}/tokens_per_s")
+
+
+def _theirs(bench: Bench, shape: Shape, name: str) -> None:
+    bench.measure(lambda: _continuous_batching(bench, shape), name, note="attention: sdpa, as no flash-attn is there")
+
+
+def _continuous_batching(bench: Bench, shape: Shape) -> float:
+    """Return the tokens/s of a run by transformers, each sequence to its own length, after a warm-up."""
+    from transformers import AutoModelForCausalLM
+
+    folder = bench.folder(shape)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(bench.device).eval()
+    try:
+        with _manager(model, bench) as manager:
+            _generate(manager, Load([[5, 6, 7]], [8]), "warm")
+            synchronise(bench.device)
+            began = time.perf_counter()
+            tokens = _generate(manager, bench.scale.load, "load")
+            return tokens / (time.perf_counter() - began)
+    finally:
+        del model
+        free(bench.device)
+
+
+def _manager(model: Any, bench: Bench) -> Any:
+    """Return transformers' manager of continuous batching, told what comes, with nothing fetched from a hub."""
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    load = bench.scale.load
+    longest = max(map(len, load.prompts))
+    sampling = GenerationConfig(
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max(load.outputs),
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    settings: dict[str, Any] = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
+    if not bench.on_gpu:  # where it would take most of the memory
+        settings |= {"num_blocks": 16 * len(load.prompts), "max_batch_tokens": 256}
+    return model.continuous_batching_context_manager(
+        generation_config=sampling,
+        continuous_batching_config=ContinuousBatchingConfig(allow_block_sharing=False, **settings),
+        workload_hints=WorkloadHints(longest, max(load.outputs), len(load.prompts)),
+        timeout=5,
+    )
+
+
+def _generate(manager: Any, load: Load, prefix: str) -> int:
+    """Run a load; returns its tokens. Raises `RuntimeError` when a request fails, or not all end in time."""
+    for number, (prompt, count) in enumerate(zip(load.prompts, load.outputs, strict=True)):
+        manager.add_request(prompt, f"{prefix}-{number}", max_new_tokens=count, eos_token_id=-1)
+    ended, tokens, deadline = 0, 0, time.monotonic() + PATIENCE
+    while ended < len(load.prompts):
+        found = manager.get_result(timeout=1)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{ended} of {len(load.prompts)} requests had ended after {PATIENCE:.0f} s")
+        if found is None:
+            if not manager.is_running():
+                raise RuntimeError("transformers' thread has ended")
+            continue
+        if found.error is not None:
+            raise RuntimeError(f"transformers failed on a request: {found.error}")
+        if found.is_finished():
+            ended += 1
+            tokens += len(found.generated_tokens)
+    return tokens
+
+

@@ -1,0 +1,138 @@
+"""The file of results: one row per figure, and what it was measured on. An interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tests.bench.gpu.figures import Figure
+from tests.bench.gpu.limits import GIVEN, Limits
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure as it was measured, or why it was not.
+
+    value: median of `n` samples. spread: (largest - smallest) / median. limit: what the given rates allow; share: of
+    it that was reached; measured_limit, measured_share: the same with the rates measured on this machine.
+    error: what failed. skipped: what is not here to be measured. run: index of the run's machine and time.
+    """
+
+    name: str
+    unit: str
+    value: float | None = None
+    n: int = 0
+    spread: float | None = None
+    limit: float | None = None
+    share: float | None = None
+    measured_limit: float | None = None
+    measured_share: float | None = None
+    note: str = ""
+    error: str = ""
+    skipped: str = ""
+    run: int = 0
+
+
+class Results:
+    """Rows by name. Every change is on disk at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there. Raises `ValueError` when it is no file of results."""
+        self.path = path
+        self.runs: list[dict[str, Any]] = []
+        self.rows: dict[str, Row] = {}
+        if path.is_file():
+            self._read()
+
+    @classmethod
+    def merged(cls, paths: Sequence[Path]) -> Self:
+        """Return what several files hold, for reading only; of a figure that several have, the last one's."""
+        whole = cls(Path(os.devnull))
+        for path in paths:
+            one = cls(path)
+            whole.rows |= {
+                name: Row(**asdict(row) | {"run": row.run + len(whole.runs)}) for name, row in one.rows.items()
+            }
+            whole.runs += one.runs
+        return whole
+
+    def reload(self) -> None:
+        """Take what another process wrote."""
+        self._read()
+
+    def begin(self, machine: Mapping[str, Any]) -> None:
+        """Start a run: rows that follow were measured on this machine, at this time."""
+        self.runs.append(dict(machine))
+
+    def done(self, name: str) -> bool:
+        """Whether a figure has a value."""
+        row = self.rows.get(name)
+        return row is not None and row.value is not None
+
+    def measured(self) -> Limits | None:
+        """Return the rates of this machine, where they were measured."""
+        copy, product = (self.rows.get(name) for name in ("limits/copy", "limits/bf16"))
+        if copy is None or product is None or copy.value is None or product.value is None:
+            return None
+        return Limits(copy.value * 1e12, product.value * 1e12)
+
+    def take(self, figure: Figure, samples: Sequence[float], note: str = "") -> Row:
+        """Write a figure: the median of its samples beside what the hardware allows."""
+        value = statistics.median(samples)
+        spread = (max(samples) - min(samples)) / abs(value) if value and len(samples) > 1 else None
+        measured = self.measured()
+        limit = figure.limit(GIVEN) if figure.limit else None
+        here = figure.limit(measured) if figure.limit and measured else None
+        row = Row(
+            figure.name,
+            figure.unit,
+            value,
+            len(samples),
+            spread,
+            limit,
+            _share(value, limit, figure.higher),
+            here,
+            _share(value, here, figure.higher),
+            note,
+            run=self._run,
+        )
+        return self._put(row)
+
+    def fail(self, figure: Figure, error: str) -> Row:
+        """Write what kept a figure from being measured."""
+        return self._put(Row(figure.name, figure.unit, error=error, run=self._run))
+
+    def skip(self, figure: Figure, reason: str) -> Row:
+        """Write what is not here that the figure needs."""
+        return self._put(Row(figure.name, figure.unit, skipped=reason, run=self._run))
+
+    @property
+    def _run(self) -> int:
+        return max(len(self.runs) - 1, 0)
+
+    def _put(self, row: Row) -> Row:
+        self.rows[row.name] = row
+        text = json.dumps({"runs": self.runs, "rows": [asdict(row) for row in self.rows.values()]}, indent=1)
+        whole = self.path.with_name(self.path.name + ".part")
+        whole.write_text(text + "\n", encoding="utf-8")
+        whole.replace(self.path)
+        return row
+
+    def _read(self) -> None:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            self.runs = data["runs"]
+            self.rows = {row["name"]: Row(**row) for row in data["rows"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path}: no file of results of this bench: {error!r}") from error
+
+
+def _share(value: float, limit: float | None, higher: bool) -> float | None:
+    if not limit or not value:
+        return None
+    return value / limit if higher else limit / value

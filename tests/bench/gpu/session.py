@@ -1,0 +1,143 @@
+"""The engine as the bench drives it: opened, filled with sequences, stepped."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import config_fields
+from engine.llm import LLM
+from engine.report import StepReport
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from tests.bench.gpu.bench import NotHere
+from tests.bench.gpu.loads import random_prompts
+from tests.bench.gpu.timing import synchronise
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Steps that all did the same. wall: seconds per step, by window. tokens: per step, by window. host: per step."""
+
+    wall: list[float]
+    tokens: list[float]
+    host: list[float]
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens/s of each window."""
+        return [count / seconds for count, seconds in zip(self.tokens, self.wall, strict=True)]
+
+
+def supported(**settings: Any) -> dict[str, Any]:
+    """Return the settings. Raises `NotHere` naming one that this version of the engine does not have."""
+    for name in settings:
+        if name not in config_fields():
+            raise NotHere(f"this version has no --{name.replace('_', '-')}")
+    return settings
+
+
+class Session:
+    """One engine and its steps. Used by one thread."""
+
+    def __init__(self, llm: LLM, device: torch.device) -> None:
+        self.llm = llm
+        self.device = device
+        self.core = llm._core
+        self._numbers = itertools.count()
+
+    def add(self, prompts: Sequence[list[int]], tokens: int) -> list[str]:
+        """Add requests that draw `tokens` tokens whatever these are; returns their ids."""
+        params = SamplingParams(temperature=0.6, max_tokens=tokens, ignore_eos=True)
+        names = [f"bench-{next(self._numbers)}" for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.core.add(Request(name, tuple(prompt), params, seed=len(name)))
+        return names
+
+    def fill(self, batch: int, context: int, tokens: int) -> list[str]:
+        """Add `batch` sequences with prompts of `context` tokens and step until all of them decode."""
+        vocab = self.llm.info.vocab_size
+        names = self.add(random_prompts(batch, context, vocab, seed=next(self._numbers)), tokens)
+        while self.core.stats().outstanding_tokens:
+            self.core.step()
+        return names
+
+    def clear(self, names: Sequence[str]) -> None:
+        """End requests, and step until nothing is left."""
+        for name in names:
+            self.core.abort(name)
+        while self.core.has_unfinished:
+            self.core.step()
+
+    def steady(self, warm: int, windows: int, steps: int) -> Steady:
+        """Time `windows` windows of `steps` steps of what runs, after `warm` others."""
+        for _ in range(warm):
+            self.core.step()
+        found = Steady([], [], [])
+        for _ in range(windows):
+            reports = self._window(steps, found.wall)
+            found.tokens.append(sum(len(report.token_ids) for report in reports) / steps)
+            found.host.extend(report.seconds - report.executed for report in reports)
+        return found
+
+    def _window(self, steps: int, wall: list[float]) -> list[StepReport]:
+        synchronise(self.device)
+        began = time.perf_counter()
+        reports = [self.core.step() for _ in range(steps)]
+        synchronise(self.device)
+        wall.append((time.perf_counter() - began) / steps)
+        return reports
+
+
+@contextmanager
+def session(folder: Path, device: torch.device, **settings: Any) -> Iterator[Session]:
+    """Open an engine on a checkpoint; its memory is free again afterwards."""
+    opened: list[Session] = []
+    with LLM(folder, device=str(device), dtype=settings.pop("dtype", "bfloat16"), **settings) as llm:
+        opened.append(Session(llm, device))
+        yield opened[0]
+    opened.clear()
+    del llm
+    free(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what nobody holds any more, so that what is opened next finds it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def busy_seconds(session: Session, steps: int) -> float:
+    """Return the seconds per step in which at least one kernel or copy ran on the device, from torch's profiler.
+
+    The profiler slows the host, not the kernels: what is compared with it is the wall time of steps without it.
+    """
+    if session.device.type != "cuda":
+        raise NotHere("needs a CUDA device")
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            session.core.step()
+        synchronise(session.device)
+    spans = [event.time_range for event in recorded.events() if event.device_type == DeviceType.CUDA]
+    return covered([(span.start, span.end) for span in spans]) / 1e6 / steps
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """Return the length of what the spans cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

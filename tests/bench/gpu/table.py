@@ -1,0 +1,79 @@
+"""Results as Markdown: one table per part; what nobody measured is an empty cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tests.bench.gpu.figures import Figure, Part
+from tests.bench.gpu.limits import GIVEN
+from tests.bench.gpu.results import Results, Row
+
+HEAD = "| | value | unit | limit | of it | of the measured limit | aim | spread |"
+RULE = "| --- | ---: | --- | ---: | ---: | ---: | --- | ---: |"
+
+
+def tables(parts: Sequence[Part], results: Results) -> str:
+    """Return the tables of all parts, and what they were measured on."""
+    lines = [line for part in parts for line in _table(part, results)]
+    return "\n".join([*lines, *_machines(results)]).rstrip() + "\n"
+
+
+def _table(part: Part, results: Results) -> Iterator[str]:
+    yield from (f"### {part.title}", "", f"`--only {part.name}`", "", HEAD, RULE)
+    rows = {figure.name: results.rows.get(figure.name) for figure in part.figures}
+    yield from (_line(figure, rows[figure.name]) for figure in part.figures)
+    yield ""
+    told = [(figure, rows[figure.name]) for figure in part.figures]
+    reasons = [f"- {figure.what}: {_reason(row)}" for figure, row in told if row is not None and _reason(row)]
+    yield from [*reasons, ""] if reasons else []
+
+
+def _line(figure: Figure, row: Row | None) -> str:
+    limit = figure.limit(GIVEN) if figure.limit else None
+    measured = row is not None and row.value is not None
+    cells = [
+        figure.what,
+        number(row.value) if measured else "",
+        figure.unit,
+        number(limit),
+        percent(row.share) if measured else "",
+        percent(row.measured_share) if measured else "",
+        figure.aim,
+        percent(row.spread) if measured else "",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _reason(row: Row) -> str:
+    if row.value is not None:
+        return row.note
+    return f"failed: {row.error}" if row.error else row.skipped
+
+
+def _machines(results: Results) -> Iterator[str]:
+    used = sorted({row.run for row in results.rows.values() if row.value is not None})
+    if not used:
+        return
+    yield from ("### Measured on", "")
+    for number_of, run in ((index, results.runs[index]) for index in used if index < len(results.runs)):
+        facts = [run.get("gpu", run.get("device", "")), _pairs(run.get("versions", {})), _pairs(run.get("clocks", {}))]
+        yield f"- run {number_of}, {run.get('date', '')}: " + "; ".join(fact for fact in facts if fact)
+
+
+def _pairs(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value)
+
+
+def number(value: float | None) -> str:
+    """Return a number in four digits, or as many as stand before the point; "" for none."""
+    if value is None:
+        return ""
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if size >= 0.001 or not size else f"{value:.2e}"
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent; "" for none."""
+    return "" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,276 @@
+"""What `python -m tests.bench.gpu` is sure to do on the day that a GPU is there: its load, limits, rows and tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.model_folder import open_model
+from tests.bench.gpu import __main__ as command
+from tests.bench.gpu.bench import Bench, NotHere, OutOfTime
+from tests.bench.gpu.catalogue import catalogue
+from tests.bench.gpu.checkpoints import checkpoint
+from tests.bench.gpu.figures import Figure, Part, chosen
+from tests.bench.gpu.limits import GIVEN, Limits, decode_limit, load_limit, prefill_flop
+from tests.bench.gpu.loads import nano_vllm
+from tests.bench.gpu.part_decode import told_shares
+from tests.bench.gpu.part_parity import Outputs, agreement
+from tests.bench.gpu.results import Results
+from tests.bench.gpu.scale import FULL, TINY
+from tests.bench.gpu.session import Steady, covered
+from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_06B, QWEN3_8B, REAL, tiny
+from tests.bench.gpu.table import number, tables
+
+COPY, PRODUCT = Figure("limits/copy", "copy", "TB/s"), Figure("limits/bf16", "product", "TFLOP/s")
+
+
+def test_the_load_is_nano_vllms():
+    load = nano_vllm()
+    assert (len(load.prompts), sum(map(len, load.prompts)), sum(load.outputs)) == (256, 142_827, 133_966)
+    assert max(max(prompt) for prompt in load.prompts) <= 10_000
+    # The first draws of `seed(0)`, so that the prompts are the same too and not only their lengths.
+    assert (len(load.prompts[0]), load.prompts[0][:3]) == (964, [6311, 6890, 663])
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "expected"),
+    [
+        (QWEN3_06B, 1, 3_284),
+        (QWEN3_06B, 32, 27_800),
+        (QWEN3_06B, 256, 35_200),
+        (QWEN3_8B, 1, 281),
+        (QWEN3_8B, 32, 6_900),
+        (QWEN3_8B, 256, 20_500),
+    ],
+)
+def test_decode_limits_are_those_of_the_issue(shape, batch, expected):
+    assert decode_limit(shape, batch, 1024, GIVEN) == pytest.approx(expected, rel=0.002)
+
+
+def test_load_limits_are_those_of_the_issue():
+    limits = [load_limit(shape, nano_vllm(), GIVEN) for shape in (QWEN3_06B, QWEN3_8B)]
+    assert limits == pytest.approx([36_400, 13_000], rel=0.002)
+
+
+def test_limits_follow_the_rates():
+    twice = Limits(2 * GIVEN.bandwidth, 2 * GIVEN.flops)
+    assert load_limit(QWEN3_8B, nano_vllm(), twice) == pytest.approx(2 * load_limit(QWEN3_8B, nano_vllm(), GIVEN))
+    half = decode_limit(QWEN3_8B, 1, 0, GIVEN, weight=1)
+    assert decode_limit(QWEN3_8B, 1, 0, GIVEN) < half < 2 * decode_limit(QWEN3_8B, 1, 0, GIVEN)
+    whole = prefill_flop(QWEN3_8B, 100) + prefill_flop(QWEN3_8B, 60, before=100)
+    assert whole - 2 * QWEN3_8B.head_weights == pytest.approx(prefill_flop(QWEN3_8B, 160))
+
+
+def test_shapes_have_the_sizes_of_their_models():
+    sizes = [shape.stored_weights / 1e9 for shape in REAL]
+    assert sizes == pytest.approx([0.596, 1.236, 8.19], rel=0.001)
+    assert QWEN3_8B.kv_per_token * 2 == 147_456  # bytes in bf16
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, LLAMA_1B, QWEN3_8B], ids=lambda shape: shape.name)
+def test_checkpoints_have_every_tensor_that_transformers_wants(shape, tmp_path):
+    folder = checkpoint(tiny(shape), tmp_path, torch.device("cpu"))
+    model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == tiny(shape).stored_weights
+    assert open_model(str(folder)).spec.rope.theta == shape.rope_theta
+    logits = model(torch.arange(10, 42)[None]).logits.detach()
+    assert 1.5 < float(logits.std()) < 6 and len(logits.argmax(-1).unique()) > 16
+    stamp = folder.stat().st_mtime_ns
+    assert checkpoint(tiny(shape), tmp_path, torch.device("cpu")).stat().st_mtime_ns == stamp
+
+
+def bench(tmp_path, **more):
+    return Bench(Results(tmp_path / "r.json"), TINY, torch.device("cpu"), tmp_path, **more)
+
+
+def part_of(run, *names, **more):
+    return Part("p", "P", tuple(Figure(name, name, "s") for name in names), run, **more)
+
+
+def fail():
+    raise RuntimeError("broken")
+
+
+def absent():
+    raise NotHere("nobody made it")
+
+
+def test_one_failure_leaves_the_other_figures_alone(tmp_path, capsys):
+    def run(it):
+        it.measure(lambda: [3.0, 1.0, 2.0], "p/a")
+        it.measure(fail, "p/b")
+        it.measure(absent, "p/c")
+        it.measure(lambda: ([4.0], 5.0), "p/d", "p/e")
+        fail()
+
+    one = bench(tmp_path)
+    one.run(part_of(run, "p/a", "p/b", "p/c", "p/d", "p/e", "p/f"))
+    rows = Results(one.results.path).rows
+    assert (rows["p/a"].value, rows["p/a"].n, rows["p/a"].spread) == (2.0, 3, 1.0)
+    assert rows["p/b"].error == "RuntimeError: broken" == rows["p/f"].error
+    assert rows["p/c"].skipped == "nobody made it"
+    assert (rows["p/d"].value, rows["p/e"].value) == (4.0, 5.0)
+
+
+def test_a_figure_that_a_part_forgets_is_a_failure(tmp_path):
+    one = bench(tmp_path)
+    one.run(part_of(lambda it: None, "p/a"))
+    assert "without measuring" in one.results.rows["p/a"].error
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path):
+    asked = []
+
+    def run(it):
+        for name in ("p/a", "p/b"):
+            it.measure(lambda name=name: asked.append(name) or 1.0, name)
+            it.deadline = limit
+
+    whole = part_of(run, "p/a", "p/b")
+    limit = 0.0
+    with pytest.raises(OutOfTime):
+        bench(tmp_path).run(whole)
+    assert asked == ["p/a"]
+    limit = math.inf
+    bench(tmp_path).run(whole)
+    assert asked == ["p/a", "p/b"]
+    bench(tmp_path, again=True).run(whole)
+    assert asked == ["p/a", "p/b", "p/a", "p/b"]
+
+
+def test_what_failed_or_was_not_here_is_tried_again(tmp_path):
+    tried = []
+    for action in (fail, absent, lambda: 7.0, fail):
+        bench(tmp_path).run(part_of(lambda it, do=action: it.measure(lambda: tried.append(1) or do(), "p/a"), "p/a"))
+    assert len(tried) == 3
+    assert Results(tmp_path / "r.json").rows["p/a"].value == 7.0
+
+
+def test_parts_that_mean_nothing_without_a_gpu_say_so(tmp_path):
+    one = bench(tmp_path)
+    one.run(part_of(lambda it: fail(), "p/a", cuda=True))
+    assert one.results.rows["p/a"].skipped == "needs a CUDA device"
+
+
+def test_shares_are_told_of_given_and_of_measured_rates(tmp_path):
+    results = Results(tmp_path / "r.json")
+    step = Figure("p/step", "step", "s", lambda limits: 8.6e12 / limits.bandwidth, higher=False)
+    assert results.take(step, [4.0]).share == 0.5
+    results.take(COPY, [2.15])
+    results.take(PRODUCT, [395.0])
+    row = results.take(step, [8.0])
+    assert (row.limit, row.share, row.measured_limit, row.measured_share) == (2.0, 0.25, 4.0, 0.5)
+
+
+def test_results_of_several_files_are_told_together(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        results = Results(tmp_path / name)
+        results.begin({"date": name})
+        results.take(Figure(f"p/{name}", name, "s"), [value])
+        results.take(Figure("p/both", "both", "s"), [value])
+    whole = Results.merged([tmp_path / "a", tmp_path / "b"])
+    told = {name: (row.value, whole.runs[row.run]["date"]) for name, row in whole.rows.items()}
+    assert told == {"p/a": (1.0, "a"), "p/both": (2.0, "b"), "p/b": (2.0, "b")}
+    (tmp_path / "a").write_text("[]")
+    with pytest.raises(ValueError, match="no file of results"):
+        Results(tmp_path / "a")
+
+
+def test_a_process_that_dies_leaves_its_reason_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    parts = [part_of(fail, "p/a", "p/b"), replace(part_of(fail, "q/a"), name="q")]
+    results = Results(tmp_path / "r.json")
+
+    def killed(command, timeout):
+        if "p" in command:
+            Results(results.path).take(Figure("p/a", "a", "s"), [1.0])
+            return subprocess.CompletedProcess(command, -9)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(command, "catalogue", lambda scale: parts)
+    monkeypatch.setattr(subprocess, "run", killed)
+    monkeypatch.setattr(command, "machine", lambda device: {})
+    asked = ["--device", "cuda", "--shapes", "tiny", "--results", str(results.path), "--minutes", "9"]
+    assert command.main(asked) == command.FAILED
+    rows = Results(results.path).rows
+    assert rows["p/a"].value == 1.0
+    assert rows["p/b"].error == "the process of this part ended with code -9"
+    assert "q/a" not in rows
+    assert "1 measured, 1 failed, 0 skipped, 1 left" in capsys.readouterr().out
+
+
+def test_an_unknown_part_is_refused_with_those_that_are_known(capsys):
+    parts = catalogue(FULL)
+    assert [part.name for part in chosen(parts, ["limits", "decode"])] == ["limits", "decode-qwen3-0.6b", "decode-qwen3-8b"]
+    with pytest.raises(SystemExit) as error:
+        command.main(["--only", "limit,everything"])
+    assert error.value.code == 2
+    assert "everything: there is no such part; known: limits, parity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scale", [FULL, TINY], ids=lambda scale: scale.name)
+def test_every_figure_has_a_name_of_its_own_and_a_limit_above_zero(scale):
+    figures = [figure for part in catalogue(scale) for figure in part.figures]
+    assert len({figure.name for figure in figures}) == len(figures)
+    assert all(figure.limit(GIVEN) > 0 for figure in figures if figure.limit)
+
+
+def test_what_nobody_measured_is_an_empty_cell(tmp_path):
+    results = Results(tmp_path / "r.json")
+    results.begin({"date": "today", "gpu": "H200", "clocks": {"clocks.sm": "1980 MHz"}})
+    parts = catalogue(FULL)
+    figure = parts[0].figures[0]
+    results.take(figure, [2.15, 2.15])
+    results.fail(parts[0].figures[1], "broken")
+    lines = tables(parts, results).splitlines()
+    assert f"| {figure.what} | 2.15 | TB/s | 4.3 | 50.0 % |  |  | 0.0 % |" in lines
+    assert f"| {parts[0].figures[1].what} |  | TB/s | 4.3 |  |  |  |  |" in lines
+    assert f"- {parts[0].figures[1].what}: failed: broken" in lines
+    assert lines[-1] == "- run 0, today: H200; clocks.sm 1980 MHz"
+
+
+def test_numbers_are_short():
+    assert [number(value) for value in (None, 0.0, 4.3e-5, 0.5, 12.345, 27_801.4)] == [
+        "",
+        "0",
+        "4.30e-05",
+        "0.5",
+        "12.35",
+        "27,801",
+    ]
+
+
+def test_busy_time_counts_what_overlaps_once():
+    assert covered([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4
+
+
+@pytest.mark.parametrize(
+    ("wall", "busy", "expected"),
+    [(0.010, 0.0099, (9.9, 1, 95)), (0.012, 0.010, (10, 100 / 6, 0)), (0.011, 0.010, (10, 100 / 11, 50))],
+)
+def test_where_the_time_of_a_step_went(wall, busy, expected):
+    steady = Steady([wall], [1.0], [0.002])
+    assert told_shares(steady, busy) == pytest.approx(expected)
+
+
+def test_near_ties_do_not_count_against_greedy_agreement():
+    oracle = torch.tensor([[[0.0, 0, 0], [9, 1, 0], [5, 5.01, 0], [2, 0, 1]]])
+    theirs = oracle + torch.tensor([0.0, 0.1, 0])
+    found = Outputs(torch.zeros(1, 2), oracle[:, :2], torch.tensor([[0, 0, 2]]), theirs, oracle)
+    same, clear = agreement(found)
+    assert same.tolist() == [[True, False, False]]
+    assert clear.tolist() == [[True, False, True]]
+
+
+def test_json_rows_name_everything(tmp_path):
+    results = Results(tmp_path / "r.json")
+    results.begin({"date": "today"})
+    results.take(COPY, [2.15])
+    row = json.loads(results.path.read_text())["rows"][0]
+    assert {"name", "value", "unit", "limit", "share", "n", "spread", "error"} <= row.keys()

@@ -1,0 +1,60 @@
+"""The two commands of a bare GPU machine run here too, with nothing but what such a machine has."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+from tests.bare_machine import INSTALLED, absent_modules, required
+from tests.bench.gpu.catalogue import catalogue
+from tests.bench.gpu.results import Results
+from tests.bench.gpu.scale import TINY
+
+NEEDS_CUDA = "needs a CUDA device"
+
+
+def bare(*arguments):
+    """Run `python -m` on what looks like a bare machine, one core of it."""
+    command = [sys.executable, "-m", "tests.bare_machine", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+
+
+def test_a_bare_machine_has_none_of_what_only_this_one_needs():
+    absent = absent_modules(required(INSTALLED))
+    assert {"ray", "fastapi", "grpc", "msgspec", "hypothesis", "pytest_timeout", "psutil"} <= absent
+    assert not absent & {"torch", "transformers", "safetensors", "tokenizers", "numpy", "pytest", "engine", "tests"}
+
+
+def test_the_tests_of_a_gpu_are_collected_and_say_why_they_are_skipped():
+    run = bare("pytest", "tests/gpu", "-p", "no:cacheprovider")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "configfile: pytest.ini" in run.stdout
+    assert "torch sees no CUDA device here" in run.stdout
+    assert "failed" not in run.stdout and "error" not in run.stdout.lower()
+
+
+def test_every_figure_is_measured_or_says_what_it_lacks(tmp_path):
+    results = tmp_path / "r.json"
+    asked = ("--device", "cpu", "--shapes", "tiny", "--results", results, "--models", tmp_path)
+    run = bare("tests.bench.gpu", *asked)
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    rows = Results(results).rows
+    figures = [figure for part in catalogue(TINY) for figure in part.figures]
+    assert list(rows) == sorted(rows, key=list(rows).index) and rows.keys() == {figure.name for figure in figures}
+    for row in rows.values():
+        assert row.value is None or (math.isfinite(row.value) and row.value >= 0), row
+        assert (row.value is None) == bool(row.skipped) and not row.error, row
+    # What a CPU can run it has run; a GPU alone can be asked how idle it was.
+    ran = ("limits/copy", "parity-qwen3-8b/bfloat16/max_abs", "load-qwen3-0.6b/tokens_per_s", "prefill-qwen3-8b/long")
+    more = ("transformers-qwen3-0.6b/tokens_per_s", "start-qwen3-8b/first_token", "attention/reference/3x48/page-64")
+    assert all(rows[name].value is not None for name in ran + more)
+    assert rows["decode-qwen3-0.6b/3/idle"].skipped == NEEDS_CUDA
+    assert rows["parity-qwen3-0.6b/float32/max_abs"].value < 1e-3
+    assert rows["parity-qwen3-0.6b/float32/agree_clear"].value == 100
+
+    table = bare("tests.bench.gpu", "--shapes", "tiny", "--table", results)
+    assert table.returncode == 0, table.stderr
+    assert all(figure.what in table.stdout for figure in figures)
