@@ -1,6 +1,8 @@
 """Makes this process see what a bare GPU machine has installed, and nothing else: an import hook for subprocesses.
 
-    python -m tests.bare_machine pytest tests/gpu        as `python -m pytest tests/gpu` would run there
+    python -m tests.bare_machine pytest tests/gpu
+
+runs as `python -m pytest tests/gpu` would there.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class PresentOnly(DistributionFinder):
         self._absent = absent_modules(installed)
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        absent = name.split(".")[0] in self._absent
+        absent = name.partition(".")[0] in self._absent
         return None if absent else PathFinder.find_spec(name, path, target)
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:

@@ -1,4 +1,4 @@
-"""What `python -m tests.bench.gpu` is sure to do on the day that a GPU is there: its load, limits, rows and tables."""
+"""What `python -m tests.bench.gpu` does on the day that a GPU is there: its load, limits, rows and tables."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,7 +208,8 @@ def test_a_process_that_dies_leaves_its_reason_and_the_run_goes_on(tmp_path, mon
 
 def test_an_unknown_part_is_refused_with_those_that_are_known(capsys):
     parts = catalogue(FULL)
-    assert [part.name for part in chosen(parts, ["limits", "decode"])] == ["limits", "decode-qwen3-0.6b", "decode-qwen3-8b"]
+    found = [part.name for part in chosen(parts, ["limits", "decode"])]
+    assert found == ["limits", "decode-qwen3-0.6b", "decode-qwen3-8b"]
     with pytest.raises(SystemExit) as error:
         command.main(["--only", "limit,everything"])
     assert error.value.code == 2
@@ -233,6 +235,14 @@ def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     assert f"| {parts[0].figures[1].what} |  | TB/s | 4.3 |  |  |  |  |" in lines
     assert f"- {parts[0].figures[1].what}: failed: broken" in lines
     assert lines[-1] == "- run 0, today: H200; clocks.sm 1980 MHz"
+
+
+def test_the_docs_have_a_cell_for_every_figure():
+    text = (Path(__file__).parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
+    for part in catalogue(FULL):
+        table = text.partition(f"### {part.title}\n")[2].partition("\n### ")[0]
+        told = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
+        assert told[2:] == [figure.what for figure in part.figures], part.name
 
 
 def test_numbers_are_short():

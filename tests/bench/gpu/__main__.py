@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="begin nothing new after so many minutes")
     parser.add_argument("--again", action="store_true", help="measure what has a value too")
     parser.add_argument("--results", type=Path, default=Path("gpu-results.json"))
-    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="print tables of these, measure nothing")
+    parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="print the tables of these")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: the GPU, if there is one")
     parser.add_argument("--shapes", choices=SCALES, default="real")
     default = Path(tempfile.gettempdir()) / "squadron-gpu-models"

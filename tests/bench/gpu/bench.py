@@ -1,4 +1,4 @@
-"""What a part of the bench works with: device, sizes, checkpoints, and rows that one failure cannot spoil for others."""
+"""What a part of the bench works with: device, sizes, checkpoints, and rows that no other's failure spoils."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bench:
     def measure(self, action: Callable[[], Samples | Sequence[Samples]], *names: str, note: str = "") -> None:
         """Run `action`, whose samples are those of the figure `names`, or of several, in order.
 
-        An error is written into those rows and goes no further. What has a value is left as it is. Raises `OutOfTime`.
+        An error is written into those rows and goes no further. What has a value is left alone. Raises `OutOfTime`.
         """
         if not self.again and all(self.results.done(name) for name in names):
             return

@@ -1,6 +1,8 @@
 """Started by the bench as a process of its own: loads a model, draws one token, tells how long that took.
 
-    python -m tests.bench.gpu.cold_start FOLDER DEVICE SECONDS    (when it was started, as `time.time` has it)
+    python -m tests.bench.gpu.cold_start FOLDER DEVICE SECONDS
+
+SECONDS: when it was started, as `time.time` has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the hardware allows: tokens/s and FLOP that no engine can beat, from bytes that must move and sums that must be made."""
+"""What the hardware allows: tokens/s that no engine can beat, from bytes that must move and sums to be made."""
 
 from __future__ import annotations
 

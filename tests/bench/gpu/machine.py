@@ -51,7 +51,7 @@ def versions() -> dict[str, str]:
 
 
 def clocks(index: int) -> dict[str, str]:
-    """Return what `nvidia-smi` says of clocks, power, temperature and why clocks are held; {} where it says nothing."""
+    """Return what `nvidia-smi` says of clocks, power, heat and what holds clocks down; {} where there is none."""
     command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

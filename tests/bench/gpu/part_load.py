@@ -133,5 +133,3 @@ def _generate(manager: Any, load: Load, prefix: str) -> int:
             ended += 1
             tokens += len(found.generated_tokens)
     return tokens
-
-

@@ -26,6 +26,7 @@ from tests.bench.gpu.shapes import Shape
 from tests.parity.stepping import Sequence, Stepper, sampling
 
 DTYPES = {"qwen3-0.6b": ("bfloat16", "float32"), "llama-3.2-1b": ("bfloat16",), "qwen3-8b": ("bfloat16",)}
+FIGURES = ("mean_abs", "max_abs", "relative", "over_theirs", "greedy", "clear", "agree_clear")
 BLOCK = 16
 
 
@@ -48,9 +49,7 @@ def part(scale: Scale, name: str) -> Part:
 
 
 def _names(stem: str) -> tuple[str, ...]:
-    return tuple(
-        f"{stem}/{what}" for what in ("mean_abs", "max_abs", "relative", "over_theirs", "greedy", "clear", "agree_clear")
-    )
+    return tuple(f"{stem}/{what}" for what in FIGURES)
 
 
 def _figures(stem: str, dtype: str) -> tuple[Figure, ...]:

@@ -12,9 +12,10 @@ from tests.bench.gpu.shapes import REAL, Shape, tiny
 class Scale:
     """Sizes of all measurements.
 
-    parity_prompts: prompts and their tokens, and tokens generated after each. context: tokens of context of decode
+    parity_prompts: prompts, their tokens, and tokens generated after each. context: tokens of context of decode
     steps; windows x steps of them are timed. chunk: tokens of a prefill step. attention: (batch, context) of the
-    attention kernels, of `backends`; paged: those that every block size of `pages` is measured at. rows: tokens of products. side: of the square product; copy: bytes.
+    attention kernels of `backends`; paged: those that all block sizes of `pages` are measured at. rows: of products.
+    side: of the square product. copy: bytes.
     """
 
     name: str

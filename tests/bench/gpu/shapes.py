@@ -112,9 +112,7 @@ LLAMA_1B = Shape(
     norm_eps=1e-5,
     rope=LLAMA3_ROPE,
 )
-QWEN3_8B = replace(
-    QWEN3_06B, name="qwen3-8b", hidden=4096, layers=36, heads=32, intermediate=12_288, tied=False
-)
+QWEN3_8B = replace(QWEN3_06B, name="qwen3-8b", hidden=4096, layers=36, heads=32, intermediate=12_288, tied=False)
 REAL = (QWEN3_06B, LLAMA_1B, QWEN3_8B)
 
 

@@ -56,7 +56,10 @@ def _machines(results: Results) -> Iterator[str]:
         return
     yield from ("### Measured on", "")
     for number_of, run in ((index, results.runs[index]) for index in used if index < len(results.runs)):
-        facts = [run.get("gpu", run.get("device", "")), _pairs(run.get("versions", {})), _pairs(run.get("clocks", {}))]
+        facts = [
+            run.get("gpu", run.get("device", "")),
+            *(_pairs(run.get(kind, {})) for kind in ("versions", "clocks")),
+        ]
         yield f"- run {number_of}, {run.get('date', '')}: " + "; ".join(fact for fact in facts if fact)
 
 

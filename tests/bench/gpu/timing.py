@@ -1,4 +1,4 @@
-"""How things are timed: CUDA events around many calls on rotated inputs, after warm-ups, medians of several such runs."""
+"""How things are timed: CUDA events around many calls on rotated inputs, after warm-ups; medians of several runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def seconds_per_call(
 
 
 def rotations(num_bytes: float) -> int:
-    """Return how many sets of inputs of this size are needed so that none is still in the cache when its turn comes."""
+    """Return how many sets of inputs of this size it takes for none to be in the cache when its turn comes."""
     return int(min(64, max(2, 4 * L2_BYTES // max(num_bytes, 1))))
 
 
