@@ -7,16 +7,15 @@ the device holds together, replayed as one CUDA graph, so that the host's launch
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention import base
-from engine.attention.base import AttentionBackend, AttentionSpec
+from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from engine.attention.select import select_backend
+from engine.config import ATTENTION_BACKENDS
 from engine.errors import ConfigError
 from engine.report import StepInputs
 from engine.step_tensors import to_device
@@ -107,10 +106,10 @@ def _rates(bench: Bench, shape: Shape, case: Case) -> list[float]:
 
 def _backend(bench: Bench, shape: Shape, case: Case) -> AttentionBackend:
     """Return the backend. Raises `NotHere` with its own reason where it cannot be used."""
-    known = {field.name for field in fields(AttentionSpec)}
-    if case.fp8 and "fp8_cache" not in known:
-        raise NotHere("this version has no fp8 cache")
-    more: dict[str, Any] = {"fp8_cache": True} if case.fp8 else {}
+    if case.backend not in ATTENTION_BACKENDS:
+        raise NotHere(f"this version has no attention backend {case.backend}")
+    if case.fp8 and not bench.on_gpu:
+        raise NotHere("an fp8 cache needs a CUDA device")
     spec = AttentionSpec(
         num_heads=shape.heads,
         num_kv_heads=shape.kv_heads,
@@ -121,7 +120,7 @@ def _backend(bench: Bench, shape: Shape, case: Case) -> AttentionBackend:
         block_size=case.page,
         dtype=torch.bfloat16,
         device=bench.device,
-        **more,
+        fp8_cache=case.fp8,
     )
     try:
         return select_backend(case.backend, spec)
@@ -142,15 +141,11 @@ def _calls(bench: Bench, backend: AttentionBackend, case: Case, sets: int) -> li
     return [lambda one=one: backend.forward(query, key, value, cache, one, 0) for one in metadata]
 
 
-def _cache(spec: AttentionSpec, num_blocks: int) -> Any:
+def _cache(spec: AttentionSpec, num_blocks: int) -> LayerCache:
     """Return one layer's cache, full of random keys and values."""
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
-    dtype = getattr(spec, "cache_dtype", spec.dtype)
-    pair = [_random(shape, dtype, spec.device) for _ in range(2)]
-    if not hasattr(base, "LayerCache"):
-        return tuple(pair)
-    scales = torch.ones(2, spec.num_kv_heads, device=spec.device) if dtype != spec.dtype else None
-    return base.LayerCache(*pair, scales)
+    keys, values = (_random(shape, spec.cache_dtype, spec.device) for _ in range(2))
+    return LayerCache(keys, values, torch.ones(2, spec.num_kv_heads, device=spec.device) if spec.fp8_cache else None)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
