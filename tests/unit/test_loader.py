@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 from engine.loader import load_model
 from engine.model_folder import open_model
 from engine.safetensors_file import TensorOnDisk
+from parallel.embedding import ROW_MULTIPLE
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import LLAMA3, make
@@ -313,9 +314,10 @@ def test_a_rank_reads_only_its_slices(saved, counts, name):
     half = sum(counts)
     counts.clear()
     whole = sum(p.numel() for p in load(saved / name).parameters())
-    assert sum(counts) + 8 * 64 >= whole, "padding of the vocabulary apart, each is read"
+    padding = 2 * ROW_MULTIPLE * 64  # of the vocabulary, in table and head: ranks share it by whole runs
+    assert sum(counts) + padding >= whole, "padding apart, each is read"
     replicated = 256 * 64 if name == "gpt2" else 0  # the learned positions
-    assert half - replicated < 0.55 * (whole - replicated)
+    assert half - replicated < 0.55 * (whole - replicated) + padding
 
 
 def test_sizes_that_cannot_be_split_are_refused_before_any_weight(folder):
