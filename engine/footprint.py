@@ -15,13 +15,13 @@ from typing_extensions import override
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, LayerCache, StepTensors
 from engine.attention.flash import unfit_for_flash
 from engine.config import EngineConfig
+from engine.forward import LOGIT_ROWS
 from engine.kv_cache import block_bytes
 from engine.live_bytes import LiveBytes
 from engine.model_folder import check_sharding
 from engine.models.decoder import Attention, Decoder
 from engine.models.registry import ARCHITECTURES
 from engine.models.spec import DecoderSpec
-from engine.runner import LOGIT_ROWS
 from engine.step_tensors import dummy_step
 from parallel.group import Group
 from parallel.linear import ParallelLinear

@@ -74,6 +74,7 @@ class InputBuilder:
             logits_indices=self._logits_indices(schedule, query_start_loc),
             copy_blocks=np.array(schedule.copies, np.int32) if schedule.copies else NO_PAIRS,
             carried=_carried(schedule, query_start_loc),
+            slots=schedule.slots.astype(np.int32),
         )
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:

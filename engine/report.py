@@ -39,6 +39,8 @@ class StepInputs:
     # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sharded_draw`); [0, 5] = from all
     carried: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
+    slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...
 
     @property
     def num_tokens(self) -> int:

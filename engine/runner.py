@@ -9,17 +9,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec
+from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.select import select_backend
 from engine.carry import Carry
 from engine.config import EngineConfig
 from engine.device_outputs import DeviceOutputs, HostSide
 from engine.executor import Pending
+from engine.forward import LOGIT_ROWS, Forward, Passed
+from engine.graph_pool import CudaGraphDevice, GraphPool
+from engine.graph_sizes import graph_sizes
+from engine.host_copies import CudaCopies
 from engine.kernels.base import TorchKernels
 from engine.kernels.select import select_kernels
-from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
+from engine.kv_cache import KVCache, block_bytes, cuda_budget
 from engine.kv_room import cpu_budget, fit_cache
 from engine.loader import load_model
 from engine.model_folder import ModelFolder, open_model
@@ -28,17 +31,15 @@ from engine.models.spec import DecoderSpec
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
 from engine.sharded_draw import draw_apart
+from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_outputs import outputs_of
-from engine.step_tensors import dummy_sampling, dummy_step, split_step, to_device
+from engine.step_tensors import dummy_sampling, dummy_step
 from parallel.group import Group
 from parallel.tuning import choose_methods
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
-# Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
-PART_TOKENS = 1024
-LOGIT_ROWS = 1024  # rows of logits that are in memory at a time
 START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
 
 
@@ -74,11 +75,19 @@ class ModelRunner:
             self._choose_kernels()
             self._meet()
         self._attention = self._backend(config)
+        self._cache = self._allocate(1)
+        self._forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
+        if group.device.type == "cuda":
+            self._forward.use_graphs(CudaGraphDevice(group.device), graph_sizes(config), config.context_len)
         with self._phase("kv blocks"):
             self.config = self._fit_cache(shrink)
             self._cache = self._allocate(self.config.num_kv_blocks or 0)
+            self._forward.use_cache(self._cache)
         with self._phase("warm-up"):
             self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
+        if self._forward.graphs is not None:
+            with self._phase("graphs"):
+                self._capture(self._forward.graphs.pool)
 
     def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
@@ -88,45 +97,27 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> Pending | None:
         """Let the device run one step; returns the way to its results where `sampling` is given, None elsewhere."""
-        parts = split_step(inputs, PART_TOKENS) if self.group.device.type == "cpu" else [inputs]
-        found = [self._hidden(part) for part in parts]
-        outputs = self._draw([rows for rows, _ in found], inputs.draws, sampling)
+        passed = self._forward.run(inputs)
+        outputs = self._draw(passed, inputs.draws, sampling)
         if outputs is None:
             return None
         if len(inputs.pooled):
-            outputs.pooled = torch.stack([pooled for _, pooled in found]).sum(dim=0)
+            outputs.pooled = passed.pooled
         self._carry.keep(outputs.token_ids)
         return self._host_side.fetch(outputs)
 
-    def _draw(self, hidden: list[Tensor], draws: Ints, sampling: SamplingInputs | None) -> DeviceOutputs | None:
-        """Draw from the logits of all rows of `hidden`: the rank with `sampling`, or with `draws` all together."""
-        rows = torch.cat(hidden) if len(hidden) > 1 else hidden[0]
+    def _draw(self, passed: Passed, draws: Ints, sampling: SamplingInputs | None) -> DeviceOutputs | None:
+        """Draw from the logits of all wanted rows: the rank with `sampling`, or with `draws` all together."""
+        head, rows = passed.head, passed.rows
         if len(draws):
-            tokens = draw_apart(self.model, rows, draws, LOGIT_ROWS)
+            tokens = draw_apart(head, rows, draws, LOGIT_ROWS)
             return None if sampling is None else DeviceOutputs(tokens)
-        pieces = (self.model.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
+        pieces = (head.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
         if sampling is not None:
             return outputs_of(pieces, sampling)
         for _ in pieces:
             pass
         return None
-
-    def _hidden(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Run the layers; returns the rows whose logits are wanted, and the sums of what is pooled.
-
-        [num_logits, hidden], and [num_pooled, hidden] fp32.
-        """
-        step, copies = to_device(inputs, self.group.device)
-        self._carry.fill(step.input_ids, inputs.carried)
-        self._cache.copy(copies)
-        if self._attention.reads_unwritten:
-            opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
-            if opened.size:
-                self._cache.clear(torch.from_numpy(opened).to(self.group.device))
-        context = AttentionContext(self._attention, self._attention.prepare(step), self._cache.layers)
-        states = self.model(step.input_ids, step.positions, context)
-        pooled = [self.model.final(states[first:beyond]).sum(dim=0) for first, beyond in inputs.pooled.tolist()]
-        return states.index_select(0, step.logits_indices), torch.stack(pooled) if pooled else states[:0].float()
 
     @property
     def attention_backend(self) -> str:
@@ -181,15 +172,35 @@ class ModelRunner:
         return fit_cache(config, least, size, shrink)
 
     def _cuda_budget(self, config: EngineConfig) -> int:
+        """Return the bytes left for the cache, measured with a cache of the null block alone."""
         device = self.group.device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        self._cache = self._allocate(1)
         self._warm_up(config.max_num_batched_tokens, config.max_num_seqs)
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
         stats = torch.cuda.memory_stats(device)
-        return cuda_budget(config, device, stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"])
+        graphs = self._forward.estimate_graphs()
+        torch.cuda.empty_cache()
+        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        return cuda_budget(config, device, peak, current) - graphs
+
+    @torch.inference_mode()
+    def _capture(self, pool: GraphPool) -> None:
+        pool.capture_at_start()
+        sizes = pool.captured
+        if sizes:
+            told = (len(sizes), sizes[-1], pool.bytes_taken / (1 << 20), len(pool.sizes.sizes))
+            logger.info("CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *told)
+
+    def _buffers(self) -> StepBuffers | None:
+        """Return where the device gets its inputs; a CPU reads them where they are."""
+        config, device = self.config, self.group.device
+        if device.type != "cuda":
+            return None
+        tokens = config.max_num_batched_tokens
+        # The warm-up step may have more sequences than any other.
+        rows = max(config.max_num_seqs, -(-tokens // config.context_len))
+        return StepBuffers(BufferSizes(tokens, rows, config.max_blocks_per_seq), device, CudaCopies())
 
     def _warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run a step of prompts in the null block, so that the first request does not pay for lazy initialisation."""

@@ -8,6 +8,7 @@ a row is limited to those), then the score of each share's winner in the race. E
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from engine.device_outputs import FAILED
 from engine.logit_rules import changes_logits, column
-from engine.models.decoder import Decoder
+from engine.models.spec import DecoderSpec
 from engine.noise import row_keys
 from engine.race import RUN, best_values, first_best, run_race
 from engine.report import Floats, Ints, SamplingInputs
@@ -66,7 +67,20 @@ def pack_draws(sampling: SamplingInputs) -> Ints:
     return packed
 
 
-def draw_apart(model: Decoder, hidden: Tensor, packed: Ints, most: int) -> Tensor:
+class Head(Protocol):
+    """What turns rows into logits, on one rank: a decoder from hidden states, or what is left to do of one."""
+
+    spec: DecoderSpec
+    group: Group
+
+    def logits(self, hidden: Tensor, /) -> Tensor:
+        """See `Decoder.logits`."""
+
+    def own_logits(self, hidden: Tensor, /) -> Tensor:
+        """See `Decoder.own_logits`."""
+
+
+def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int) -> Tensor:
     """Return the tokens of all rows, each rank having drawn from its share of the logits of `most` rows at a time.
 
     hidden: [num_rows, hidden]; packed: of those rows, from `pack_draws`. Returns as `draw` does.

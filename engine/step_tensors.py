@@ -73,6 +73,7 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
         copy_blocks=inputs.copy_blocks if start == 0 else inputs.copy_blocks[:0],
         pooled=inputs.pooled.clip(start, end) - np.int32(start),
         carried=mine - np.array([start, 0], np.int32),
+        slots=inputs.slots[rows] if len(inputs.slots) else inputs.slots,
     )
 
 

@@ -46,6 +46,7 @@ class ParallelLMHead(ParallelLinear):
         self.vocab_size = vocab_size
         start, stop = vocab_range(vocab_size, group.rank, group.size, ROW_MULTIPLE)
         self.num_own = stop - start  # of this rank's rows; the others are padding
+        self.share = weight.shape[0]  # rows of this rank
 
     def tie_to(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's rows as weight; loading either loads both.
@@ -61,12 +62,15 @@ class ParallelLMHead(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits on every rank: [num_rows, hidden] -> [num_rows, vocab]."""
-        logits = self.group.all_gather(self.method.apply(x, self.bias))
-        return logits[:, : self.vocab_size]
+        return self.join(self.own(x))
 
     def own(self, x: Tensor) -> Tensor:
         """Return this rank's share of the logits, padding after the first `num_own`: [num_rows, vocab_per_rank]."""
         return self.method.apply(x, self.bias)
+
+    def join(self, own: Tensor) -> Tensor:
+        """Return the logits on every rank from those of `own`: [num_rows, vocab_per_rank] -> [num_rows, vocab]."""
+        return self.group.all_gather(own)[:, : self.vocab_size]
 
 
 def _vocab_parameter(vocab_size: int, tail: tuple[int, ...], group: Group, dtype: torch.dtype) -> ShardedParameter:

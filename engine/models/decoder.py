@@ -169,15 +169,19 @@ class Decoder(nn.Module):
         """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""
         return self._capped(self.head(self.norm(hidden)).float())
 
-    def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share]."""
-        logits = self._capped(self.head.own(self.norm(hidden)).float())
+    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return fp32 logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share].
+
+        out: where to put them; None = a buffer of their own.
+        """
+        products = self.head.own(self.norm(hidden))
+        logits = self._capped(products.float() if out is None else out.copy_(products))
         logits[:, self.head.num_own :] = float("-inf")
         return logits
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logits_softcap
-        return logits if not cap else torch.tanh(logits / cap) * cap
+        return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
 
 
 class LearnedPositions(nn.Module):

@@ -418,7 +418,7 @@ def test_a_large_step_is_taken_in_parts_and_gives_the_same_logits(tmp_path, monk
     runner = ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=60, block_size=16, device="cpu"), SoloGroup())
     ragged = prompts(7, longest=60, seed=3)
     whole = Stepper(runner).generate(ragged, 3)
-    monkeypatch.setattr("engine.runner.PART_TOKENS", 50)
+    monkeypatch.setattr("engine.forward.PART_TOKENS", 50)
     parts = Stepper(runner).generate(ragged, 3)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequestError
+from engine.forward import LOGIT_ROWS
 from engine.llm import LLM
-from engine.runner import LOGIT_ROWS
 from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
@@ -78,7 +78,7 @@ def test_prompt_logprobs_and_embeddings_are_transformers_in_any_chunks(checkpoin
 def test_long_prompts_have_their_logits_in_pieces(checkpoint, monkeypatch):
     folder, model = checkpoint
     monkeypatch.setattr("engine.runner.LOGIT_ROWS", 5)
-    monkeypatch.setattr("engine.runner.PART_TOKENS", 16)
+    monkeypatch.setattr("engine.forward.PART_TOKENS", 16)
     ragged = prompts(5, longest=40, seed=1)
     with open_llm(folder) as llm:
         check_logprobs(model, llm.generate(ragged, ASKED))

@@ -1,0 +1,192 @@
+"""CUDA graphs of whole decode steps, one for each padded batch size: captured, chosen, replayed, dropped.
+
+What is captured reads its inputs from memory that stays where it is and is filled anew before each replay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from engine.graph_sizes import GraphSizes, least
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 256  # steps that go by in a larger size than need be, before the one that fits best is captured
+
+
+class CaptureError(Exception):
+    """A piece of work could not be recorded; it can still be run."""
+
+
+class GraphDevice(Protocol):
+    """What can record work and run it again. Used by one thread."""
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """Run `work` once, then record it; return what `replay` takes. Raises `CaptureError`, or what `work` raises.
+
+        Recorded work must neither wait for the device nor copy from memory of the host that is not pinned.
+        """
+
+    def replay(self, graph: Any) -> None:
+        """Run what was recorded, after all that was asked of the device before."""
+
+    @property
+    def bytes_taken(self) -> int:
+        """Device memory that the recordings since the last `reset` have taken."""
+
+    def reset(self) -> None:
+        """Let go of the memory that all recordings share; none of them is replayed any more."""
+
+
+class GraphPool:
+    """Runs decode steps by replaying graphs; all ranks of a group choose alike, as they go by the steps alone.
+
+    The largest size is captured before all others: they share one pool of memory, which it sizes.
+    """
+
+    def __init__(
+        self,
+        device: GraphDevice,
+        sizes: GraphSizes,
+        blank: Callable[[int], None],
+        decode: Callable[[int], None],
+        patience: int = PATIENCE,
+    ) -> None:
+        """blank: fills the inputs of a size with rows of padding. decode: the work, from inputs to logits."""
+        self.sizes = sizes
+        self._device = device
+        self._blank = blank
+        self._decode = decode
+        self._patience = patience
+        self._graphs: dict[int, Any] = {}  # None where capturing failed
+        self._ready: tuple[int, ...] = ()  # the keys, ascending
+        self._missed: dict[int, int] = {}
+
+    @property
+    def bytes_taken(self) -> int:
+        """Device memory of the graphs."""
+        return self._device.bytes_taken
+
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """Sizes that are replayed, ascending."""
+        return tuple(size for size in self._ready if self._graphs[size] is not None)
+
+    def capture_at_start(self) -> None:
+        """Capture what a start waits for, the largest first."""
+        for size in reversed(self.sizes.at_start):
+            self._capture(size)
+
+    def estimate(self) -> int:
+        """Return about how many bytes the graphs of all sizes take; afterwards there are none.
+
+        The largest one sizes the pool, and each of the others is taken to need as much as the second.
+        """
+        first, second = 0, 0
+        if self.sizes.sizes:
+            self._capture(self.sizes.largest)
+            first = self.bytes_taken
+        if len(self.sizes.sizes) > 1:
+            self._capture(self.sizes.sizes[-2])
+            second = self.bytes_taken - first
+        self.clear()
+        return first + max(len(self.sizes.sizes) - 1, 0) * second
+
+    def choose(self, rows: int) -> int | None:
+        """Return the size that a decode step of so many sequences takes, None where it is run as it is.
+
+        Call before the step's inputs are filled in: what is missing may be captured now, which blanks them.
+        """
+        best = self.sizes.fit(rows)
+        if best is None or best in self._graphs:
+            return best
+        ready = least(self._ready, rows)
+        self._missed[best] = missed = self._missed.get(best, 0) + 1
+        if ready is not None and missed < self._patience:
+            return ready
+        self._capture(best)
+        return best
+
+    def run(self, size: int) -> None:
+        """Compute a step whose inputs are filled in; `size` is from `choose`."""
+        graph = self._graphs[size]
+        if graph is None:
+            self._decode(size)
+        else:
+            self._device.replay(graph)
+
+    def clear(self) -> None:
+        """Drop all graphs: what they read or write is to move. Those that are needed are captured again."""
+        self._graphs.clear()
+        self._missed.clear()
+        self._ready = ()
+        self._device.reset()
+
+    def _capture(self, size: int) -> None:
+        if size in self._graphs:
+            return
+        if size != self.sizes.largest:
+            self._capture(self.sizes.largest)
+        self._blank(size)
+        try:
+            self._graphs[size] = self._device.capture(lambda: self._decode(size))
+        except CaptureError as error:
+            logger.warning("decode steps of %d sequences run without a CUDA graph: %s", size, error)
+            self._graphs[size] = None
+        self._ready = tuple(sorted(self._graphs))
+
+
+class CudaGraphDevice:
+    """Records on a stream of its own, into one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._taken = 0
+
+    @property
+    def bytes_taken(self) -> int:
+        """Device memory that the recordings since the last `reset` have taken."""
+        return self._taken
+
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """See `GraphDevice`. The first run makes what kernels make at their first call, outside of the recording."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+        torch.cuda.synchronize(self._device)
+        free = torch.cuda.mem_get_info(self._device)[0]
+        try:
+            graph = self._record(work)
+        except RuntimeError as error:
+            raise CaptureError(str(error).splitlines()[0]) from error
+        finally:
+            current.wait_stream(self._stream)
+        self._taken += max(free - torch.cuda.mem_get_info(self._device)[0], 0)
+        return graph
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `GraphDevice`."""
+        graph.replay()
+
+    def reset(self) -> None:
+        """See `GraphDevice`."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._taken = 0
+
+    def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads may copy or allocate meanwhile; only what this one does must be fit to be recorded.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        return graph

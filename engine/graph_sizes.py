@@ -1,0 +1,61 @@
+"""Which decode steps are replayed from CUDA graphs: the padded batch sizes, and which of them a step takes.
+
+Needs no torch: every rank comes to the same answers from the config and the steps alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.report import StepInputs
+
+MOST_ROWS = 512  # a step of more sequences is long enough for its launches to be hidden behind it
+FINE, COARSE = 8, 16  # distance of sizes: up to 256, and beyond
+COARSE_FROM = 256
+AT_START = 64  # distance of the sizes beyond 64 that a start waits for; those below it double
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSizes:
+    """Padded batch sizes, ascending. at_start: those of them that are captured before the first request, likewise."""
+
+    sizes: tuple[int, ...] = ()
+    at_start: tuple[int, ...] = ()
+
+    @property
+    def largest(self) -> int:
+        """Most sequences of a step that is replayed; 0 = none is."""
+        return self.sizes[-1] if self.sizes else 0
+
+    def fit(self, rows: int) -> int | None:
+        """Return the least size that holds so many sequences, None where there is none."""
+        return least(self.sizes, rows)
+
+
+def graph_sizes(config: EngineConfig) -> GraphSizes:
+    """Return the sizes for an engine: those of the config, or 1, 2, 4, 8, 16, 24, ... up to the most sequences."""
+    if config.enforce_eager:
+        return GraphSizes()
+    limit = min(config.max_num_seqs, config.max_num_batched_tokens)
+    most = min(limit, MOST_ROWS)
+    steps = (1, 2, 4, *range(FINE, COARSE_FROM, FINE), *range(COARSE_FROM, MOST_ROWS + 1, COARSE))
+    sizes = (*(size for size in steps if size < most), most)
+    return GraphSizes(sizes, tuple(size for size in sizes if _at_start(size) or size == most))
+
+
+def decode_rows(inputs: StepInputs) -> int | None:
+    """Return the sequences of a step in which each computes one token and wants its logits, None for another step."""
+    rows = inputs.num_reqs
+    return rows if rows == inputs.num_tokens == len(inputs.logits_indices) else None
+
+
+def least(sizes: tuple[int, ...], rows: int) -> int | None:
+    """Return the least of ascending `sizes` that is at least `rows`, None where all are less."""
+    place = bisect_left(sizes, rows)
+    return sizes[place] if place < len(sizes) else None
+
+
+def _at_start(size: int) -> bool:
+    return size & (size - 1) == 0 if size <= AT_START else size % AT_START == 0

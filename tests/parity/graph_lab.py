@@ -1,0 +1,98 @@
+"""A CUDA graph that a CPU plays: operations of torch are noted once and repeated on the same memory."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.attention.base import StepTensors
+from engine.attention.reference import ReferenceAttention
+from engine.forward import Forward
+from engine.graph_sizes import GraphSizes
+from engine.runner import ModelRunner
+from engine.step_buffers import BufferSizes, StepBuffers
+from tests.unit.graph_lab import CPU, WatchedCopies
+
+
+class Recording(TorchDispatchMode):
+    """While entered, notes every operation. No Python runs again in `repeat`, so what the host knew is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.steps.append((func, args, kwargs or {}, result))
+        return result
+
+    def repeat(self):
+        for func, args, kwargs, result in self.steps:
+            old = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            new = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
+            for kept, made in zip(old, new, strict=True):
+                if kept.untyped_storage().data_ptr() != made.untyped_storage().data_ptr():
+                    kept.copy_(made)
+
+
+class RecordingDevice:
+    """Records on the CPU; see `engine.graph_pool.GraphDevice`."""
+
+    def __init__(self) -> None:
+        self.bytes_taken = 0
+        self.replays = 0
+
+    def capture(self, work):
+        work()
+        with Recording() as graph:
+            work()
+        return graph
+
+    def replay(self, graph):
+        self.replays += 1
+        graph.repeat()
+
+    def reset(self):
+        """Nothing is shared."""
+
+
+class GraphAttention(ReferenceAttention):
+    """The reference, with decode steps in plain operations on tensors: nothing is planned on the host."""
+
+    supports_graphs = True
+
+    def decode_metadata(self, step, max_seq_len):
+        return step
+
+    def forward(self, query, key, value, cache, metadata, window):
+        if not isinstance(metadata, StepTensors):
+            return super().forward(query, key, value, cache, metadata, window)
+        for store, new in ((cache.keys, key), (cache.values, value)):
+            store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
+        spec, lens = self.spec, metadata.seq_lens[:, None]
+        # [rows, keys, kv heads, head_dim], a head for each query head
+        keys, values = (
+            store[metadata.block_tables].flatten(1, 2).repeat_interleave(self.group, dim=2)
+            for store in (cache.keys, cache.values)
+        )
+        places = torch.arange(keys.shape[1])[None]
+        seen = (places < lens) & (places >= (lens - window if window else 0))
+        scores = torch.einsum("rhd,rkhd->rhk", query.float(), keys.float()) * spec.scale
+        if spec.softcap:
+            scores = torch.tanh(scores / spec.softcap) * spec.softcap
+        weights = torch.softmax(scores.masked_fill(~seen[:, None], float("-inf")), -1).nan_to_num(0.0)
+        return torch.einsum("rhk,rkhd->rhd", weights, values.float()).to(query.dtype)
+
+
+def use_graphs(runner: ModelRunner, sizes: GraphSizes) -> RecordingDevice:
+    """Let a runner on the CPU take the way of a GPU: inputs through `StepBuffers`, decode steps as graphs."""
+    config, device = runner.config, RecordingDevice()
+    rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
+    buffers = StepBuffers(
+        BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq), CPU, WatchedCopies()
+    )
+    runner._attention = GraphAttention(runner._attention.spec)
+    runner._forward = Forward(runner.model, runner._attention, runner._cache, runner._carry, buffers)
+    runner._forward.use_graphs(device, sizes, config.context_len)
+    return device

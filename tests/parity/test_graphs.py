@@ -1,0 +1,134 @@
+"""Decode steps from graphs give the tokens and logits of eager ones, on real (tiny) models."""
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.graph_sizes import GraphSizes
+from engine.local_executor import SoloExecutor
+from engine.request import Request
+from engine.runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from parallel.group import SoloGroup
+from tests.parity.graph_lab import use_graphs
+from tests.parity.stepping import Sequence, Stepper
+from tests.parity.tiny_models import CONFIGS, VOCAB, check_against, make, prompts
+
+SIZES = GraphSizes((1, 2, 4, 8), (2, 8))
+
+
+def runner_of(folder, **values):
+    settings = {"num_kv_blocks": 120, "block_size": 4, "device": "cpu", "dtype": "float32", "max_model_len": 96}
+    settings |= {"max_num_seqs": 8, "max_num_batched_tokens": 64, "attention_backend": "reference", **values}
+    return ModelRunner(EngineConfig(str(folder), **settings), SoloGroup())
+
+
+@torch.inference_mode()
+def capture(runner):
+    runner._forward.graphs.pool.capture_at_start()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    return make("llama", folder), folder
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_says_the_same_from_graphs(tmp_path, name):
+    model = make(name, tmp_path)
+    runner = runner_of(tmp_path)
+    device = use_graphs(runner, SIZES)
+    capture(runner)
+    assert runner._forward.graphs.pool.captured == (2, 8)
+    stepper = stepper_of(runner)
+    ragged = prompts(5, seed=4)
+    sequences = stepper.generate(ragged, 6)
+    assert device.replays == 5
+    check_against(model, sequences, ragged)
+
+
+def stepper_of(runner):
+    """Return a stepper that sees the logits of graphs, too, which do not go through the head that it watches."""
+    stepper, run = Stepper(runner), runner._forward.run
+
+    def watched(inputs):
+        passed = run(inputs)
+        stepper._logits = passed.head.logits(passed.rows).clone()
+        return passed
+
+    runner._forward.run = watched
+    return stepper
+
+
+def engine_of(folder, graphs):
+    runner = runner_of(folder)
+    device = use_graphs(runner, SIZES) if graphs else None
+    if device is not None:
+        runner._forward.graphs.pool._patience = 2
+        capture(runner)
+    config = runner.config.resolved(num_kv_blocks=40)
+    core = EngineCore(config, SoloExecutor(runner), runner.spec.eos_token_ids, VOCAB, 40)
+    return core, runner, device
+
+
+def histories(core, seed):
+    """Requests come at random times, some are aborted, and blocks are so few that some are preempted."""
+    random = np.random.default_rng(seed)
+    tokens: dict[str, list[int]] = {}
+    due = sorted(random.integers(0, 10, 7).tolist())
+    aborts = {f"r{number}": int(random.integers(5, 40)) for number in range(0, 7, 4)}
+    step = 0
+    while due or core.has_unfinished:
+        while due and due[0] <= step:
+            number = 7 - len(due)
+            due.pop(0)
+            prompt = tuple(random.integers(3, VOCAB, random.integers(1, 30)).tolist())
+            params = SamplingParams(
+                temperature=0.8 * (number % 2),
+                max_tokens=int(random.integers(2, 16)),
+                ignore_eos=True,
+                n=1 + number % 3,
+            )
+            core.add(Request(f"r{number}", prompt, params, seed=number))
+        for request_id in [each for each, when in aborts.items() if when == step]:
+            core.abort(request_id)
+        report = core.step()
+        core.check_integrity()
+        for sequence, token in zip(report.sequences, report.token_ids, strict=True):
+            tokens.setdefault(f"{sequence.request.request_id}/{sequence.index}", []).append(token)
+        step += 1
+    return tokens
+
+
+def test_an_engine_says_the_same_with_graphs_and_without(llama):
+    _, folder = llama
+    eager, _, _ = engine_of(folder, graphs=False)
+    core, runner, device = engine_of(folder, graphs=True)
+    for seed in range(2):
+        told, expected = histories(core, seed), histories(eager, seed)
+        assert told == expected
+        # As when weights or cache move: what is needed is captured anew.
+        runner._forward.drop_graphs()
+    assert device.replays > 20
+    assert eager.stats() == core.stats()
+
+
+def test_a_replay_reads_what_was_filled_in_since(llama):
+    _, folder = llama
+    runner = runner_of(folder)
+    device = use_graphs(runner, SIZES)
+    stepper = stepper_of(runner)
+    first = [Sequence(list(prompt)) for prompt in prompts(3, seed=1)]
+    second = [Sequence(list(prompt)) for prompt in prompts(2, seed=2)]
+    stepper.step({i: len(s.tokens) for i, s in enumerate(first)}, first)
+    stepper.step({i: len(s.tokens) for i, s in enumerate(second)}, second)
+    for _ in range(4):  # in turn, in one size: nothing of the one may be left for the other
+        stepper.step(dict.fromkeys(range(3), 1), first)
+        stepper.step(dict.fromkeys(range(2), 1), second)
+    assert device.replays == 8
+    alone = Stepper(runner_of(folder))
+    assert [s.tokens for s in alone.generate(prompts(3, seed=1), 5)] == [s.tokens for s in first]
+    assert [s.tokens for s in alone.generate(prompts(2, seed=2), 5)] == [s.tokens for s in second]

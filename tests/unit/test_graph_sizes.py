@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.graph_sizes import decode_rows, graph_sizes
+from tests.parity.test_attention import make_step
+
+
+def sizes(**values):
+    return graph_sizes(EngineConfig("fake", **values))
+
+
+def test_three_prompts_with_four_outputs_each_are_padded_from_12_to_16():
+    assert sizes().fit(12) == 16
+
+
+def test_the_usual_sizes():
+    found = sizes(max_num_seqs=1024)
+    assert found.sizes[:7] == (1, 2, 4, 8, 16, 24, 32)
+    assert found.sizes[-3:] == (480, 496, 512)
+    assert found.at_start == (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+    assert found.fit(513) is None, "larger steps run as they are"
+
+
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(1, 700))
+def test_every_step_that_an_engine_can_make_up_to_512_finds_the_least_size(most, budget, rows):
+    found = sizes(max_num_seqs=most, max_num_batched_tokens=budget)
+    assert list(found.sizes) == sorted(set(found.sizes))
+    assert set(found.at_start) <= set(found.sizes)
+    assert found.largest == min(most, budget, 512) == found.at_start[-1]
+    fit = found.fit(rows)
+    assert fit == min((size for size in found.sizes if size >= rows), default=None)
+    if fit is not None:
+        assert fit - rows < 16
+
+
+def test_eager_engines_have_none():
+    assert sizes(enforce_eager=True).fit(1) is None
+    assert sizes(enforce_eager=True).largest == 0
+
+
+@pytest.mark.parametrize(
+    ("computed", "counts", "wanted", "rows"),
+    [
+        ([4, 9], [1, 1], [0, 1], 2),
+        ([4, 9], [1, 2], [0, 2], None),
+        ([0, 9], [1, 1], [1], None),  # a prompt of one token whose state is pooled
+        ([4], [2], [0, 1], None),  # a prompt whose log-probabilities are wanted
+    ],
+)
+def test_only_steps_of_one_token_and_its_logits_for_each_sequence_are_decode_steps(computed, counts, wanted, rows):
+    step = make_step(computed, counts)
+    step.logits_indices = np.array(wanted, np.int32)
+    assert decode_rows(step) == rows
