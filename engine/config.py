@@ -10,7 +10,7 @@ from engine.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton")
+ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
 
 
 @dataclass(frozen=True, slots=True)

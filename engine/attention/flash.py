@@ -12,16 +12,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, StepTensors
+from engine.attention.paged_varlen import DTYPES, MAX_HEAD_DIM, unfit_for_paged_varlen
 
 PAGE_MULTIPLE = 256  # flash-attn 2 reads pages of multiples of this many tokens
-MAX_HEAD_DIM = 256
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not_flash(spec: AttentionSpec) -> str | None:
     """Return why flash-attn cannot serve this model here, None when it can."""
-    if spec.device.type != "cuda":
-        return "it needs a CUDA device"
+    reason = unfit_for_paged_varlen(spec)
+    if reason is not None:
+        return reason
     unfit = unfit_for_flash(spec)
     if unfit is None and importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
@@ -52,6 +52,7 @@ class FlashAttention(AttentionBackend):
     """Variable-length attention for prefill and mixed steps, the key-value-cache kernel where all are decoding."""
 
     name = "flash"
+    supports_graphs = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
@@ -69,6 +70,10 @@ class FlashAttention(AttentionBackend):
             torch.from_numpy(starts).to(self.spec.device, non_blocking=True),
             not layout.num_computed_tokens.any(),
         )
+
+    @override
+    def decode_metadata(self, step: StepTensors, max_seq_len: int) -> _Metadata:
+        return _Metadata(step, 1, max_seq_len, step.query_start_loc, fresh=False)
 
     @override
     def forward(

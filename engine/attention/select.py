@@ -7,8 +7,10 @@ import logging
 
 from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.flash import FlashAttention, why_not_flash
+from engine.attention.flash3 import Flash3Attention, why_not_flash3
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
+from engine.attention.torch_varlen import TorchVarlenAttention, why_not_torch_varlen
 from engine.attention.triton_fit import why_not_triton
 from engine.errors import ConfigError
 
@@ -16,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 # What "auto" tries before the reference, best first.
-ON_GPU = ("flash", "triton")
+ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
 
 
@@ -25,13 +27,14 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
 
     Raises `ConfigError` naming `attention_backend` when the wanted one cannot be used.
     """
-    finders = {"flash": _flash, "triton": _triton, "native": _native}
+    finders = {"flash": _flash, "triton": _triton, "torch_varlen": _torch_varlen, "native": _native}
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
     reasons: list[str] = []
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
         found = finders[name](spec)
         if not isinstance(found, str):
-            logger.info("attention backend: %s%s", name, "".join(f"; {reason}" for reason in reasons))
+            others = "".join(f"; {reason}" for reason in reasons)
+            logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
             return found
         reasons.append(f"{name} cannot be used: {found}")
     if wanted not in ("reference", "auto"):
@@ -43,7 +46,17 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
 
 
 def _flash(spec: AttentionSpec) -> AttentionBackend | str:
-    return why_not_flash(spec) or FlashAttention(spec)
+    newer = why_not_flash3(spec)
+    if newer is None:
+        return Flash3Attention(spec)
+    older = why_not_flash(spec)
+    if older is None:
+        return FlashAttention(spec)
+    return older if older == newer else f"FlashAttention-2: {older}; FlashAttention-3: {newer}"
+
+
+def _torch_varlen(spec: AttentionSpec) -> AttentionBackend | str:
+    return why_not_torch_varlen(spec) or TorchVarlenAttention(spec)
 
 
 def _native(spec: AttentionSpec) -> AttentionBackend | str:

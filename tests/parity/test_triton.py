@@ -69,8 +69,13 @@ def installed(monkeypatch, *packages):
     ("packages", "block_size", "chosen", "said"),
     [
         (("triton", "flash_attn"), 256, "flash", "attention backend: flash"),
-        (("triton", "flash_attn"), 16, "triton", "triton; flash cannot be used: its pages are multiples of 256"),
-        (("triton",), 256, "triton", "triton; flash cannot be used: the package flash-attn is not installed"),
+        (
+            ("triton", "flash_attn"),
+            16,
+            "triton",
+            "flash cannot be used: FlashAttention-2: its pages are multiples of 256",
+        ),
+        (("triton",), 256, "triton", "FlashAttention-2: the package flash-attn is not installed; FlashAttention-3: "),
         ((), 16, "reference", "triton cannot be used: the package triton is not installed"),
     ],
 )
