@@ -9,7 +9,7 @@ from typing import NoReturn
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineDeadError, InvalidRequestError, StepMemoryError
+from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, StepMemoryError
 from engine.executor import Executor
 from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
@@ -25,6 +25,7 @@ from engine.rows import Rows
 from engine.sampling_inputs import SamplingTable
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
+from engine.sleep import Sleep
 from engine.step_results import failures, fill, find_fault
 from engine.stops import StopTokens
 from engine.tables import Tables
@@ -77,11 +78,13 @@ class EngineCore:
         self._ran_at = clock()  # when the last step had run
         self._landed_at = self._ran_at  # and was taken in
         self._dead: str | None = None
+        self._sleep = Sleep(executor)
+        self._untold: StepReport | None = None  # of the step that was taken in to fall asleep
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would bring something: a token, or an end that is not reported yet."""
-        return self._scheduler.has_unfinished
+        return self._untold is not None or self._scheduler.has_unfinished
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
@@ -109,13 +112,17 @@ class EngineCore:
         return self._scheduler.finish_choice(request_id, choice)
 
     def step(self) -> StepReport:
-        """Compute one step. With nothing to compute the report is empty and the executor is not called.
+        """Compute one step. Asleep or with nothing to compute the report has no token and the executor is not called.
 
         Where steps overlap, the one after it is launched before its results are waited for.
 
         Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
         """
         self._check_alive()
+        told = self._untold
+        if told is not None:
+            self._untold = None
+            return told
         self._begin(self._clock())
         flying = self._flying = self._flying or self._launch()
         if flying is None:
@@ -123,6 +130,40 @@ class EngineCore:
         ahead = self._launch() if self._overlaps else None
         self._flying = ahead
         return self._land(flying)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the KV cache and of the weights, until `wake_up`.
+
+        level: 1 keeps the weights in the host's memory; 2 keeps them nowhere and reads them from the model's folder
+        at waking, which may hold others by then. What runs goes back to wait, its tokens kept; cached prefixes are
+        forgotten. Meanwhile requests are taken and wait, and a step computes nothing; the first tells what the step
+        brought that was on its way. An engine that sleeps already as deeply goes on sleeping.
+
+        Raises `ConfigError` for another level, or where it would have to wake up before, and `EngineDeadError`.
+        """
+        self._check_alive()
+        if self._sleep.begins(level):
+            self._begin(self._clock())
+            flying, self._flying = self._flying, None
+            if flying is not None:
+                self._untold = self._land(flying)
+            self._scheduler.preempt_all(self._clock())
+            self._blocks.clear_cache()
+            self._or_die(lambda: self._sleep.begin(level))
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Wake up, or only these parts: `weights`, `kv_cache`. Steps go on once both are awake.
+
+        Raises `ConfigError` for an unknown tag; `CheckpointError` and `StepMemoryError`, after which the engine still
+        sleeps and may be woken again, unless it is a group, which ends; and `EngineDeadError`.
+        """
+        self._check_alive()
+        self._or_die(lambda: self._sleep.end(tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether a part of the engine sleeps, so that no step computes anything."""
+        return self._sleep.level > 0
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
@@ -184,7 +225,7 @@ class EngineCore:
         Where there is no memory for a step, it waits for the one that runs; if none does, its newest request is shed.
         """
         planned_at, tried = self._clock(), 0.0
-        while (planned := self._plan()) is not None:
+        while not self.is_sleeping and (planned := self._plan()) is not None:
             schedule, inputs, sampling = planned
             began = self._clock()
             try:
@@ -275,6 +316,16 @@ class EngineCore:
         if isinstance(error, EngineDeadError):
             raise error
         raise EngineDeadError(f"the executor failed: {error}") from error
+
+    def _or_die(self, change: Callable[[], None]) -> None:
+        """Fall asleep or wake up. What the executor does not survive ends the engine."""
+        try:
+            change()
+        except (CheckpointError, ConfigError, StepMemoryError):
+            raise
+        except Exception as error:
+            self._dead = f"it neither sleeps nor wakes: {error}"
+            raise
 
     def _check_alive(self) -> None:
         if self._dead is not None:

@@ -9,6 +9,7 @@ SquadronError
 ├── StepMemoryError          a step found no memory; the newest request of it ends, the others go on
 ├── PoisonedLogitsError      the model gave NaN or infinity for one sequence; its request ends, the others go on
 ├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
+├── EngineAsleepError        generation was asked of an LLM that sleeps; `wake_up` comes first
 └── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
 """
 
@@ -50,6 +51,10 @@ class PromptTooLongError(InvalidRequestError):
 
 class EngineDeadError(SquadronError):
     """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""
+
+
+class EngineAsleepError(SquadronError):
+    """An LLM that sleeps was asked to generate; nothing can come of that before `wake_up`."""
 
 
 class GrammarError(SquadronError):

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 
 from typing_extensions import override
 
+from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 
 
@@ -51,6 +52,21 @@ class Executor(ABC):
     def execute(self, inputs: StepInputs, sampling: SamplingInputs) -> StepOutputs:
         """Launch a step and wait for its result."""
         return self.launch(inputs, sampling).result()
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of the KV cache and of the weights, no step being on its way.
+
+        level: 1 keeps the weights in the host's memory, 2 has them read again at waking. Nothing may be launched
+        until each of `engine.sleep.TAGS` was woken. Raises `EngineDeadError` when a rank died.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot sleep", "level")
+
+    def wake(self, tag: str) -> None:
+        """Take the memory of one of `engine.sleep.TAGS` again; weights are as before, the KV cache is empty.
+
+        Raises `CheckpointError` or `StepMemoryError`, after which a group of one still sleeps, or `EngineDeadError`.
+        """
+        raise ConfigError(f"{type(self).__name__} cannot sleep", "tags")
 
     @abstractmethod
     def close(self) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from engine.executor import Done, Executor, Pending
 from engine.report import Floats, Logprobs, PromptScores, SamplingInputs, StepInputs, StepOutputs
+from engine.sleep import KV_CACHE
 
 Words = NDArray[np.uint64]
 
@@ -35,7 +36,8 @@ class FakeExecutor(Executor):
         step_time: Callable[[StepInputs], float] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._cache: Words = _mix(np.arange(num_blocks * block_size).reshape(num_blocks, block_size) + 12345)
+        self._shape = (num_blocks, block_size)
+        self._cache = self._garbage()
         self._vocab_size = vocab_size
         self._drawn = np.zeros(0, np.int32)  # tokens of the last step
         self._step_time = step_time
@@ -69,8 +71,20 @@ class FakeExecutor(Executor):
         return outputs
 
     @override
+    def sleep(self, level: int) -> None:
+        self._cache = np.zeros((0, 0), np.uint64)
+
+    @override
+    def wake(self, tag: str) -> None:
+        if tag == KV_CACHE:
+            self._cache = self._garbage()
+
+    @override
     def close(self) -> None:
         """Nothing to end."""
+
+    def _garbage(self) -> Words:
+        return _mix(np.arange(self._shape[0] * self._shape[1]).reshape(self._shape) + 12345)
 
     def _store(self, inputs: StepInputs) -> None:
         lens = np.diff(inputs.query_start_loc)

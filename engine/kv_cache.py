@@ -31,6 +31,7 @@ class KVCache:
         shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.tensor[:, :, 0] = 0
+        self._num_bytes = self.tensor.untyped_storage().nbytes()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: tuple[LayerCache, ...] = tuple(
@@ -41,6 +42,15 @@ class KVCache:
         """Copy whole blocks in all layers: pairs is [num_copies, 2], (source, destination)."""
         if len(pairs):
             self.tensor[:, :, pairs[:, 1].long()] = self.tensor[:, :, pairs[:, 0].long()]
+
+    def drop(self) -> None:
+        """Give the memory back, contents and all; whoever holds views of it goes on holding them."""
+        self.tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory that `drop` gave back."""
+        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self.tensor[:, :, 0] = 0
 
     def clear(self, blocks: Tensor) -> None:
         """Zero these blocks, [num_blocks], in all layers."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from engine.batch_run import BatchRun
 from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
-from engine.errors import ConfigError, InvalidRequestError, PoisonedLogitsError
+from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
 from engine.grammar.process import GrammarService
 from engine.interrupts import DeferredInterrupt
 from engine.local_executor import ModelInfo, build_executor
@@ -57,15 +57,19 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
+        enable_sleep_mode: bool = False,
         seed: int = 0,
         **more: Any,
     ) -> None:
         """Load `model` (local folder or hub id). Settings, and those in `more`, are `EngineConfig`'s fields.
 
+        enable_sleep_mode: whether `sleep` may be called.
+
         Raises `ConfigError` naming the setting, `CheckpointError` naming what is wrong with the model, and
         `EngineDeadError` when a rank did not come up.
         """
         _refuse_unknown(more)
+        self._may_sleep = enable_sleep_mode
         config = EngineConfig(
             model=str(model),
             tensor_parallel_size=tensor_parallel_size,
@@ -107,8 +111,9 @@ class LLM:
         The tokens of a request do not depend on the others. One without a seed gets its own from the LLM's seed and
         its number since the LLM was made, so that a program gives the same texts each time it is run.
 
-        Raises `InvalidRequestError` naming prompt and field before anything is run, `EngineDeadError` when a rank
-        died. Ctrl-C takes effect after the current step and leaves the LLM usable; a second one closes it at once.
+        Raises `InvalidRequestError` naming prompt and field before anything is run, `EngineAsleepError` between
+        `sleep` and `wake_up`, `EngineDeadError` when a rank died. Ctrl-C takes effect after the current step and
+        leaves the LLM usable; a second one closes it at once.
         """
         return self._run(self._tokenized(_as_list(prompts)), sampling_params, use_tqdm)
 
@@ -146,6 +151,30 @@ class LLM:
         places = enumerate(zip(asked, requests, strict=True))
         return [_embedding(run, request, text, number) for number, ((text, _), request) in places]
 
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`, for whoever needs it meanwhile.
+
+        level: 1 keeps the weights in the host's memory (on a CPU they are there anyway and stay); 2 keeps them
+        nowhere and reads them from the model's folder again, which may hold newer ones by then. Cached prefixes are
+        forgotten.
+
+        Raises `ConfigError` unless the LLM was made with `enable_sleep_mode=True`.
+        """
+        if not self._may_sleep:
+            raise ConfigError("sleep needs an LLM made with enable_sleep_mode=True", "enable_sleep_mode")
+        self._core.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again, all of it or that of some `tags`: "weights", "kv_cache".
+
+        Raises `CheckpointError` when weights cannot be read again; the LLM then still sleeps.
+        """
+        self._core.wake_up(tags)
+
+    def is_sleeping(self) -> bool:
+        """Return whether any part sleeps, so that nothing can be generated."""
+        return self._core.is_sleeping
+
     def stats(self) -> EngineStats:
         """Return the engine's figures: KV blocks, prefix hits, preemptions, tokens since the start."""
         return self._core.stats()
@@ -178,6 +207,8 @@ class LLM:
         ]
 
     def _finish(self, requests: Sequence[Request], use_tqdm: bool) -> BatchRun:
+        if self._core.is_sleeping:
+            raise EngineAsleepError("the LLM sleeps; call wake_up() before anything is generated")
         run = BatchRun(self._core, self.tokenizer, requests, self._grammars)
         with DeferredInterrupt() as interrupt, _progress(len(requests), use_tqdm) as bar:
             while run.unfinished:

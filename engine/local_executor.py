@@ -22,11 +22,21 @@ from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve, set_threads
 from engine.runner import ModelRunner
 from engine.sharded_draw import pack_draws
-from engine.worker import await_workers, device_of, join_group, open_channel, pack_step, run_worker
+from engine.worker import (
+    await_workers,
+    device_of,
+    join_group,
+    open_channel,
+    pack_sleep,
+    pack_step,
+    pack_wake,
+    run_worker,
+)
 from parallel.channel import Channel
 from parallel.errors import ParallelError, ShardingError
 from parallel.group import Group, SoloGroup
 from parallel.launcher import launch
+from parallel.packing import Buffer
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing
 
@@ -84,8 +94,22 @@ class SoloExecutor(Executor):
             return _launched(self._runner, inputs, sampling)
 
     @override
+    def sleep(self, level: int) -> None:
+        self._awake().sleep(level)
+
+    @override
+    def wake(self, tag: str) -> None:
+        with out_of_memory_told():
+            self._awake().wake(tag)
+
+    @override
     def close(self) -> None:
         self._runner = None
+
+    def _awake(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        return self._runner
 
 
 class GangExecutor(Executor):
@@ -107,12 +131,22 @@ class GangExecutor(Executor):
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         self._number += 1
-        with self.broken_told(self._number):
+        with self.broken_told(f"in step {self._number}"):
             inputs.draws = pack_draws(sampling)
             began = time.perf_counter()
             self._channel.send(pack_step(inputs, self._number), self._timeout)
             told = time.perf_counter() - began
-            return _GangPending(self, self._number, _launched(self._runner, inputs, sampling), told)
+            return _GangPending(self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told)
+
+    @override
+    def sleep(self, level: int) -> None:
+        with self._told(pack_sleep(level), "while it fell asleep") as runner:
+            runner.sleep(level)
+
+    @override
+    def wake(self, tag: str) -> None:
+        with self._told(pack_wake(tag), "while it woke up") as runner:
+            runner.wake(tag)
 
     def check(self) -> None:
         """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
@@ -129,14 +163,23 @@ class GangExecutor(Executor):
         self._group.close()
 
     @contextmanager
-    def broken_told(self, number: int) -> Iterator[None]:
-        """End the gang on any error of step `number`, and say why it broke where a rank knows."""
+    def _told(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
+        """Tell the other ranks what rank 0 then does as well."""
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        with self.broken_told(when):
+            self._channel.send(order, self._timeout)
+            yield self._runner
+
+    @contextmanager
+    def broken_told(self, when: str) -> Iterator[None]:
+        """End the gang on any error, and say when, and why where a rank knows."""
         try:
             yield
         except ParallelError as error:
             reason = _last_words(self._workers) or str(error)
             self.close()
-            raise EngineDeadError(f"the tensor-parallel group broke in step {number}: {reason}") from error
+            raise EngineDeadError(f"the tensor-parallel group broke {when}: {reason}") from error
         except BaseException:
             self.close()  # the ranks are out of step
             raise
@@ -145,15 +188,15 @@ class GangExecutor(Executor):
 class _GangPending(Pending):
     """A step of a gang. told: seconds that telling the other ranks took."""
 
-    def __init__(self, gang: GangExecutor, number: int, pending: Pending, told: float) -> None:
+    def __init__(self, gang: GangExecutor, when: str, pending: Pending, told: float) -> None:
         self._gang = gang
-        self._number = number
+        self._when = when
         self._pending = pending
         self._told = told
 
     @override
     def result(self) -> StepOutputs:
-        with self._gang.broken_told(self._number):
+        with self._gang.broken_told(self._when):
             outputs = self._pending.result()
         outputs.channel = self._told
         return outputs

@@ -28,9 +28,11 @@ from engine.loader import load_model
 from engine.model_folder import ModelFolder, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
+from engine.parking import ParkedWeights, give_back, tensors_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
 from engine.sharded_draw import draw_apart
+from engine.sleep import KV_CACHE
 from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_outputs import outputs_of
 from engine.step_tensors import dummy_sampling, dummy_step
@@ -67,18 +69,18 @@ class ModelRunner:
         self._host_side = HostSide(group.device)
         self._carry = Carry(group)
         self.phases: dict[str, float] = dict(folder.phases)
+        self._folder = folder
+        self._parked = ParkedWeights(pinned=group.device.type == "cuda")
+        self._level = 0  # of sleep
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
         with self._phase("weights"):
-            self.model: Decoder = load_model(folder, self.spec, config.context_len, group, self.dtype)
-            self._choose_kernels()
+            self.model: Decoder = self._load()
             self._meet()
         self._attention = self._backend(config)
         self._cache = self._allocate(1)
-        self._forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
-        if group.device.type == "cuda":
-            self._forward.use_graphs(CudaGraphDevice(group.device), graph_sizes(config), config.context_len)
+        self._forward = self._assemble()
         with self._phase("kv blocks"):
             self.config = self._fit_cache(shrink)
             self._cache = self._allocate(self.config.num_kv_blocks or 0)
@@ -119,18 +121,60 @@ class ModelRunner:
             pass
         return None
 
+    def sleep(self, level: int) -> None:
+        """Give back the memory of KV cache and weights; see `Executor.sleep`. On a CPU level 1 leaves the weights.
+
+        Returns when all ranks have.
+        """
+        self._forward.drop_graphs()
+        del self._forward
+        self._cache.drop()
+        if level == 2:
+            del self.model
+        elif self.group.device.type == "cuda":
+            self._parked.park(tensors_of(self.model))
+        give_back(self.group.device)
+        self._level = level
+        self._meet()
+
+    def wake(self, tag: str) -> None:
+        """Take the memory of one of `engine.sleep.TAGS` again; see `Executor.wake`. Returns when all ranks have.
+
+        Graphs are captured anew by the steps that want them.
+        """
+        if tag == KV_CACHE:
+            self._cache.restore()
+        else:
+            if self._level == 2:
+                self.model = self._load()
+            else:
+                self._parked.restore()
+            self._forward = self._assemble()
+        self._meet()
+
     @property
     def attention_backend(self) -> str:
         """Name of the attention backend."""
         return self._attention.name
 
-    def _choose_kernels(self) -> None:
+    def _load(self) -> Decoder:
+        """Read the weights and choose how they are computed with."""
+        model = load_model(self._folder, self.spec, self.config.context_len, self.group, self.dtype)
         device = self.group.device
         torch_only = self.config.attention_backend == "reference"
         kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, device)
         if device.type == "cpu":
-            choose_methods(self.model, kernels.linear)
-        self.model.use_kernels(kernels)
+            choose_methods(model, kernels.linear)
+        model.use_kernels(kernels)
+        return model
+
+    def _assemble(self) -> Forward:
+        """Return what runs the model over the cache, in graphs where the device can."""
+        forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
+        if self.group.device.type == "cuda":
+            sizes = graph_sizes(self.config)
+            forward.use_graphs(CudaGraphDevice(self.group.device), sizes, self.config.context_len)
+        return forward
 
     def _meet(self) -> None:
         """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's."""

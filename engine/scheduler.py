@@ -103,6 +103,13 @@ class Scheduler:
         self._roster.refresh()
         return known
 
+    def preempt_all(self, now: float) -> None:
+        """Send all that runs back to wait: its tokens are kept, its blocks are not. now: seconds on the clock."""
+        for _ in range(len(self._roster.running)):
+            self._waits.preempted(self._roster.preempt(now).request)
+            self._num_preempted += 1
+        self._roster.refresh()
+
     def mark(self, sequence: Sequence, error: Exception) -> None:
         """Have the whole request of `sequence` end with ERROR when its step is taken in, which comes next."""
         self._boundary.mark(sequence, error)

@@ -14,6 +14,7 @@ from engine.heap import settle_heap
 from engine.report import StepInputs
 from engine.resolve import set_threads
 from engine.runner import START_TIMEOUT, ModelRunner
+from engine.sleep import TAGS
 from engine.times import RankTimes
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed, ChannelError, RendezvousError
@@ -24,7 +25,9 @@ from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
 ARRIVALS = "arrivals"  # part of the rendezvous where workers leave word that they have started
-STEP = 1  # kind of message: run one step
+STEP = 1  # kinds of messages: run one step
+SLEEP = 2  # at the level that the message is numbered with
+WAKE = 3  # the one of `TAGS` that the message is numbered with
 OnStep = Callable[[RankTimes], None]
 STEP_FIELDS = (
     "input_ids",
@@ -101,15 +104,22 @@ class ControlChannel(BroadcastChannel):
 
 
 def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = None) -> None:
-    """Run the steps that come down the channel until it is closed. on_step: told the times of each."""
+    """Run the steps that come down the channel until it is closed, and sleep in between when told to.
+
+    on_step: told the times of each step. Raises `ChannelError` for what is no such message.
+    """
     ended = time.perf_counter()
     while True:
         try:
-            step = unpack_step(channel.receive())
+            message = unpack(channel.receive())
         except ChannelClosed:
             return
+        if message.kind in (SLEEP, WAKE):
+            _sleep_or_wake(runner, message)
+            ended = time.perf_counter()
+            continue
         received = time.perf_counter()
-        runner.execute(step)
+        runner.execute(step_of(message))
         waited, ended = received - ended, time.perf_counter()
         if on_step is not None:
             on_step(RankTimes(waited, ended - received))
@@ -143,9 +153,25 @@ def pack_step(inputs: StepInputs, number: int) -> Buffer:
     return pack(Message(STEP, number, {name: getattr(inputs, name) for name in STEP_FIELDS}))
 
 
-def unpack_step(buffer: Buffer) -> StepInputs:
+def pack_sleep(level: int) -> Buffer:
+    """Return the order to sleep as a message for the channel."""
+    return pack(Message(SLEEP, level))
+
+
+def pack_wake(tag: str) -> Buffer:
+    """Return the order to wake one of `TAGS` up as a message for the channel."""
+    return pack(Message(WAKE, TAGS.index(tag)))
+
+
+def _sleep_or_wake(runner: ModelRunner, message: Message) -> None:
+    if message.kind == SLEEP:
+        runner.sleep(message.number)
+    else:
+        runner.wake(TAGS[message.number])
+
+
+def step_of(message: Message) -> StepInputs:
     """Return the step in a message; its arrays are views. Raises `ChannelError` when it is no step."""
-    message = unpack(buffer)
     arrays: dict[str, Any] = dict(message.arrays)
     if message.kind != STEP or tuple(arrays) != STEP_FIELDS:
         raise ChannelError(f"message {message.number} of kind {message.kind} is no step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,10 @@ class LinearMethod(ABC):
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight.T + bias`; x is [num_tokens, in], the result [num_tokens, out] in x's dtype."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that are kept: on a GPU their memory is taken, and given back elsewhere, by sleep."""
+        return (value for value in vars(self).values() if isinstance(value, Tensor))
 
 
 class PlainLinear(LinearMethod):

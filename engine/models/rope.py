@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class RotaryTable:
     def __init__(self, rope: RopeSpec, head_dim: int, max_positions: int, device: torch.device) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
         self.table = torch.stack((angles.cos(), angles.sin()), 1).to(device)  # [max_positions, 2, head_dim / 2]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that are kept."""
+        yield self.table
 
     def rows(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines of these positions: [num_tokens] -> [num_tokens, 2, head_dim / 2]."""

@@ -1,0 +1,115 @@
+"""Where the weights of a GPU stay while the engine sleeps, and how the memory they leave is given back."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.models.rope import RotaryTable
+from parallel.methods import LinearMethod
+
+# Torch rounds what it pins up to a power of two: pieces of that size waste at most one of them.
+PIECE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of a storage, and the piece of host memory that holds them."""
+
+    start: int
+    piece: Tensor
+
+
+class ParkedWeights:
+    """Copies of tensors in the host's pinned memory, which is taken once and kept for the next time.
+
+    Their memory is given back under them: the tensors, and all that share storage with them, stay what they are, are
+    empty while parked, and may lie at other addresses afterwards.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._pieces: list[Tensor] = []
+        self._parked: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
+
+    def park(self, tensors: Iterable[Tensor]) -> int:
+        """Copy the tensors to the host and free their memory; returns the bytes. No step may be running."""
+        storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors) if each.nbytes()}
+        self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._take_pieces()
+        for storage, span in self._spans():
+            span.piece.copy_(_bytes(storage, span), non_blocking=True)
+        _finish(storages.values())
+        for storage, _ in self._parked:
+            storage.resize_(0)
+        return sum(size for _, size in self._parked)
+
+    def restore(self) -> None:
+        """Bring everything back. Where there is no memory all stays parked, and torch's error is raised."""
+        try:
+            for storage, size in self._parked:
+                storage.resize_(size)
+        except BaseException:
+            for storage, _ in self._parked:
+                storage.resize_(0)
+            raise
+        for storage, span in self._spans():
+            _bytes(storage, span).copy_(span.piece, non_blocking=True)
+        _finish(storage for storage, _ in self._parked)
+        self._parked = []
+
+    def _take_pieces(self) -> None:
+        total = sum(size for _, size in self._parked)
+        while len(self._pieces) * PIECE_BYTES < total:
+            self._pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def _spans(self) -> Iterator[tuple[torch.UntypedStorage, Span]]:
+        """Yield where each byte of each storage has its place; one storage after another fills the pieces."""
+        used = 0
+        for storage, size in self._parked:
+            start = 0
+            while start < size:
+                number, inside = divmod(used, PIECE_BYTES)
+                count = min(size - start, PIECE_BYTES - inside)
+                yield storage, Span(start, self._pieces[number][inside : inside + count])
+                start += count
+                used += count
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yield what the modules of a loaded model keep: parameters, buffers, other tensors, those of linear methods."""
+    for module in model.modules():
+        yield from module.parameters(recurse=False)
+        yield from module.buffers(recurse=False)
+        for value in vars(module).values():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, LinearMethod | RotaryTable):
+                yield from value.tensors()
+
+
+def give_back(device: torch.device) -> None:
+    """Let the system have what was freed: torch and the C library would keep it for themselves."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def _bytes(storage: torch.UntypedStorage, span: Span) -> Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole[span.start : span.start + len(span.piece)]
+
+
+def _finish(storages: Iterable[torch.UntypedStorage]) -> None:
+    for device in {storage.device for storage in storages}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

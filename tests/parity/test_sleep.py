@@ -1,0 +1,151 @@
+"""After sleep the same tokens as before: whatever the architecture, the way it multiplies, or the number of ranks."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from itertools import count
+
+import psutil
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from engine.errors import CheckpointError, ConfigError, EngineAsleepError
+from engine.llm import LLM
+from engine.local_executor import build_executor
+from engine.request import Request
+from engine.sampling_params import SamplingParams
+from tests import tiny_tokenizer
+from tests.parity.tiny_models import make, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.2, top_p=0.9, seed=4, n=2, max_tokens=10, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for name in ("qwen2", "qwen3", "gpt2"):  # tied weights; head norms; learned positions and transposed weights
+        make(name, root / name)
+        tiny_tokenizer.save(tiny_tokenizer.byte_level(), root / name)
+    return root
+
+
+def open_llm(folder, **changes):
+    given = {"device": "cpu", "dtype": "float32", "num_kv_blocks": 200, "block_size": 4, "enable_sleep_mode": True}
+    return LLM(folder, **given | changes)
+
+
+def tokens(llm):
+    found = [*llm.generate(prompts(2), PARAMS), *llm.generate(prompts(1), DRAWN)]
+    return [output.token_ids for result in found for output in result.outputs]
+
+
+# Packed in panels of ours, and for oneDNN.
+@pytest.mark.parametrize(("name", "backend"), [("qwen2", "auto"), ("qwen2", "reference"), ("gpt2", "auto")])
+def test_the_same_tokens_after_both_levels(folders, name, backend):
+    with open_llm(folders / name, attention_backend=backend) as llm:
+        before = tokens(llm)
+        for level in (1, 2, 1):
+            llm.sleep(level)
+            llm.wake_up()
+            assert tokens(llm) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_requests_under_way_go_on_where_they_were(folders, ranks):
+    settings = {"max_model_len": 128, "num_kv_blocks": 200, "block_size": 4, "max_num_batched_tokens": 24}
+    config = EngineConfig(str(folders / "qwen3"), device="cpu", tensor_parallel_size=ranks, **settings)
+    executor, info = build_executor(config)
+    core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+    undisturbed = run(core, {})
+    core.reset_prefix_cache()
+    assert run(core, {2: 2, 5: 1}) == undisturbed  # the first in the middle of a prompt
+    core.close()
+
+
+def run(core, sleeps):
+    """Return the tokens of four requests during which the engine sleeps: step -> level."""
+    chosen = defaultdict(list)
+    for number, prompt in enumerate(prompts(4)):
+        core.add(Request(f"{number}", tuple(prompt), DRAWN, seed=number))
+    for step in count():
+        if not core.has_unfinished:
+            assert step > max(sleeps, default=0)
+            return chosen
+        if step in sleeps:
+            core.sleep(sleeps[step])
+            assert not core.step().token_ids
+            core.wake_up(["kv_cache"])
+            assert core.is_sleeping
+            core.wake_up()
+            core.check_integrity()
+        report = core.step()
+        for sequence, token in zip(report.sequences, report.token_ids, strict=True):
+            chosen[sequence.request.request_id, sequence.index].append(token)
+    return chosen
+
+
+def test_generation_is_refused_while_it_sleeps_and_sleep_unless_it_was_enabled(folders):
+    with open_llm(folders / "qwen3") as llm:
+        llm.sleep()
+        with pytest.raises(EngineAsleepError, match="wake_up"):
+            llm.generate([[5]], PARAMS)
+    with (
+        open_llm(folders / "qwen3", enable_sleep_mode=False) as llm,
+        pytest.raises(ConfigError, match="enable_sleep_mode=True"),
+    ):
+        llm.sleep()
+
+
+def test_level_2_reads_what_the_folder_holds_by_then(folders, tmp_path):
+    folder = shutil.copytree(folders / "qwen3", tmp_path / "model")
+    file = folder / "model.safetensors"
+    with open_llm(folder) as llm:
+        before = tokens(llm)
+        llm.sleep(2)
+        file.rename(folder / "away")
+        with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+            llm.wake_up()
+        assert llm.is_sleeping()
+        weights = load_file(folder / "away")
+        save_file({name: tensor.flip(0) for name, tensor in weights.items()}, file)
+        llm.wake_up()
+        assert tokens(llm) != before
+        llm.sleep(2)
+        (folder / "away").rename(file)
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+def test_memory_is_given_back(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5, "vocab_size": 8192}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = transformers.Qwen3Config(**sizes, **heads, max_position_embeddings=256, tie_word_embeddings=False)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path)
+    weights = (tmp_path / "model.safetensors").stat().st_size
+
+    with open_llm(tmp_path, num_kv_blocks=800, block_size=16, max_num_batched_tokens=256) as llm:
+        cache = llm._core._executor._runner._cache.tensor
+        size = cache.fill_(0).nbytes  # as if all blocks had been used
+        assert min(weights, size) > 100e6
+        before = tokens(llm)
+        loaded = resident()
+        llm.sleep(1)
+        assert loaded - resident() > 0.9 * size
+        llm.wake_up()
+        assert tokens(llm) == before
+        llm.sleep(2)
+        assert loaded - resident() > 0.9 * (size + weights)
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+def resident():
+    return psutil.Process().memory_info().rss

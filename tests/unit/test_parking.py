@@ -1,0 +1,110 @@
+"""Tensors whose memory is given back and taken again keep their contents, and whatever shares it with others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from engine import parking
+from engine.models.rope import RotaryTable
+from engine.models.spec import RopeSpec
+from engine.parking import ParkedWeights, give_back, tensors_of
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.group import SoloGroup
+from parallel.linear import ColumnParallelLinear
+from parallel.methods import LinearMethod
+
+CPU = torch.device("cpu")
+
+
+class Quantised(LinearMethod):
+    """Whole numbers and a scale per row, as a quantising method keeps them."""
+
+    def __init__(self, weight):
+        self.scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.values = (weight / self.scales).round().to(torch.int8)
+
+    def apply(self, x, bias):
+        return x @ (self.values * self.scales).t()
+
+
+class Model(nn.Module):
+    """One of everything that a model keeps."""
+
+    def __init__(self):
+        super().__init__()
+        group = SoloGroup()
+        self.embedding = VocabParallelEmbedding(24, 8, group, torch.float32)
+        self.head = ParallelLMHead(8, 24, False, group, torch.float32)
+        self.inner = ColumnParallelLinear(8, 8, False, group, torch.float32)
+        self.register_buffer("offset", torch.randn(8))
+        self.table = RotaryTable(RopeSpec(10000.0), 8, 5, CPU)
+        for parameter in self.parameters():
+            parameter.data.normal_()
+        self.scale = torch.randn(16)[:8]  # an attribute, and a view
+        self.head.tie_to(self.embedding)
+        self.inner.method = Quantised(self.inner.weight)
+        self.inner.release_weight()
+
+    def forward(self, ids):
+        hidden = self.inner(self.embedding(ids)) * self.scale + self.offset
+        return self.head(hidden + self.table.rows(ids % 5).reshape(len(ids), -1)[:, :8])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model().requires_grad_(False)
+
+
+@pytest.mark.parametrize("piece", [7, 64, 1 << 20])
+def test_a_model_computes_the_same_after_it_was_parked_twice(model, monkeypatch, piece):
+    monkeypatch.setattr(parking, "PIECE_BYTES", piece)
+    ids = torch.arange(24)
+    before, parked = model(ids), ParkedWeights(pinned=False)
+    tied = model.embedding.weight
+    for _ in range(2):
+        total = parked.park(tensors_of(model))
+        # embedding and head, padded, once; int8 and scales, table, buffer, and all 16 elements behind the view
+        assert total == 4 * 64 * 8 + 8 * 8 + 4 * 8 + 4 * 5 * 8 + 4 * 8 + 4 * 16
+        held = [tensor.untyped_storage().nbytes() for tensor in tensors_of(model)]
+        assert held == [0] * len(held)
+        pieces = [each.data_ptr() for each in parked._pieces]
+        assert len(pieces) == -(-total // piece)
+        parked.restore()
+        assert torch.equal(model(ids), before)
+        assert model.head.weight is model.embedding.weight is tied
+    assert [each.data_ptr() for each in parked._pieces] == pieces, "the host's memory is taken once"
+
+
+def test_where_memory_ran_out_all_stays_parked(model):
+    before, parked = model(torch.arange(24)), ParkedWeights(pinned=False)
+    parked.park(tensors_of(model))
+    storage, size = parked._parked[-1]
+
+    class Short:
+        """A storage that finds no memory."""
+
+        nbytes = storage.nbytes
+        device = storage.device
+
+        def resize_(self, count):
+            if count:
+                raise torch.OutOfMemoryError("none left")
+
+    parked._parked[-1] = Short(), size
+    with pytest.raises(torch.OutOfMemoryError):
+        parked.restore()
+    held = [tensor.untyped_storage().nbytes() for tensor in tensors_of(model)]
+    assert held == [0] * len(held)
+    parked._parked[-1] = storage, size
+    parked.restore()
+    assert torch.equal(model(torch.arange(24)), before)
+
+
+def test_nothing_to_park_is_nothing_to_restore():
+    parked = ParkedWeights(pinned=False)
+    assert parked.park([]) == 0
+    parked.restore()
+    give_back(CPU)
