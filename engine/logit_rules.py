@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.report import Ints, SamplingInputs
+from engine.report import Floats, Ints, SamplingInputs
+from engine.upload import upload
 
 NEVER = float("-inf")
-_BITS = torch.arange(32, dtype=torch.int32)
+
+Forbid = Callable[[Tensor, Tensor, Tensor], None]  # logits, rows, bits: as `forbid` does
 
 
 def changes_logits(inputs: SamplingInputs) -> bool:
@@ -26,22 +29,41 @@ def restricts(inputs: SamplingInputs) -> bool:
     return bool(inputs.allowed) or inputs.masks is not None
 
 
-def apply_rules(logits: Tensor, inputs: SamplingInputs) -> None:
-    """Change `logits`, [num_samples, vocab] fp32, in place: bias, allowed and forbidden ids, masks, penalties."""
-    for row, (ids, biases) in inputs.biases.items():
-        logits[row, _index(ids, logits)] += torch.from_numpy(biases).to(logits.device)
-    for row, ids in inputs.allowed.items():
-        index = _index(ids, logits)
-        kept = logits[row, index]
-        logits[row] = NEVER
-        logits[row, index] = kept
+def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid) -> None:
+    """Change `logits`, [num_samples, vocab] fp32, in place: bias, allowed and forbidden ids, masks, penalties.
+
+    Nothing here waits for the device; a grammar's masks are waited for while it works. forbid: applies them.
+    """
+    if inputs.biases:
+        _bias(logits, inputs.biases)
+    if inputs.allowed:
+        _allow(logits, inputs.allowed)
     if inputs.masks is not None:
-        _mask(logits, *inputs.masks())
+        forbid(logits, *upload(inputs.masks(), logits.device))
     if inputs.forbidden:
-        rows = [row for row, ids in inputs.forbidden.items() for _ in ids]
-        columns = [token for ids in inputs.forbidden.values() for token in ids]
-        logits[rows, columns] = NEVER
+        rows, ids = upload(_places(inputs.forbidden), logits.device)
+        logits.index_put_((rows, ids), logits.new_full(rows.shape, NEVER))
     _penalise(logits, inputs)
+
+
+def _bias(logits: Tensor, biases: Mapping[int, tuple[Ints, Floats]]) -> None:
+    places = _places({row: ids for row, (ids, _) in biases.items()})
+    rows, ids, added = upload((*places, np.concatenate([some for _, some in biases.values()])), logits.device)
+    logits.index_put_((rows, ids), logits[rows, ids] + added)
+
+
+def _allow(logits: Tensor, allowed: Mapping[int, Ints]) -> None:
+    ruled, rows, ids = upload((np.fromiter(allowed, np.int64), *_places(allowed)), logits.device)
+    kept = logits[rows, ids]
+    logits.index_fill_(0, ruled, NEVER)
+    logits.index_put_((rows, ids), kept)
+
+
+def _places(ids: Mapping[int, Ints | tuple[int, ...]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows and ids one beside the other, of ids by row."""
+    counts = [len(some) for some in ids.values()]
+    rows = np.repeat(np.fromiter(ids, np.int64, len(counts)), counts)
+    return rows, np.concatenate([np.asarray(some, np.int64) for some in ids.values()])
 
 
 def column(values: NDArray[Any], like: Tensor) -> Tensor:
@@ -49,15 +71,11 @@ def column(values: NDArray[Any], like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like.device)[:, None]
 
 
-def _index(ids: Ints, like: Tensor) -> Tensor:
-    return torch.from_numpy(ids).to(like.device).long()
-
-
-def _mask(logits: Tensor, rows: Ints, bits: Ints) -> None:
+def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """Forbid in each of `rows` what its bits do not allow. bits: [num_masked, vocab / 32 rounded up]."""
-    words = torch.from_numpy(bits).to(logits.device)
-    allowed = ((words[:, :, None] >> _BITS.to(logits.device)) & 1).bool().flatten(1)[:, : logits.shape[1]]
-    index = _index(rows, logits)
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, : logits.shape[1]]
+    index = rows.long()
     logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, NEVER))
 
 
@@ -68,13 +86,19 @@ def _penalise(logits: Tensor, inputs: SamplingInputs) -> None:
     if not rows.size or inputs.prompt_ids is None:
         return
     vocab = logits.shape[1]
-    index = torch.from_numpy(rows).to(logits.device)
+    empty = np.empty((len(rows), 0), np.int32)
+    index, prompt, output, *values = upload(
+        (
+            rows,
+            _history(inputs.prompt_ids[rows], vocab),
+            _history(empty if inputs.output_ids is None else inputs.output_ids[rows], vocab),
+            *(each[rows] for each in (repetition, presence, frequency)),
+        ),
+        logits.device,
+    )
+    repeated, present, frequent = (each[:, None] for each in values)
     # One column more takes what is written for padding.
     work = F.pad(logits.index_select(0, index), (0, 1))
-    prompt = _history(inputs.prompt_ids[rows], vocab, logits.device)
-    empty = np.empty((len(rows), 0), np.int32)
-    output = _history(empty if inputs.output_ids is None else inputs.output_ids[rows], vocab, logits.device)
-    repeated, present, frequent = (column(each[rows], logits) for each in (repetition, presence, frequency))
     seen = torch.cat((prompt, output), dim=1)
     value = work.gather(1, seen)
     work.scatter_(1, seen, torch.where(value > 0, value / repeated, value * repeated))
@@ -83,5 +107,5 @@ def _penalise(logits: Tensor, inputs: SamplingInputs) -> None:
     logits.index_copy_(0, index, work[:, :vocab])
 
 
-def _history(ids: Ints, vocab: int, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.where(ids < 0, vocab, ids).astype(np.int64)).to(device)
+def _history(ids: Ints, vocab: int) -> NDArray[np.int64]:
+    return np.where(ids < 0, vocab, ids).astype(np.int64)

@@ -21,7 +21,7 @@ from engine.graph_pool import CudaGraphDevice, GraphPool
 from engine.graph_sizes import graph_sizes
 from engine.host_copies import CudaCopies
 from engine.kernels.base import TorchKernels
-from engine.kernels.select import select_kernels
+from engine.kernels.select import select_draws, select_kernels
 from engine.kv_cache import KVCache, block_bytes, cuda_budget
 from engine.kv_room import cpu_budget, fit_cache
 from engine.loader import load_model
@@ -68,6 +68,7 @@ class ModelRunner:
         self.group = group
         self._host_side = HostSide(group.device)
         self._carry = Carry(group)
+        self._draws = None if config.attention_backend == "reference" else select_draws(group.device)
         self.phases: dict[str, float] = dict(folder.phases)
         self._folder = folder
         self._parked = ParkedWeights(pinned=group.device.type == "cuda")
@@ -116,7 +117,7 @@ class ModelRunner:
             return None if sampling is None else DeviceOutputs(tokens)
         pieces = (head.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
         if sampling is not None:
-            return outputs_of(pieces, sampling)
+            return outputs_of(pieces, sampling, self._draws)
         for _ in pieces:
             pass
         return None

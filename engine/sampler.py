@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
-from engine.logit_rules import NEVER, apply_rules, changes_logits, column, restricts
+from engine.draws import TokenDraws
+from engine.logit_rules import NEVER, apply_rules, changes_logits, column, forbid, restricts
 from engine.noise import row_keys
 from engine.race import RUN, best_values, first_best, run_race
 from engine.report import Floats, Ints, SamplingInputs
@@ -21,27 +22,37 @@ CANDIDATES = 64
 MORE = 16
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> DeviceOutputs:
+def sample(logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None) -> DeviceOutputs:
     """Choose one token per row of `logits`, [num_samples, vocab] fp32, which may be overwritten.
 
     Order as in vLLM: bias, allowed and forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities
     are those of the logits as they came. Rows whose best logit is NaN or infinite get FAILED for a token, rows whose
     rules leave them none STUCK.
+
+    draws: made for the device; without them torch's operations serve, which wait for the device here and there.
     """
     wants_logprobs = inputs.num_logprobs >= 0
     changed = changes_logits(inputs)
     raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
     came_sound = logits.amax(dim=-1).isfinite() if restricts(inputs) else None
     if changed:
-        apply_rules(logits, inputs)
+        apply_rules(logits, inputs, draws.forbid if draws else forbid)
+    drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
+    tokens = drawn.clamp(min=0)
+    logprobs = score(raw, tokens.long(), inputs.num_logprobs) if wants_logprobs else None
+    if came_sound is not None:
+        drawn = torch.where(came_sound & (drawn < 0), STUCK, drawn)
+    return DeviceOutputs(drawn, logprobs)
+
+
+def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Return the tokens, [num_samples] int32, FAILED where the best logit is NaN or infinite."""
     logits = F.pad(logits, (0, -logits.shape[1] % RUN), value=NEVER) if logits.shape[1] % RUN else logits.contiguous()
     peaks = logits.view(len(logits), -1, RUN).amax(dim=-1)
     best = first_best(logits, peaks)
     sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
     tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
-    tokens = tokens.where(sound, 0)
-    logprobs = score(raw, tokens, inputs.num_logprobs) if wants_logprobs else None
-    return DeviceOutputs(_codes(tokens.to(torch.int32), sound, came_sound), logprobs)
+    return tokens.where(sound, FAILED).to(torch.int32)
 
 
 def score(logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
@@ -50,13 +61,6 @@ def score(logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
     best = logits.topk(min(count, logits.shape[1]), dim=-1)
     chosen = (logits.gather(1, tokens[:, None]) - total)[:, 0]
     return DeviceLogprobs(chosen, best.indices.to(torch.int32), best.values - total)
-
-
-def _codes(tokens: Tensor, sound: Tensor, came_sound: Tensor | None) -> Tensor:
-    """Put what went wrong in the place of tokens that mean nothing. came_sound: before rules were applied, if any."""
-    if came_sound is None:
-        return tokens.where(sound, FAILED)
-    return tokens.where(sound, torch.where(came_sound, STUCK, FAILED).to(tokens.dtype))
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.kernels import triton_draw as draw
 from engine.kernels import triton_kernels as small
 
 Kernel = tuple[object, dict[str, str], dict[str, object], int]  # kernel, types, constants, warps
@@ -29,6 +30,20 @@ def norms() -> Iterator[Kernel]:
     yield small._silu_gate_kernel, {"x": "*bf16", "out": "*bf16", "size": "i32"}, {"BLOCK": 1024}, 4
 
 
+def draws() -> Iterator[Kernel]:
+    """The kernels that draw, for the 2,374 runs of Qwen3's vocabulary."""
+    types = dict.fromkeys(
+        ("logits", "temperatures", "log_min_ps", "top_ps", "peaks", "masses", "leasts", "totals"), "*fp32"
+    )
+    types |= dict.fromkeys(("top_ks", "survivors", "counts", "tokens", "rows", "bits"), "*i32") | {"keys": "*i64"}
+    types |= dict.fromkeys(("row_stride", "vocab", "num_runs", "num_words"), "i32")
+    yield draw.scan, types, {"RUNS": 64}, 8
+    yield draw.bound, types, {"BLOCK": 4096}, 8
+    yield draw.restrict, types, {"BLOCK": 4096, "RUNS": 64}, 8
+    yield draw.race, types, {"BLOCK": 4096, "FILTERED": True, "RACED": 512}, 8
+    yield draw.forbid, types, {"BLOCK": 4096}, 8
+
+
 def compile_for(kernel, types, constants, warps, architecture):
     """Return the compiled kernel."""
     names = kernel.arg_names
@@ -38,7 +53,7 @@ def compile_for(kernel, types, constants, warps, architecture):
 
 
 if __name__ == "__main__":
-    for kernel, types, constants, warps in norms():
+    for kernel, types, constants, warps in (*norms(), *draws()):
         made = compile_for(kernel, types, constants, warps, int(sys.argv[1]))
         sizes = f"{made.metadata.shared} bytes of shared memory, {len(made.asm['cubin'])} of code"
         print(kernel.__name__, constants, sizes)

@@ -1,4 +1,4 @@
-"""Chooses the kernels of a model, and says which and why."""
+"""Chooses the kernels of a model and of its sampling, and says which and why."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from importlib import import_module
 
 import torch
 
+from engine.draws import TokenDraws
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.native import NativeKernels, native_library, why_not_native
 
@@ -26,6 +27,18 @@ def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> K
         return TorchKernels()
     logger.info("kernels: compiled for this CPU")
     return NativeKernels(library, dtype, torch.get_num_threads())
+
+
+def select_draws(device: torch.device) -> TokenDraws | None:
+    """Return what draws tokens best on `device`; None = torch's operations."""
+    if device.type != "cuda":
+        return None
+    try:
+        found: TokenDraws = import_module("engine.kernels.triton_sampler").TritonDraws()
+    except ImportError as error:
+        logger.warning("sampling: torch's operations, for Triton's need a package that is not here: %s", error)
+        return None
+    return found
 
 
 def _on_cuda() -> Kernels:

@@ -1,0 +1,27 @@
+"""A way of drawing tokens that suits one kind of device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from engine.report import SamplingInputs
+
+
+class TokenDraws(ABC):
+    """Draws from logits, [num_samples, vocab] fp32, without waiting for the device; each row by itself.
+
+    Must agree with `engine.sampler` on what may be drawn and on the noise that decides.
+    """
+
+    @abstractmethod
+    def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        """Write -inf over what is not allowed in `rows`, [num_masked] int32.
+
+        bits: [num_masked, vocab / 32 rounded up] int32, a bit per allowed id, the lowest first.
+        """
+
+    @abstractmethod
+    def draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        """Return a token per row, [num_samples] int32; -1 where the best logit is NaN or infinite."""

@@ -1,0 +1,106 @@
+"""Draws tokens on a GPU: few launches, few passes over the logits, and no word with the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from typing_extensions import override
+
+from engine.draws import TokenDraws
+from engine.kernels import triton_draw as kernels
+from engine.noise import row_keys
+from engine.report import SamplingInputs
+from engine.upload import upload
+
+RUN: int = kernels.RUN.value
+RUNS = 64  # runs that a program looks at together: 4,096 logits
+RACED = 512  # runs that `race` looks at together
+FORBIDDEN_IDS = 4096  # ids that a program of `forbid` looks at
+WARPS = 8
+
+
+class TritonDraws(TokenDraws):
+    """Draws what `engine.sampler` draws on a CPU, from the same noise.
+
+    One pass over the logits leaves the peak and the mass of each run of 64 ids. Greedy rows and rows without filters
+    need little more: a token is drawn from the runs, then from one run. With filters the peaks tell which runs can
+    hold what is left, and only those are looked at again: the k best lie in the k runs with the best peaks. The
+    thresholds are found digit by digit in the order of floats, exactly and without sorting; a nearly flat row with
+    top-p alone, where all runs stay in, takes 16 more passes.
+
+    A row is worked on by itself, in an order that depends on the vocabulary alone: its token is the same in any
+    company and on any GPU of one kind. Between GPU and CPU the noise is the same in fp64 up to the last place of a
+    logarithm, while masses are sums in fp32 in another order: a token differs where two runs, or the mass and top-p,
+    are within about 1e-6 of each other.
+    """
+
+    @override
+    def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+        vocab = logits.shape[1]
+        grid = (len(rows), triton.cdiv(vocab, FORBIDDEN_IDS))
+        kernels.forbid[grid](
+            logits, rows, bits, logits.stride(0), vocab, bits.shape[1], BLOCK=FORBIDDEN_IDS, num_warps=WARPS
+        )
+
+    @override
+    def draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
+        rows = _Rows.of(logits, inputs)
+        sizes = (logits.stride(0), rows.vocab, rows.num_runs)
+        block = triton.next_power_of_2(rows.num_runs)
+        kernels.scan[len(logits), triton.cdiv(rows.num_runs, RUNS)](
+            logits, rows.temperature, rows.peaks, rows.masses, *sizes, RUNS=RUNS, num_warps=WARPS
+        )
+        if rows.filters is not None:
+            _restrict(logits, rows, rows.filters, block)
+        tokens = torch.empty_like(rows.temperature, dtype=torch.int32)
+        kernels.race[len(logits),](
+            logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes,
+            FILTERED=rows.filters is not None, BLOCK=block, RACED=RACED, num_warps=WARPS,
+        )  # fmt: skip
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What the kernels read and write for each row; the first dimension of every tensor is num_rows."""
+
+    vocab: int
+    num_runs: int
+    keys: Tensor  # int64
+    temperature: Tensor
+    filters: tuple[Tensor, ...] | None  # log of min-p, top-k, top-p; None = no row is filtered
+    peaks: Tensor  # [.., num_runs] fp32
+    masses: Tensor  # [.., num_runs] fp32
+    leasts: Tensor  # least logit / temperature that may be drawn
+
+    @classmethod
+    def of(cls, logits: Tensor, inputs: SamplingInputs) -> _Rows:
+        num_rows, vocab = logits.shape
+        num_runs = triton.cdiv(vocab, RUN)
+        with np.errstate(divide="ignore"):
+            log_min_p = np.log(inputs.min_p)
+        top_k = np.where(inputs.top_k < vocab, inputs.top_k, 0).clip(min=0).astype(np.int32)
+        filtered = ((top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)) & (inputs.temperature > 0)
+        keys = row_keys(inputs.seeds, inputs.choices, inputs.positions)
+        filters = (log_min_p, top_k, inputs.top_p) if filtered.any() else ()
+        moved = upload((keys, inputs.temperature, *filters), logits.device)
+        peaks = torch.empty(num_rows, num_runs, device=logits.device)
+        return cls(
+            vocab, num_runs, moved[0], moved[1], tuple(moved[2:]) or None,
+            peaks, torch.empty_like(peaks), torch.empty_like(moved[1]),
+        )  # fmt: skip
+
+
+def _restrict(logits: Tensor, rows: _Rows, filters: tuple[Tensor, ...], block: int) -> None:
+    """Leave in `rows.masses` what the filters leave, and in `rows.leasts` the thresholds."""
+    survivors = torch.empty_like(rows.masses, dtype=torch.int32)
+    counts, totals = torch.empty_like(rows.leasts, dtype=torch.int32), torch.empty_like(rows.leasts)
+    shared = (rows.temperature, *filters, rows.peaks, rows.masses, survivors, counts, rows.leasts, totals)
+    kernels.bound[len(logits),](*shared, rows.num_runs, BLOCK=block, num_warps=WARPS)
+    kernels.restrict[len(logits),](
+        logits, *shared, logits.stride(0), rows.vocab, rows.num_runs, BLOCK=block, RUNS=RUNS, num_warps=WARPS
+    )
