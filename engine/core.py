@@ -30,6 +30,8 @@ from engine.step_results import failures, fill, find_fault
 from engine.stops import StopTokens
 from engine.tables import Tables
 
+NO_STATS = EngineStats()
+
 
 class EngineCore:
     """One model on one group of workers, driven step by step. Used by one thread.
@@ -332,7 +334,7 @@ class EngineCore:
             raise EngineDeadError(f"the engine takes nothing more: {self._dead}")
 
     def _report(self, schedule: Schedule | None, outputs: StepOutputs | None) -> StepReport:
-        report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, EngineStats())
+        report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
         if schedule is not None and outputs is not None:
             self._num_steps += 1
             report.step = self._num_steps

@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.grammar.masks import MaskMaker
-from engine.report import Ints, PromptScores, SamplingInputs, StepInputs
+from engine.report import NO_PAIRS, Ints, PromptScores, SamplingInputs, StepInputs
 from engine.sampling_inputs import SamplingBuilder, SamplingTable
 from engine.schedule import Index, Schedule
 from engine.tables import Tables
-
-NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 
 
 @dataclass(slots=True)

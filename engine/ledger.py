@@ -90,6 +90,7 @@ class Ledger:
         self._idle = Usage()
         self._shares: list[_Share] = []
         self._tokens: Weights = np.zeros(0, np.int64)  # [shares]
+        self._num_tokens = 0  # of all shares
         self._version = 0  # of the schedule that `_shares` are of
         self._running: list[Sequence] = []  # whose `_shares` they are
 
@@ -108,20 +109,25 @@ class Ledger:
             self.settle()
             self._version, self._running = schedule.version, running
             self._divide(schedule, running, slots)
-        weights = self._tokens
-        if left:
-            weights = np.concatenate([weights, _tokens(schedule, list(left)).astype(np.int64)])
         spent = self._devices * self._pass(now)
-        if not weights.any():
+        if left:
+            spent = self._charge_left(schedule, left, spent)
+        if not self._num_tokens:
             self._idle.device_ns += spent
             return
-        parts = iter(split(spent, weights).tolist())
-        for share, part in zip(self._shares, parts, strict=False):
+        for share, part in zip(self._shares, split(spent, self._tokens).tolist(), strict=True):
             share.account.usage.device_ns += part
             share.account.due.device_ns += part
-        for sequence, part in zip(left, parts, strict=True):
+
+    def _charge_left(self, schedule: Schedule, left: Items[Sequence], spent: int) -> int:
+        """Charge those who have left for their part of a step; return what is left of it for the others."""
+        tokens = _tokens(schedule, list(left))
+        weights = np.array([*tokens.tolist(), self._num_tokens], np.int64)
+        parts = split(spent, weights).tolist() if tokens.any() else []
+        for sequence, part in zip(left, parts, strict=False):
             self._account(sequence.request.tenant).usage.device_ns += part
             sequence.device_ns += part
+        return parts[-1] if parts else spent
 
     def leaves(self, sequence: Sequence) -> None:
         """Note that a sequence is about to leave its row."""
@@ -193,6 +199,7 @@ class Ledger:
                 rows.setdefault(self._name(sequence.request.tenant), []).append(row)
             self._shares = [_Share(self._account(name), slots[own], weights[:, own]) for name, own in rows.items()]
         self._tokens = np.array([share.weights[0].sum() for share in self._shares], np.int64)
+        self._num_tokens = int(self._tokens.sum())
 
 
 def split(amount: int, weights: Weights) -> Weights:

@@ -16,6 +16,9 @@ from engine.request import FinishReason, Sequence
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
+NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
+NO_DRAWS: Ints = np.zeros((0, 5), np.int32)
+
 
 @dataclass(slots=True)
 class StepInputs:
@@ -33,11 +36,11 @@ class StepInputs:
     block_tables: Ints  # [num_reqs, max blocks of this step]; 0 = null block
     logits_indices: Ints  # [num_logits]  rows of the hidden states whose logits are wanted, ascending
     copy_blocks: Ints  # [num_copies, 2]  (source, destination): copy-on-write, done before anything is stored
-    pooled: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    pooled: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
-    draws: Ints = field(default_factory=lambda: np.zeros((0, 5), np.int32))
+    draws: Ints = field(default_factory=lambda: NO_DRAWS)
     # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sharded_draw`); [0, 5] = from all
-    carried: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    carried: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...

@@ -37,7 +37,13 @@ class Rows:
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
+        self._num_structured = 0
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
+
+    @property
+    def any_structured(self) -> bool:
+        """Whether the output of any placed sequence must match a grammar."""
+        return self._num_structured > 0
 
     @property
     def structured(self) -> NDArray[np.bool_]:
@@ -158,6 +164,7 @@ class Rows:
         self.blocks.release(sequence.block_table)
         self.tables.clear(sequence.slot)
         self._stops.unwatch(sequence.request)
+        self._num_structured -= sequence.grammar is not None
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.block_table = []
@@ -167,6 +174,8 @@ class Rows:
         """Check blocks, tables and slots against the sequences that hold a slot. Raises `IntegrityError`."""
         self.blocks.check_integrity(sequence.block_table for sequence in placed)
         self._stops.check_integrity(sequence.request for sequence in placed)
+        if self._num_structured != sum(sequence.grammar is not None for sequence in placed):
+            raise IntegrityError("sequences with a grammar are miscounted")
         slots = sorted(self._free_slots + [sequence.slot for sequence in placed])
         if slots != list(range(self.tables.num_slots)):
             raise IntegrityError("free and used slots are not all slots, each once")
@@ -192,6 +201,7 @@ class Rows:
     def _take_slot(self, sequence: Sequence) -> int:
         slot = sequence.slot = self._free_slots.pop()
         self._stops.watch(sequence.request)
+        self._num_structured += sequence.grammar is not None
         self._params.write(slot, sequence, self._stops.of(sequence.request))
         return slot
 

@@ -109,14 +109,19 @@ class Updater:
         """Put the drawn tokens at their positions, and end the sequences that are done."""
         tables = self._tables
         tables.flat_tokens[slots * tables.context_len + positions] = token_ids
-        for row in self._rows.structured[slots].nonzero()[0].tolist():
-            if not self._boundary.is_marked(samples[row]):
-                self._boundary.guard(samples[row], _accept, samples[row], int(token_ids[row]))
+        if self._rows.any_structured:
+            self._accept(samples, slots, token_ids)
         num_tokens = positions + 1
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
         for row in ended.nonzero()[0].tolist():
             sequence = samples[row]
             self._boundary.guard(sequence, self._end_if_done, sequence, int(token_ids[row]), int(num_tokens[row]))
+
+    def _accept(self, samples: list[Sequence], slots: Index, token_ids: Ints) -> None:
+        """Let grammars know what was drawn."""
+        for row in self._rows.structured[slots].nonzero()[0].tolist():
+            if not self._boundary.is_marked(samples[row]):
+                self._boundary.guard(samples[row], _accept, samples[row], int(token_ids[row]))
 
     def _end_if_done(self, sequence: Sequence, token: int, num_tokens: int) -> None:
         """End `sequence` if its last token was drawn: `token`, with which it has `num_tokens`."""

@@ -84,7 +84,7 @@ class Load:
     def _step(self) -> list[float]:
         """Do what `EngineCore.step` does, with a look at the clock in between."""
         core, begun = self.core, time.perf_counter()
-        core._begin(time.monotonic())
+        core._ledger.idle(time.monotonic())
         marks = [time.perf_counter()]
         schedule = _timed(marks, core._scheduler.schedule)
         assert schedule is not None
