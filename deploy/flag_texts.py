@@ -56,6 +56,7 @@ HELP = {
         "num_kv_blocks": "KV blocks of each rank.",
         "gpu_memory_utilization": "Share of a GPU's memory to use, above 0 and at most 1.",
         "kv_cache_memory_bytes": "Bytes of KV cache of each rank on CPU.",
+        "kv_cache_dtype": "Type of the KV cache; fp8 holds twice the tokens, on GPUs from compute capability 8.9.",
         "enable_prefix_caching": "Reuse the KV blocks of prompts that begin alike.",
     },
     "Cluster": {

@@ -21,7 +21,7 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
 from deploy.flag_texts import HELP, OPEN_DEFAULTS
-from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, SCHEDULING_POLICIES
+from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, SCHEDULING_POLICIES
 from engine.errors import ConfigError
 
 SHORT = {"tensor_parallel_size": ("-tp", "--tp")}
@@ -29,6 +29,7 @@ POSITIONAL = "model"
 CHOICES = {
     "dtype": DTYPES,
     "device": DEVICES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": SCHEDULING_POLICIES,
     "attention_backend": ATTENTION_BACKENDS,
     "tool_call_parser": TOOL_PARSERS.names(),
@@ -81,6 +82,7 @@ PLANNED = (
     "max_num_batched_tokens",
     "block_size",
     "num_kv_blocks",
+    "kv_cache_dtype",
     "gpu_memory_utilization",
 )
 # What concerns clients and copies of a service, of which a batch has none.

@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
 
@@ -25,6 +26,7 @@ class EngineConfig:
     num_kv_blocks: KV blocks incl. the null block; None = from memory.
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
+    kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
     takes what is compiled for this CPU, or Triton's kernels on CUDA.
     async_scheduling: plan and launch a step while the one before it runs; None = on with CUDA, off on CPU, where host
@@ -47,6 +49,7 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
@@ -64,6 +67,7 @@ class EngineConfig:
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _power_of_two("block_size", self.block_size)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.device is not None:
@@ -83,6 +87,11 @@ class EngineConfig:
         if self.async_scheduling is not None:
             return self.async_scheduling
         return (self.device or "cpu").startswith("cuda")
+
+    @property
+    def fp8_cache(self) -> bool:
+        """Whether the KV cache holds float8_e4m3fn."""
+        return self.kv_cache_dtype != "auto"
 
     @property
     def max_blocks_per_seq(self) -> int:

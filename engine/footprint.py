@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, LayerCache, StepTensors
 from engine.attention.flash import unfit_for_flash
+from engine.attention.triton_fit import unfit_for_triton
 from engine.config import EngineConfig
 from engine.forward import LOGIT_ROWS
 from engine.kv_cache import block_bytes
@@ -40,8 +41,8 @@ class Footprint:
     `max_num_batched_tokens` prompt tokens and `max_num_seqs` sequences holds beside them, as eager torch runs it.
     layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
-    num_heads, num_kv_heads: of this rank. block_bytes: of one KV block. no_flash: why flash-attn, the attention for
-    GPUs, does not take this model so, None where it does.
+    num_heads, num_kv_heads: of this rank. block_bytes: of one KV block. no_attention: why no attention made for GPUs
+    takes this model so, None where one does.
     """
 
     parameters: int
@@ -53,14 +54,14 @@ class Footprint:
     num_heads: int
     num_kv_heads: int
     block_bytes: int
-    no_flash: str | None
+    no_attention: str | None
 
 
 def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
     """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises `ShardingError`."""
     check_sharding(spec, config.tensor_parallel_size)
-    dtype: torch.dtype = getattr(torch, config.dtype)
     decoder = build_blueprint(config, spec)
+    attention = attention_spec(config, spec, decoder)
     heads, kv_heads = decoder.attention_heads
     weights = sum(weight.nbytes for weight in decoder.parameters())
     inside = [part.weight for part in decoder.layers.modules() if isinstance(part, ParallelLinear)]
@@ -74,8 +75,8 @@ def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
         read_bytes=weights - lookup,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        block_bytes=block_bytes(spec.num_layers, config.block_size, kv_heads, spec.head_dim, dtype),
-        no_flash=unfit_for_flash(attention_spec(config, spec, decoder)),
+        block_bytes=block_bytes(spec.num_layers, config.block_size, kv_heads, spec.head_dim, attention.cache_dtype),
+        no_attention=unfit_for_flash(attention) and unfit_for_triton(attention),
     )
 
 
@@ -173,6 +174,7 @@ def attention_spec(config: EngineConfig, spec: DecoderSpec, decoder: Decoder) ->
         block_size=config.block_size,
         dtype=getattr(torch, config.dtype),
         device=META,
+        fp8_cache=config.fp8_cache,
     )
 
 

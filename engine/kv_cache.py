@@ -15,7 +15,8 @@ from engine.kv_room import gpu_budget
 class KVCache:
     """Keys and values of all layers: one tensor [2, layers, blocks, block_size, kv_heads_per_rank, head_dim].
 
-    Block 0 is the null block: padding reads it, nobody's tokens are in it.
+    Block 0 is the null block: padding reads it, nobody's tokens are in it. scales: see `LayerCache`, of all layers,
+    [layers, 2, kv_heads_per_rank].
     """
 
     def __init__(
@@ -27,15 +28,19 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Tensor | None = None,
     ) -> None:
         shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device)
+        # Torch copies and fills bytes, not float8.
+        held = torch.uint8 if dtype.itemsize == 1 else dtype
+        self.tensor = torch.empty(shape, dtype=held, device=device)
         self.tensor[:, :, 0] = 0
         self._num_bytes = self.tensor.untyped_storage().nbytes()
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: tuple[LayerCache, ...] = tuple(
-            LayerCache(self.tensor[0, layer], self.tensor[1, layer]) for layer in range(num_layers)
+            LayerCache(keys.view(dtype), values.view(dtype), None if scales is None else scales[layer])
+            for layer, (keys, values) in enumerate(zip(*self.tensor, strict=True))
         )
 
     def copy(self, pairs: Tensor) -> None:

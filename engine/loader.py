@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import CheckpointError
+from engine.kv_scales import KV_SCALE
 from engine.model_folder import ModelFolder
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
@@ -51,7 +52,7 @@ def _load(model: Decoder, rules: list[WeightRule], checkpoint: Checkpoint, spec:
     names = _names_on_disk(checkpoint.names, rules)
     wanted = {rule.name for rule in rules}
     known = {"lm_head.weight"} if spec.tied_embeddings else set()
-    extra = {name for name in names.keys() - wanted - known if not NO_WEIGHTS.search(name)}
+    extra = {name for name in names.keys() - wanted - known if not (NO_WEIGHTS.search(name) or KV_SCALE.search(name))}
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     parameters = dict(model.named_parameters())

@@ -24,6 +24,7 @@ from engine.kernels.base import TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv_cache import KVCache, block_bytes, cuda_budget
 from engine.kv_room import cpu_budget, fit_cache
+from engine.kv_scales import read_kv_scales
 from engine.loader import load_model
 from engine.model_folder import ModelFolder, open_model
 from engine.models.decoder import Decoder
@@ -80,6 +81,7 @@ class ModelRunner:
             self.model: Decoder = self._load()
             self._meet()
         self._attention = self._backend(config)
+        self._kv_scales = read_kv_scales(folder.path, self.spec, group) if config.fp8_cache else None
         self._cache = self._allocate(1)
         self._forward = self._assemble()
         with self._phase("kv blocks"):
@@ -196,13 +198,15 @@ class ModelRunner:
                 block_size=config.block_size,
                 dtype=self.dtype,
                 device=self.group.device,
+                fp8_cache=config.fp8_cache,
             ),
         )
 
     def _allocate(self, num_blocks: int) -> KVCache:
         spec, kv_heads = self.spec, self._attention.spec.num_kv_heads
         size = self._attention.spec.block_size
-        return KVCache(spec.num_layers, num_blocks, size, kv_heads, spec.head_dim, self.dtype, self.group.device)
+        dtype, device = self._attention.spec.cache_dtype, self.group.device
+        return KVCache(spec.num_layers, num_blocks, size, kv_heads, spec.head_dim, dtype, device, self._kv_scales)
 
     def _fit_cache(self, shrink: bool) -> EngineConfig:
         """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""
@@ -210,7 +214,8 @@ class ModelRunner:
         if config.num_kv_blocks is not None:
             return config
         kv_heads = self._attention.spec.num_kv_heads
-        size = block_bytes(self.spec.num_layers, config.block_size, kv_heads, self.spec.head_dim, self.dtype)
+        dtype = self._attention.spec.cache_dtype
+        size = block_bytes(self.spec.num_layers, config.block_size, kv_heads, self.spec.head_dim, dtype)
         budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
         mine = torch.tensor([budget // size], dtype=torch.int64, device=self.group.device)
         least = int(self.group.all_gather(mine, dim=0).min())

@@ -64,6 +64,10 @@ def fit(config: EngineConfig, spec: DecoderSpec, gpu: Gpu, measure: Measure = fo
     Raises `ConfigError` naming the setting where it does not fit, `ShardingError` where it cannot be split.
     """
     full = resolve_for(config, spec, "cuda")
+    if full.fp8_cache and gpu.fp8 is None:
+        raise ConfigError(
+            f"kv_cache_dtype={full.kv_cache_dtype}: {gpu.name} has no fp8; use kv_cache_dtype=auto", "kv_cache_dtype"
+        )
     found = measure(full, spec)
     left = cache_budget(full, found, gpu)
     blocks = left // found.block_bytes

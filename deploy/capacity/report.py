@@ -122,9 +122,9 @@ def notes(fit: Fit) -> list[str]:
             f"The context is lowered from the model's {fit.spec.max_positions:,} tokens to the "
             f"{fit.config.context_len:,} that fit; --max-model-len says which you need."
         )
-    if fit.footprint.no_flash is not None:
-        reason = in_flags(fit.footprint.no_flash)
-        found.append(f"flash-attn does not serve it so, and the times above are of fast attention: {reason}.")
+    if fit.footprint.no_attention is not None:
+        reason = in_flags(fit.footprint.no_attention)
+        found.append(f"No attention made for GPUs serves it so, and the times above are of one: {reason}.")
     return found
 
 

@@ -30,6 +30,8 @@ def why_not_flash(spec: AttentionSpec) -> str | None:
 
 def unfit_for_flash(spec: AttentionSpec) -> str | None:
     """Return why flash-attn serves no such model on any GPU, None when it does."""
+    if spec.fp8_cache:
+        return "it keeps keys and values in the dtype of the model"
     if spec.dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}; set dtype=bfloat16"
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:

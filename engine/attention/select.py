@@ -25,8 +25,11 @@ ON_CPU = ("flash", "native")
 def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
     """Return the backend called `wanted`, or with "auto" the fastest that works here.
 
-    Raises `ConfigError` naming `attention_backend` when the wanted one cannot be used.
+    Raises `ConfigError` naming `attention_backend` when the wanted one cannot be used, and `kv_cache_dtype` when no
+    backend that works here keeps such a cache.
     """
+    if spec.fp8_cache:
+        return _with_fp8_cache(wanted, spec)
     finders = {"flash": _flash, "triton": _triton, "torch_varlen": _torch_varlen, "native": _native}
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
     reasons: list[str] = []
@@ -43,6 +46,16 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
     level = logging.WARNING if reasons and spec.device.type == "cuda" else logging.INFO
     logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in reasons))
     return ReferenceAttention(spec)
+
+
+def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> AttentionBackend:
+    found = _triton(spec) if wanted in ("auto", "triton") else f"{wanted} keeps keys and values in the model's dtype"
+    if not isinstance(found, str):
+        logger.info("attention backend: triton, the one with an fp8 cache")
+        return found
+    raise ConfigError(
+        f"kv_cache_dtype=fp8 needs attention_backend=triton: {found}; use kv_cache_dtype=auto", "kv_cache_dtype"
+    )
 
 
 def _flash(spec: AttentionSpec) -> AttentionBackend | str:

@@ -4,15 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.attention.select import select_backend
 from engine.attention.triton_fit import why_not_triton
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError
+from engine.footprint import footprint_of
+from engine.kv_scales import read_kv_scales
+from engine.model_folder import open_model
 from engine.runner import ModelRunner
 from parallel.group import SoloGroup
+from tests.interpreter import exact_halves
 from tests.parity.stepping import Sequence, Stepper
-from tests.parity.tiny_models import check_against, make, prompts
+from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
 from tests.unit.paged_lab import spec
 
 BF16 = {"dtype": torch.bfloat16, "head_dim": 64}
@@ -102,6 +107,77 @@ def test_a_gpu_gets_the_best_that_fits_and_the_log_says_why(
 def test_it_says_why_it_cannot_be_used(gpu, values, reason):
     assert reason in why_not_triton(on_gpu(**values))
     assert why_not_triton(on_gpu()) is None
+
+
+@pytest.mark.parametrize("wanted", ["flash", "native", "reference"])
+def test_an_fp8_cache_is_refused_to_backends_that_have_none(wanted):
+    with pytest.raises(
+        ConfigError, match=f"attention_backend=triton: {wanted} keeps.*kv_cache_dtype=auto"
+    ) as refused:
+        select_backend(wanted, spec(fp8_cache=True))
+    assert refused.value.flag == "kv_cache_dtype"
+
+
+def test_an_fp8_cache_takes_triton_on_gpus_that_have_fp8(gpu, monkeypatch):
+    installed(monkeypatch, "triton", "flash_attn")
+    assert select_backend("auto", on_gpu(block_size=256, fp8_cache=True)).name == "triton"
+    gpu(8, 0)
+    with pytest.raises(ConfigError, match=r"compute capability 8.9, this GPU has 8.0; use kv_cache_dtype=auto"):
+        select_backend("auto", on_gpu(fp8_cache=True))
+
+
+def save_scales(folder, scales):
+    tensors = load_file(folder / "model.safetensors") | {name: torch.tensor(s) for name, s in scales.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_model_is_served_with_an_fp8_cache_half_as_large(tmp_path, caplog):
+    """Logits stay near those of the model's own dtype: keys and values keep 4 significant bits."""
+    caplog.set_level("INFO")
+    model = make("qwen3", tmp_path)
+    ragged = prompts(3, longest=20, seed=5)
+    values = {"num_kv_blocks": 40, "max_num_batched_tokens": 64, "attention_backend": "triton"}
+    config = EngineConfig(str(tmp_path), kv_cache_dtype="fp8", **values)
+    runner = ModelRunner(config.resolved(device="cpu"), SoloGroup())
+    assert "brings no k_scale" in caplog.text
+    cache = runner._cache
+    assert cache.layers[0].keys.dtype is torch.float8_e4m3fn
+    assert cache.tensor.nbytes == 40 * footprint_of(runner.config, runner.spec).block_bytes
+    with exact_halves():
+        sequences = generate(Stepper(runner), ragged)
+    for sequence, prompt in zip(sequences, ragged, strict=True):
+        expected = oracle_logits(model, sequence.tokens)[len(prompt) - 1 : -1]
+        similar = torch.cosine_similarity(torch.stack(sequence.logits), expected)
+        assert 0.95 < similar.min() < 0.999999  # of random weights, which tell keys apart by little
+
+
+def test_scales_come_from_the_checkpoint(tmp_path):
+    make("qwen3", tmp_path)
+    scales = {"0.self_attn.k_scale": 0.5, "1.self_attn.attn.v_scale": [2.0], "1.self_attn.k_proj.k_scale": 4.0}
+    save_scales(tmp_path, {f"model.layers.{name}": scale for name, scale in scales.items()})
+    spec_ = open_model(str(tmp_path)).spec
+    scales = read_kv_scales(tmp_path, spec_, SoloGroup())
+    assert scales[:2, :, 0].tolist() == [[0.5, 1.0], [4.0, 2.0]]
+    config = EngineConfig(str(tmp_path), device="cpu", num_kv_blocks=40, max_num_batched_tokens=64)
+    assert ModelRunner(config, SoloGroup()).attention_backend != "triton"  # they are there, and not needed
+
+
+def test_each_rank_has_the_scales_of_its_heads(tmp_path):
+    make("qwen3", tmp_path)
+    spec_ = open_model(str(tmp_path)).spec
+    assert spec_.num_kv_heads == 2
+    save_scales(tmp_path, {"model.layers.0.self_attn.k_scale": [0.5, 3.0]})
+    for rank, scale in enumerate([0.5, 3.0]):
+        group = SimpleNamespace(rank=rank, size=2, device="cpu")
+        assert read_kv_scales(tmp_path, spec_, group)[0].tolist() == [[scale], [1.0]]
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), [1.0, 2.0, 3.0]])
+def test_scales_that_are_none_are_refused(tmp_path, scale):
+    make("qwen3", tmp_path)
+    save_scales(tmp_path, {"model.layers.0.self_attn.k_scale": scale})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.k_scale"):
+        read_kv_scales(tmp_path, open_model(str(tmp_path)).spec, SoloGroup())
 
 
 def test_old_gpus_are_refused(gpu):

@@ -298,13 +298,25 @@ def test_loads_that_are_none_are_refused_by_flag(values, flag):
     assert error.value.flag == flag
 
 
-def test_flash_attention_that_does_not_take_the_blocks_is_told(folder):
+def test_blocks_that_no_attention_of_gpus_takes_are_told(folder):
     model = folder(LLAMA_8B)
     small, large = (
-        plan_capacity(EngineConfig(model, block_size=size), "H200", Wanted()).public()["notes"] for size in (16, 256)
+        plan_capacity(EngineConfig(model, block_size=size), "H200", Wanted()).public()["notes"] for size in (8, 16)
     )
     assert "--block-size" in small[0]
     assert large == []
+
+
+def test_an_fp8_cache_holds_twice_the_tokens_where_the_gpu_has_fp8(folder):
+    model = folder(LLAMA_8B)
+    plain, fp8 = (
+        plan_capacity(EngineConfig(model, kv_cache_dtype=kind), "H200", Wanted()).public()["kv_tokens"]
+        for kind in ("auto", "fp8")
+    )
+    assert fp8 == pytest.approx(2 * plain, rel=0.001)
+    with pytest.raises(ConfigError, match="A100-80GB has no fp8; use kv_cache_dtype=auto") as refused:
+        plan_capacity(EngineConfig(model, kv_cache_dtype="fp8"), "A100-80GB", Wanted())
+    assert refused.value.flag == "kv_cache_dtype"
 
 
 def test_the_engine_chooses_dtype_and_context_alike_without_a_gpu():

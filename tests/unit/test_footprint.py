@@ -46,9 +46,15 @@ def test_more_ranks_than_kv_heads_hold_one_each():
     assert footprint_of(*resolved(LLAMA_70B, tensor_parallel_size=16)).num_kv_heads == 1
 
 
-def test_what_flash_attention_does_not_take_is_told():
-    assert "256" in footprint_of(*resolved(LLAMA_70B)).no_flash
-    assert footprint_of(*resolved(LLAMA_70B, block_size=256)).no_flash is None
+def test_what_no_attention_of_gpus_takes_is_told():
+    assert "set block_size to 16" in footprint_of(*resolved(LLAMA_70B, block_size=8)).no_attention
+    for size in (16, 256):
+        assert footprint_of(*resolved(LLAMA_70B, block_size=size)).no_attention is None
+
+
+def test_blocks_of_an_fp8_cache_are_half_as_large():
+    whole, half = (footprint_of(*resolved(LLAMA_70B, kv_cache_dtype=each)).block_bytes for each in ("auto", "fp8"))
+    assert whole == 2 * half
 
 
 def test_a_step_takes_more_with_more_tokens_and_with_more_sequences():

@@ -36,6 +36,19 @@ def test_blocks_are_copied_and_cleared_in_all_layers():
     assert cache.tensor[:, :, :, 0, 0, 0].eq(torch.tensor([0.0, 1, 2, 0, 1, 2])).all()
 
 
+def test_an_fp8_cache_is_copied_and_cleared_by_bytes():
+    scales = torch.rand(2, 2, 1)
+    cache = KVCache(2, 4, 4, 1, 2, torch.float8_e4m3fn, CPU, scales)
+    layer = cache.layers[1]
+    assert layer.keys.dtype is layer.values.dtype is torch.float8_e4m3fn
+    assert torch.equal(layer.scales, scales[1])
+    layer.keys[1] = torch.full((4, 1, 2), 1.5).to(torch.float8_e4m3fn)
+    cache.copy(torch.tensor([[1, 3]]))
+    cache.clear(torch.tensor([1]))
+    assert layer.keys[3].float().eq(1.5).all()
+    assert layer.keys[1].float().eq(0).all()
+
+
 def test_opened_blocks_are_those_begun_but_not_filled():
     slots = [8, 9, 10, 11, 12, 13, 22, 23, 40]  # block 2 filled, 3 begun, 5 gone on with, 10 begun
     assert opened_blocks(np.array(slots, np.int32), 4).tolist() == [3, 10]
