@@ -60,6 +60,7 @@ class TritonAttention(AttentionBackend):
         self._tuning = tuning_of(spec, torch.cuda.get_device_name(spec.device) if on_gpu else "")
         self._programs = self._tuning.waves * (_processors(spec.device) if on_gpu else 4)
         self._all_rows = _identity(256, spec.device)
+        self._graph_rows: dict[int, Tensor] = {}
 
     @override
     def prepare(self, step: StepTensors) -> _Metadata:
@@ -82,8 +83,11 @@ class TritonAttention(AttentionBackend):
 
     @override
     def decode_metadata(self, step: StepTensors, max_seq_len: int) -> _Metadata:
-        # Rows of its own: a graph keeps the address, and those of other steps are made anew when there are more.
-        return _Metadata(step, (self._decode(_identity(len(step.seq_lens), self.spec.device), max_seq_len),))
+        count = len(step.seq_lens)
+        # Kept for good, and made before anything is recorded: a graph keeps the address and need not make them again.
+        if count not in self._graph_rows:
+            self._graph_rows[count] = _identity(count, self.spec.device)
+        return _Metadata(step, (self._decode(self._graph_rows[count], max_seq_len),))
 
     def _rows(self, count: int) -> Tensor:
         if len(self._all_rows) < count:
