@@ -8,12 +8,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import triton_draw as draw
 from engine.kernels import triton_kernels as small
+from engine.kernels import triton_linear as linear
+from engine.kernels.triton_linear import tiling_of
 
 Kernel = tuple[object, dict[str, str], dict[str, object], int]  # kernel, types, constants, warps
 
@@ -44,6 +47,16 @@ def draws() -> Iterator[Kernel]:
     yield draw.forbid, types, {"BLOCK": 4096}, 8
 
 
+def products() -> Iterator[Kernel]:
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
+        for outs, ins in ((1024, 1024), (151936, 4096)):
+            tiling = tiling_of(outs, ins, dtype)
+            constants = {"ROWS": tiling.rows, "OUTS": tiling.outs, "INS": tiling.ins, "BIAS": True, "WHOLE": True}
+            types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), f"*{name}")
+            types |= dict.fromkeys(("rows", "outs", "ins", "x_stride", "weight_stride"), "i32")
+            yield linear._multiply, types, constants, tiling.warps
+
+
 def compile_for(kernel, types, constants, warps, architecture):
     """Return the compiled kernel."""
     names = kernel.arg_names
@@ -53,7 +66,7 @@ def compile_for(kernel, types, constants, warps, architecture):
 
 
 if __name__ == "__main__":
-    for kernel, types, constants, warps in (*norms(), *draws()):
+    for kernel, types, constants, warps in (*norms(), *draws(), *products()):
         made = compile_for(kernel, types, constants, warps, int(sys.argv[1]))
         sizes = f"{made.metadata.shared} bytes of shared memory, {len(made.asm['cubin'])} of code"
         print(kernel.__name__, constants, sizes)
