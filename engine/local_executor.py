@@ -132,7 +132,7 @@ class GangExecutor(Executor):
             raise EngineDeadError("the executor is closed")
         self._number += 1
         with self.broken_told(f"in step {self._number}"):
-            inputs.draws = pack_draws(sampling)
+            inputs.draws = pack_draws(sampling, self._group.device)
             began = time.perf_counter()
             self._channel.send(pack_step(inputs, self._number), self._timeout)
             told = time.perf_counter() - began

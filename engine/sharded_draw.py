@@ -46,14 +46,15 @@ class Draws:
         return cls(columns[0].view(np.float32), columns[1].view(np.float32), columns[2], keys)
 
 
-def pack_draws(sampling: SamplingInputs) -> Ints:
+def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
     """Return how the ranks are to draw from their shares, [num_samples, COLUMNS], or nothing where they must gather.
 
     They gather few rows, which cost less than two exchanges; rows with log-probabilities, rules that change logits,
-    top-p (whose sum is over the whole vocabulary) or a top-k above `MOST`; and whatever is drawn beside those.
+    top-p (whose sum is over the whole vocabulary) or a top-k above `MOST`; on a GPU, whose kernels sum masses in an
+    order of their own, all rows drawn at random; and whatever is drawn beside those.
     """
     drawn = sampling.temperature != 0
-    if len(drawn) < FEWEST:
+    if len(drawn) < FEWEST or (device.type != "cpu" and drawn.any()):
         return NO_DRAWS
     if sampling.num_logprobs >= 0 or sampling.prompt is not None or changes_logits(sampling):
         return NO_DRAWS

@@ -88,7 +88,7 @@ def gathered(head: Any, hidden: Tensor, sampling: SamplingInputs) -> list[int]:
 
 def apart(head: Any, hidden: Tensor, sampling: SamplingInputs) -> list[int]:
     """Draw as the ranks of a gang do, the driver's packing included."""
-    tokens: list[int] = draw_apart(head, hidden, pack_draws(sampling), len(hidden)).tolist()
+    tokens: list[int] = draw_apart(head, hidden, pack_draws(sampling, hidden.device), len(hidden)).tolist()
     return tokens
 
 

@@ -120,7 +120,9 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_no_process(folder, oracle, l
         results = pair.generate(asked, GREEDY)
         seeded = tokens_of(pair.generate(asked, SEEDED))
         drawn = []
-        monkeypatch.setattr("engine.local_executor.pack_draws", lambda s: drawn.append(pack_draws(s)) or drawn[-1])
+        monkeypatch.setattr(
+            "engine.local_executor.pack_draws", lambda *given: drawn.append(pack_draws(*given)) or drawn[-1]
+        )
         apart = tokens_of(pair.generate(asked, APART))
     check(oracle, results)
     assert seeded == tokens_of(llm.generate(asked, SEEDED))

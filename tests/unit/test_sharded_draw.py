@@ -14,12 +14,17 @@ from engine.models.decoder import Decoder
 from engine.race import RUN
 from engine.report import PromptScores
 from engine.sampler import sample
-from engine.sharded_draw import MOST, draw, draw_apart, pack_draws
+from engine.sharded_draw import MOST, draw, draw_apart
+from engine.sharded_draw import pack_draws as pack_for
 from parallel.embedding import ParallelLMHead
 from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
 from tests.parity.stepping import sampling
 from tests.unit.thread_group import ThreadGroup, on_ranks
+
+
+def pack_draws(inputs, device="cpu"):
+    return pack_for(inputs, torch.device(device))
 
 
 @pytest.fixture(autouse=True)
@@ -166,3 +171,8 @@ def test_few_rows_are_gathered(monkeypatch):
 
 def test_filters_of_greedy_rows_hold_nothing_up():
     assert len(pack_draws(sampling(2, temperature=[0, 1], top_p=[0.5, 1], top_k=[1000, 7]))) == 2
+
+
+def test_on_a_gpu_only_steps_without_chance_are_drawn_apart():
+    assert len(pack_draws(sampling(3), "cuda")) == 3
+    assert not len(pack_draws(sampling(3, temperature=[0, 0, 1]), "cuda"))
