@@ -85,9 +85,9 @@ class GraphAttention(ReferenceAttention):
         return torch.einsum("rhk,rkhd->rhd", weights, values.float()).to(query.dtype)
 
 
-def use_graphs(runner: ModelRunner, sizes: GraphSizes) -> RecordingDevice:
+def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None):
     """Let a runner on the CPU take the way of a GPU: inputs through `StepBuffers`, decode steps as graphs."""
-    config, device = runner.config, RecordingDevice()
+    config, device = runner.config, device or RecordingDevice()
     rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
     buffers = StepBuffers(
         BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq), CPU, WatchedCopies()

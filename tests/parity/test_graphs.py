@@ -1,5 +1,7 @@
 """Decode steps from graphs give the tokens and logits of eager ones, on real (tiny) models."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,14 +17,21 @@ from parallel.group import SoloGroup
 from tests.parity.graph_lab import use_graphs
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import CONFIGS, VOCAB, check_against, make, prompts
+from tests.unit.graph_lab import RerunDevice
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = GraphSizes((1, 2, 4, 8), (2, 8))
 
 
-def runner_of(folder, **values):
+def runner_config(folder, **values):
     settings = {"num_kv_blocks": 120, "block_size": 4, "device": "cpu", "dtype": "float32", "max_model_len": 96}
     settings |= {"max_num_seqs": 8, "max_num_batched_tokens": 64, "attention_backend": "reference", **values}
-    return ModelRunner(EngineConfig(str(folder), **settings), SoloGroup())
+    return EngineConfig(str(folder), **settings)
+
+
+def runner_of(folder):
+    return ModelRunner(runner_config(folder), SoloGroup())
 
 
 @torch.inference_mode()
@@ -63,13 +72,13 @@ def stepper_of(runner):
     return stepper
 
 
-def engine_of(folder, graphs):
+def engine_of(folder, graphs, **settings):
     runner = runner_of(folder)
     device = use_graphs(runner, SIZES) if graphs else None
     if device is not None:
         runner._forward.graphs.pool._patience = 2
         capture(runner)
-    config = runner.config.resolved(num_kv_blocks=40)
+    config = runner.config.resolved(num_kv_blocks=40, **settings)
     core = EngineCore(config, SoloExecutor(runner), runner.spec.eos_token_ids, VOCAB, 40)
     return core, runner, device
 
@@ -103,10 +112,11 @@ def histories(core, seed):
     return tokens
 
 
-def test_an_engine_says_the_same_with_graphs_and_without(llama):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead):
     _, folder = llama
-    eager, _, _ = engine_of(folder, graphs=False)
-    core, runner, device = engine_of(folder, graphs=True)
+    eager, _, _ = engine_of(folder, graphs=False, async_scheduling=ahead)
+    core, runner, device = engine_of(folder, graphs=True, async_scheduling=ahead)
     for seed in range(2):
         told, expected = histories(core, seed), histories(eager, seed)
         assert told == expected
@@ -114,6 +124,28 @@ def test_an_engine_says_the_same_with_graphs_and_without(llama):
         runner._forward.drop_graphs()
     assert device.replays > 20
     assert eager.stats() == core.stats()
+    assert (core.stats().steps_ahead > 20) == ahead
+
+
+def test_two_ranks_say_from_graphs_what_they_say_without(two_ranks, llama):
+    """In one padded size on both; greedy rows are gathered or drawn apart, as the executor asks."""
+    _, folder = llama
+    ranks = two_ranks(lambda group: ModelRunner(runner_config(folder), group))
+    # Sums between CPU ranks are no operations of torch that could be recorded, as NCCL's are.
+    devices = two_ranks(lambda group: use_graphs(ranks[group.rank], SIZES, RerunDevice()))
+    ragged = prompts(5, seed=4)
+    for apart in (False, True):
+
+        def execute(inputs, draws, apart=apart):
+            if apart:
+                inputs.draws = np.zeros((len(inputs.logits_indices), 5), np.int32)
+            return two_ranks(lambda group: ranks[group.rank].execute(inputs, None if group.rank else draws))[0]
+
+        gang = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
+        gang._logits = torch.zeros(8, VOCAB)
+        told = gang.generate(ragged, 6)
+        assert [s.tokens for s in told] == [s.tokens for s in Stepper(runner_of(folder)).generate(ragged, 6)]
+    assert [device.replays for device in devices] == [10, 10]
 
 
 def test_a_replay_reads_what_was_filled_in_since(llama):

@@ -7,12 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.carry import Carry
 from engine.decode_graphs import DecodeGraphs
 from engine.fake_executor import FakeExecutor
 from engine.graph_pool import CaptureError
 from engine.graph_sizes import GraphSizes
 from engine.report import StepInputs
 from engine.step_buffers import BufferSizes, StepBuffers
+from parallel.group import SoloGroup
 from tests.unit.engine_driver import VOCAB
 
 CPU = torch.device("cpu")
@@ -85,29 +87,44 @@ class BufferedExecutor(FakeExecutor):
         # Two fp32 hold the word of 64 bits that the fake model makes of a sequence.
         self.graphs = DecodeGraphs(self.device, GraphSizes(graphs, graphs[-1:]), self.buffers, 2, self._compute)
         self.graphs.pool._patience = patience
+        self._carry = Carry(SoloGroup(CPU))
         self._rows = 0
         self._words = None
         self.widths: list[tuple[int, int]] = []  # rows and size of each replayed step
 
     def execute(self, inputs, sampling):
         self._rows = 0
+        carried, full = inputs.carried, self._completed(inputs)
         size = self.graphs.choose(inputs)
         if size is None:
             step, copies = self.buffers.load(inputs)
+            self._carry.fill(step.input_ids, carried)
             told = told_by(step, inputs, copies)
-            self._check(inputs, told, inputs.num_reqs)
-            return super().execute(told, sampling)
-        _, copies = self.graphs.load(inputs, size)
+            self._check(full, told, inputs.num_reqs)
+            return self._drew(super().execute(told, sampling))
+        ids, copies = self.graphs.load(inputs, size)
+        self._carry.fill(ids, carried)
         self._copy(copies.numpy())
         self._rows = inputs.num_reqs
         words = self.graphs.run(inputs.num_reqs, size)
         self._words = words.contiguous().numpy().view(np.uint64)[:, 0].copy()
-        self._check(inputs, self._told, inputs.num_reqs)
+        self._check(full, self._told, inputs.num_reqs)
         self.widths.append((inputs.num_reqs, size))
         try:
-            return super().execute(replace(inputs, copy_blocks=inputs.copy_blocks[:0]), sampling)
+            return self._drew(super().execute(replace(full, copy_blocks=inputs.copy_blocks[:0]), sampling))
         finally:
             self._words = None
+
+    def _completed(self, inputs):
+        """Return the step with the ids that the host does not know."""
+        ids = inputs.input_ids.copy()
+        rows, samples = inputs.carried.T
+        ids[rows] = self._drawn[samples]
+        return replace(inputs, input_ids=ids, carried=inputs.carried[:0])
+
+    def _drew(self, outputs):
+        self._carry.keep(torch.from_numpy(outputs.token_ids.copy()))
+        return outputs
 
     def _compute(self, step, logits):
         told = told_by(step)

@@ -35,8 +35,16 @@ class BufferedMachine(EngineMachine):
         self.accepted, self.aborted, self.cut_short = {}, set(), set()
 
 
+class AheadMachine(BufferedMachine):
+    """The same with a step prepared and sent while the one before it runs: ids are completed on the device."""
+
+    settings = {"async_scheduling": True}  # noqa: RUF012
+
+
 TestBuffered = BufferedMachine.TestCase
-TestBuffered.settings = settings(max_examples=40, stateful_step_count=25)
+TestBuffered.settings = settings(max_examples=30, stateful_step_count=25)
+TestAhead = AheadMachine.TestCase
+TestAhead.settings = settings(max_examples=30, stateful_step_count=25)
 
 
 def decode(ids, slots, tables, lens):
