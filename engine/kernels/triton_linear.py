@@ -43,7 +43,8 @@ class TritonLinear(LinearMethod):
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(f"products of {weight.dtype} have no fixed tiling; it multiplies {kinds}")
         self.weight = weight  # [out, in]
-        self._tiling = tiling_of(*weight.shape, weight.dtype)
+        outs, ins = weight.shape
+        self._tiling = tiling_of(outs, ins, weight.dtype)
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,9 +73,22 @@ def tiling_of(outs: int, ins: int, dtype: torch.dtype) -> Tiling:
 # Triton would compile another program for one row, and for multiples of 16.
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, outs, ins, x_stride, weight_stride,
-    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x_ptr: tl.tensor,  # [rows, ins], rows strided
+    weight_ptr: tl.tensor,  # [outs, ins], rows strided
+    bias_ptr: tl.tensor,  # [outs]
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    ins: tl.tensor,
+    x_stride: tl.tensor,
+    weight_stride: tl.tensor,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    BIAS: tl.constexpr,
+    WHOLE: tl.constexpr,
+) -> None:
+    """A program sums one tile of the product over all inputs, INS at a time."""
     # Neighbouring programs share a tile of the weight, which is what there is most of.
     row_tiles = tl.cdiv(rows, ROWS)
     row = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
