@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,11 +192,11 @@ def test_a_process_that_dies_leaves_its_reason_and_the_run_goes_on(tmp_path, mon
     def killed(command, timeout):
         if "p" in command:
             Results(results.path).take(Figure("p/a", "a", "s"), [1.0])
-            return subprocess.CompletedProcess(command, -9)
+            return -9
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(command, "catalogue", lambda scale: parts)
-    monkeypatch.setattr(subprocess, "run", killed)
+    monkeypatch.setattr(command, "run_group", killed)
     monkeypatch.setattr(command, "machine", lambda device: {})
     asked = ["--device", "cuda", "--shapes", "tiny", "--results", str(results.path), "--minutes", "9"]
     assert command.main(asked) == command.FAILED
@@ -204,6 +205,26 @@ def test_a_process_that_dies_leaves_its_reason_and_the_run_goes_on(tmp_path, mon
     assert rows["p/b"].error == "the process of this part ended with code -9"
     assert "q/a" not in rows
     assert "1 measured, 1 failed, 0 skipped, 1 left" in capsys.readouterr().out
+
+
+def test_a_part_that_is_out_of_time_ends_with_all_that_it_started(tmp_path):
+    pid = tmp_path / "pid"
+    starts = f"sleep 60 & echo $! > {pid}; wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        command.run_group(["sh", "-c", starts], 1.5)
+    child, deadline = int(pid.read_text()), time.monotonic() + 20
+    while (alive := is_alive(child)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive
+    assert command.run_group(["sh", "-c", "exit 3"], None) == 3
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended and that nobody asked for its code does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def test_an_unknown_part_is_refused_with_those_that_are_known(capsys):

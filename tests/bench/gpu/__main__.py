@@ -17,6 +17,9 @@ windows of steps (engine), after warm-ups; the value is the median, the spread (
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -101,7 +104,7 @@ def _run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
     command += ["--again"] * bench.again + (["--minutes", str(left / 60)] if options.minutes else [])
     before = dict(bench.results.rows)
     try:
-        code = subprocess.run(command, timeout=left if options.minutes else None).returncode
+        code = run_group(command, left if options.minutes else None)
     except subprocess.TimeoutExpired:
         raise OutOfTime from None
     finally:
@@ -111,6 +114,20 @@ def _run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
         for figure in part.figures:
             if bench.results.rows.get(figure.name) == before.get(figure.name) and not bench.results.done(figure.name):
                 bench.results.fail(figure, f"the process of this part ended with code {code}")
+
+
+def run_group(command: Sequence[str], timeout: float | None) -> int:
+    """Run a command and return its code. Whatever ends the wait ends the command too, with all that it started.
+
+    Raises `subprocess.TimeoutExpired`.
+    """
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait(timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _closing(parts: Sequence[Part], results: Results) -> int:

@@ -39,6 +39,7 @@ class Bench:
     again: bool = False
     deadline: float = float("inf")
     _figures: dict[str, Figure] = field(default_factory=dict)
+    _note: str = ""
 
     @property
     def on_gpu(self) -> bool:
@@ -47,7 +48,10 @@ class Bench:
 
     def folder(self, shape: Shape) -> Path:
         """Return the folder of a checkpoint with random weights of this shape, made now if it is not there."""
-        return checkpoint(shape, self.models, self.device)
+        folder = checkpoint(shape, self.models, self.device)
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # what weights were drawn in
+        return folder
 
     def run(self, part: Part) -> None:
         """Measure a part; what fails in it is written into its rows. Raises `OutOfTime`."""
@@ -68,7 +72,7 @@ class Bench:
         for name in self._untouched(left, before):
             self.results.fail(self._figures[name], "the part ended without measuring this")
 
-    def measure(self, action: Callable[[], Samples | Sequence[Samples]], *names: str, note: str = "") -> None:
+    def measure(self, action: Callable[[], Samples | Sequence[Samples]], *names: str) -> None:
         """Run `action`, whose samples are those of the figure `names`, or of several, in order.
 
         An error is written into those rows and goes no further. What has a value is left alone. Raises `OutOfTime`.
@@ -76,15 +80,20 @@ class Bench:
         if not self.again and all(self.results.done(name) for name in names):
             return
         self.check_time()
+        self._note = ""
         try:
             found = action()
             each = [found] if len(names) == 1 else list(found)
             for name, samples in zip(names, each, strict=True):
-                self._take(name, samples, note)
+                self._take(name, samples)
         except NotHere as reason:
             self._skip(names, str(reason))
         except Exception as error:
             self._fail(names, error)
+
+    def note(self, text: str) -> None:
+        """Say something of what is being measured, to be told beside it."""
+        self._note = text
 
     def check_time(self) -> None:
         """Raise `OutOfTime` once the minutes that were given are over."""
@@ -94,9 +103,9 @@ class Bench:
     def _untouched(self, names: Sequence[str], before: dict[str, Row]) -> list[str]:
         return [name for name in names if self.results.rows.get(name) is before.get(name)]
 
-    def _take(self, name: str, samples: Samples | Sequence[Samples], note: str) -> None:
+    def _take(self, name: str, samples: Samples | Sequence[Samples]) -> None:
         values = [samples] if isinstance(samples, int | float) else list(samples)
-        told(self.results.take(self._figures[name], values, note))
+        told(self.results.take(self._figures[name], values, self._note))
 
     def _skip(self, names: Sequence[str], reason: str) -> None:
         for name in names:

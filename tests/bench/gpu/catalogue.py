@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.bench.gpu import (
     part_attention,
     part_decode,
+    part_kernels,
     part_limits,
     part_load,
     part_parity,
@@ -32,5 +33,6 @@ def catalogue(scale: Scale) -> list[Part]:
         part_start.part(scale, LARGE),
         part_attention.part(scale),
         part_products.part(scale),
+        part_kernels.part(scale),
         *(part_toggles.part(scale, name) for name in (SMALL, LARGE)),
     ]

@@ -11,6 +11,8 @@ from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import Session, Steady, busy_seconds, session
 from tests.bench.gpu.shapes import Shape
 
+BUDGET = 8192  # tokens of a step
+FILLING = 64  # steps at most in which sequences decode beside others' prompts
 AIMS = {("qwen3-0.6b", 1): "65 %", ("qwen3-8b", 1): "85 %", ("qwen3-0.6b", 256): "80 %", ("qwen3-8b", 256): "85 %"}
 
 
@@ -57,15 +59,25 @@ def _run(bench: Bench, shape: Shape) -> None:
         bench.device,
         max_model_len=_longest(scale),
         max_num_seqs=max(scale.batches),
+        max_num_batched_tokens=BUDGET,
         enable_prefix_caching=False,
     ) as opened:
         for batch in scale.batches:
             _measure(bench, opened, shape, batch)
 
 
+def prompt_length(scale: Scale, batch: int) -> int:
+    """Return the tokens of prompts with which the middle of what is timed has `context` tokens.
+
+    While others' prompts are computed, sequences already decode: half of the steps of filling, on average.
+    """
+    filling = batch * scale.context // BUDGET
+    return scale.context - filling // 2 - scale.warm - scale.windows * scale.steps // 2
+
+
 def _longest(scale: Scale) -> int:
     """Tokens of a sequence that is timed twice and looked at by the profiler."""
-    return scale.context + 2 * (scale.warm + scale.windows * scale.steps) + scale.steps
+    return scale.context + FILLING + 2 * (scale.warm + scale.windows * scale.steps) + scale.steps
 
 
 def _measure(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
@@ -81,8 +93,7 @@ def _measure(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
         steady = seen[-1] if seen else opened.steady(scale.warm, scale.windows, scale.steps)
         return told_shares(steady, busy_seconds(opened, scale.steps // 2))
 
-    # The middle of what is timed has `context` tokens.
-    prompt = scale.context - scale.warm - scale.windows * scale.steps // 2
+    prompt = prompt_length(scale, batch)
     running = opened.fill(batch, prompt, _longest(scale) - prompt)
     try:
         bench.measure(rates, names[0], names[1], names[3])

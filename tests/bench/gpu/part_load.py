@@ -19,7 +19,7 @@ from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import synchronise
 
 RUNS = 3
-PATIENCE = 240.0  # seconds for transformers
+PATIENCE = 150.0  # seconds for transformers
 TEMPERATURE = 0.6
 AIMS = {"qwen3-0.6b": "27,000", "qwen3-8b": "10,400"}
 
@@ -63,7 +63,7 @@ def _ours(bench: Bench, shape: Shape, part: str) -> None:
 
 
 def _theirs(bench: Bench, shape: Shape, name: str) -> None:
-    bench.measure(lambda: _continuous_batching(bench, shape), name, note="attention: sdpa, as no flash-attn is there")
+    bench.measure(lambda: _continuous_batching(bench, shape), name)
 
 
 def _continuous_batching(bench: Bench, shape: Shape) -> float:
@@ -78,8 +78,12 @@ def _continuous_batching(bench: Bench, shape: Shape) -> float:
             _generate(manager, Load([[5, 6, 7]], [8]), "warm")
             synchronise(bench.device)
             began = time.perf_counter()
-            tokens = _generate(manager, bench.scale.load, "load")
-            return tokens / (time.perf_counter() - began)
+            ended, tokens = _generate(manager, bench.scale.load, "load")
+            seconds = time.perf_counter() - began
+            total = len(bench.scale.load.prompts)
+            cut = f"; stopped after {seconds:.0f} s, the tokens of the {ended} of {total} requests that had ended"
+            bench.note("attention: sdpa, as no flash-attn is there" + (cut if ended < total else ""))
+            return tokens / seconds
     finally:
         del model
         free(bench.device)
@@ -114,15 +118,13 @@ def _manager(model: Any, bench: Bench) -> Any:
     )
 
 
-def _generate(manager: Any, load: Load, prefix: str) -> int:
-    """Run a load; returns its tokens. Raises `RuntimeError` when a request fails, or not all end in time."""
+def _generate(manager: Any, load: Load, prefix: str) -> tuple[int, int]:
+    """Run a load; returns how many of its requests ended in time, and their tokens. Raises `RuntimeError`."""
     for number, (prompt, count) in enumerate(zip(load.prompts, load.outputs, strict=True)):
         manager.add_request(prompt, f"{prefix}-{number}", max_new_tokens=count, eos_token_id=-1)
     ended, tokens, deadline = 0, 0, time.monotonic() + PATIENCE
-    while ended < len(load.prompts):
+    while ended < len(load.prompts) and time.monotonic() < deadline:
         found = manager.get_result(timeout=1)
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{ended} of {len(load.prompts)} requests had ended after {PATIENCE:.0f} s")
         if found is None:
             if not manager.is_running():
                 raise RuntimeError("transformers' thread has ended")
@@ -132,4 +134,4 @@ def _generate(manager: Any, load: Load, prefix: str) -> int:
         if found.is_finished():
             ended += 1
             tokens += len(found.generated_tokens)
-    return tokens
+    return ended, tokens

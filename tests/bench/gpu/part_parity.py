@@ -131,7 +131,9 @@ def _our_logits(bench: Bench, folder: Path, dtype: str, prompts: list[list[int]]
     pieces: list[Tensor] = []
     stepper.runner.model.head.register_forward_hook(lambda *call: pieces.append(call[-1].float()))
     inputs = stepper.inputs([Sequence(list(prompt)) for prompt in prompts], [len(prompt) for prompt in prompts])
-    stepper.runner.execute(replace(inputs, logits_indices=np.arange(tokens, dtype=np.int32)), sampling(tokens))
+    last = (np.cumsum([len(prompt) for prompt in prompts]) - 1).astype(np.int32)
+    draws = replace(sampling(len(prompts)), rows=last)
+    stepper.runner.execute(replace(inputs, logits_indices=np.arange(tokens, dtype=np.int32)), draws)
     found = torch.cat(pieces).reshape(len(prompts), len(prompts[0]), -1)
     del stepper
     free(bench.device)

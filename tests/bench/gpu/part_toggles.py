@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF, Limits, decode_limit
+from tests.bench.gpu.part_decode import BUDGET, FILLING, prompt_length
 from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import session, supported
 from tests.bench.gpu.shapes import Shape
@@ -81,12 +82,17 @@ def _rates(bench: Bench, shape: Shape, toggle: Toggle) -> list[list[float]]:
     """Return tokens/s at each batch size, three windows each. Raises `NotHere` for what cannot be set here."""
     scale, found = bench.scale, []
     settings = supported(**toggle.settings)
-    prompt = scale.context - scale.warm - scale.windows * scale.steps // 2
-    longest = scale.context + scale.warm + scale.windows * scale.steps
-    shared = {"max_model_len": longest, "max_num_seqs": scale.batches[-1], "enable_prefix_caching": False}
+    longest = scale.context + FILLING + scale.warm + scale.windows * scale.steps
+    shared = {
+        "max_model_len": longest,
+        "max_num_seqs": scale.batches[-1],
+        "max_num_batched_tokens": BUDGET,
+        "enable_prefix_caching": False,
+    }
     try:
         with session(bench.folder(shape), bench.device, **shared, **settings) as opened:
             for batch in _batches(scale):
+                prompt = prompt_length(scale, batch)
                 running = opened.fill(batch, prompt, longest - prompt)
                 found.append(opened.steady(scale.warm, scale.windows, scale.steps).rates)
                 opened.clear(running)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 WARM_UPS = 3
+WARM_SECONDS = 0.2  # that a GPU works before it is timed: its clocks rise within less
 L2_BYTES = 50 << 20  # of an H100 or H200: inputs rotate through several times as much
 
 
@@ -18,17 +19,25 @@ def synchronise(device: torch.device) -> None:
 
 
 def seconds_per_call(
-    calls: Sequence[Callable[[], object]], device: torch.device, repeats: int, graph: bool = False
+    calls: Sequence[Callable[[], object]],
+    device: torch.device,
+    repeats: int,
+    graph: bool = False,
+    warm_seconds: float = WARM_SECONDS,
 ) -> list[float]:
     """Return `repeats` samples of the seconds that one of `calls` takes, each over all of them in turn.
 
     calls: the same work on different inputs, so that no cache holds them. graph: replay them as one CUDA graph, so
-    that launches take no time of the host; where they cannot be captured the error is raised.
+    that launches take no time of the host; where they cannot be captured the error is raised. warm_seconds: least
+    time that a GPU does the same before.
     """
     run = _captured(calls) if graph and device.type == "cuda" else lambda: [call() for call in calls]
-    for _ in range(WARM_UPS):
-        run()
     timed = _by_events if device.type == "cuda" else _by_clock
+    spent, enough = 0.0, warm_seconds if device.type == "cuda" else 0.0
+    for _ in range(WARM_UPS):
+        spent += timed(run)
+    while spent < enough:
+        spent += timed(run)
     return [timed(run) / len(calls) for _ in range(repeats)]
 
 
