@@ -12,7 +12,7 @@ from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
 from engine.errors import ConfigError
 from engine.step_tensors import to_device
-from tests.parity import test_attention as layout
+from tests.parity.step_layouts import NUM_BLOCKS, make_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,16 +25,15 @@ STEPS = [([0, 0, 0], [5, 1, 300]), ([0, 800, 20], [5, 3, 1]), ([4, 700, 20], [1,
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize(("computed", "lengths"), STEPS)
 @pytest.mark.parametrize("name", ["flash", "torch_varlen"])
-def test_a_library_gives_the_references_attention(monkeypatch, name, computed, lengths, page, window):
+def test_a_library_gives_the_references_attention(name, computed, lengths, page, window):
     device, dtype = torch.device("cuda:0"), torch.bfloat16
     spec = AttentionSpec(16, 4, 128, 128**-0.5, (window,), 0.0, page, dtype, device)
     try:
         backend = select_backend(name, spec)
     except ConfigError as error:
         pytest.skip(str(error))
-    monkeypatch.setattr(layout, "BLOCK", page)
-    step, _ = to_device(layout.make_step(computed, lengths), device)
-    shape = (layout.NUM_BLOCKS, page, spec.num_kv_heads, spec.head_dim)
+    step, _ = to_device(make_step(computed, lengths, block=page), device)
+    shape = (NUM_BLOCKS, page, spec.num_kv_heads, spec.head_dim)
     caches = [torch.randn(shape, device=device, dtype=dtype) for _ in range(2)]
     heads = torch.randn(
         sum(lengths), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, device=device, dtype=dtype

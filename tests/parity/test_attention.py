@@ -13,12 +13,10 @@ from engine.attention.flash import FlashAttention, why_not_flash
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
 from engine.errors import ConfigError
-from engine.report import StepInputs
 from engine.step_tensors import to_device
+from tests.parity.step_layouts import BLOCK, NUM_BLOCKS, make_step
 
 CPU = torch.device("cpu")
-BLOCK = 4
-NUM_BLOCKS = 400
 
 
 def spec(**values):
@@ -34,33 +32,6 @@ def spec(**values):
         "device": CPU,
     }
     return AttentionSpec(**{**known, **values})
-
-
-def make_step(computed, lengths, seed=0):
-    """Lay sequences out in scattered blocks; returns the step, as the runner gets it."""
-    free = (np.random.default_rng(seed).permutation(NUM_BLOCKS - 1) + 1).tolist()
-    ends = [c + n for c, n in zip(computed, lengths, strict=True)]
-    widest = max(-(-end // BLOCK) for end in ends)
-    tables = np.zeros((len(ends), widest), np.int32)
-    positions, slots = [], []
-    for row, (first, end) in enumerate(zip(computed, ends, strict=True)):
-        used = -(-end // BLOCK)
-        tables[row, :used] = [free.pop() for _ in range(used)]
-        where = np.arange(first, end)
-        positions.append(where)
-        slots.append(tables[row, where // BLOCK] * BLOCK + where % BLOCK)
-    positions = np.concatenate(positions).astype(np.int32)
-    return StepInputs(
-        input_ids=np.zeros_like(positions),
-        positions=positions,
-        slot_mapping=np.concatenate(slots).astype(np.int32),
-        query_start_loc=np.cumsum([0, *lengths]).astype(np.int32),
-        seq_lens=np.array(ends, np.int32),
-        num_computed_tokens=np.array(computed, np.int32),
-        block_tables=tables,
-        logits_indices=np.empty(0, np.int32),
-        copy_blocks=np.empty((0, 2), np.int32),
-    )
 
 
 def naive(spec, step, query, key_cache, value_cache, window):
