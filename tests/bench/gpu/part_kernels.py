@@ -28,6 +28,7 @@ MODEL = "qwen3-8b"
 KINDS = ("triton", "torch", "compiled")
 EPS = 1e-6
 FP32 = 4
+DRAWN_BY = ("triton", "torch")
 DRAWS = {"temperature": (0, 1.0), "top-k-and-p": (50, 0.95)}  # top_k, top_p
 
 
@@ -45,7 +46,7 @@ def part(scale: Scale) -> Part:
     shape = scale.shape(MODEL)
     rows = scale.rows[-2:]
     layers = [_figure(one, kind, count) for one in kernels(shape) for count in rows for kind in KINDS]
-    draws = [_draw_figure(shape, name, scale.batches[-1]) for name in DRAWS]
+    draws = [_draw_figure(shape, name, kind, scale.batches[-1]) for name in DRAWS for kind in DRAWN_BY]
     title = f"Small kernels, {MODEL}"
     return Part("kernels", title, (*layers, *draws), lambda bench: _run(bench, shape))
 
@@ -71,12 +72,12 @@ def _figure(kernel: Kernel, kind: str, rows: int) -> Figure:
     return Figure(_name(kernel.name, kind, rows), f"{kernel.what}, {rows:,} rows, {kind}", "us", limit, higher=False)
 
 
-def _draw_figure(shape: Shape, name: str, rows: int) -> Figure:
+def _draw_figure(shape: Shape, name: str, kind: str, rows: int) -> Figure:
     def limit(limits: Limits) -> float:
         return 1e6 * FP32 * shape.vocab * rows / limits.bandwidth
 
-    what = f"draw of {rows:,} tokens, {name.replace('-', ' ')}, with its launches"
-    return Figure(f"kernels/draw/{name}/{rows}", what, "us", limit, higher=False)
+    what = f"draw of {rows:,} tokens, {name.replace('-', ' ')}, with its launches, {kind}"
+    return Figure(_name(f"draw-{name}", kind, rows), what, "us", limit, higher=False)
 
 
 def _run(bench: Bench, shape: Shape) -> None:
@@ -89,9 +90,11 @@ def _run(bench: Bench, shape: Shape) -> None:
                 )
     rows = bench.scale.batches[-1]
     for name, filters in DRAWS.items():
-        bench.measure(
-            lambda filters=filters: _draw_micros(bench, shape, rows, *filters), f"kernels/draw/{name}/{rows}"
-        )
+        for kind in DRAWN_BY:
+            bench.measure(
+                lambda filters=filters, kind=kind: _draw_micros(bench, shape, kind, rows, *filters),
+                _name(f"draw-{name}", kind, rows),
+            )
 
 
 def _micros(bench: Bench, shape: Shape, kernel: Kernel, kind: str, rows: int) -> list[float]:
@@ -138,12 +141,15 @@ def _gate(ours: Kernels, wrap: Any, shape: Shape, rows: int, device: torch.devic
     return lambda: operation(x)
 
 
-def _draw_micros(bench: Bench, shape: Shape, rows: int, top_k: int, top_p: float) -> list[float]:
+def _draw_micros(bench: Bench, shape: Shape, kind: str, rows: int, top_k: int, top_p: float) -> list[float]:
     """Return microseconds of a draw, the host's work included: its parameters come from there."""
+    if kind == "triton" and not bench.on_gpu:
+        raise NotHere("needs a CUDA device")
+    draws = importlib.import_module("engine.kernels.triton_sampler").TritonDraws() if kind == "triton" else None
     logits = [torch.randn(rows, shape.vocab, device=bench.device).mul_(3) for _ in range(2)]
     inputs = dummy_sampling(rows)
     inputs.top_k, inputs.top_p = np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32)
-    calls = [lambda one=one: sample(one, inputs) for one in logits]
+    calls = [lambda one=one: sample(one, inputs, draws) for one in logits]
     times = seconds_per_call(calls, bench.device, bench.scale.repeats)
     return [1e6 * seconds for seconds in times]
 

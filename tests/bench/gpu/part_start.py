@@ -14,7 +14,7 @@ from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF
 from tests.bench.gpu.scale import Scale
-from tests.bench.gpu.session import session, supported
+from tests.bench.gpu.session import session
 from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import synchronise
 
@@ -77,8 +77,7 @@ def _start(folder: Path, bench: Bench) -> dict[str, Any]:
 
 def _sleep_and_wake(bench: Bench, folder: Path) -> tuple[list[float], list[float]]:
     times: tuple[list[float], list[float]] = ([], [])
-    settings = supported(enable_sleep_mode=True, max_model_len=256)
-    with session(folder, bench.device, **settings) as opened:
+    with session(folder, bench.device, enable_sleep_mode=True, max_model_len=256) as opened:
 
         def token() -> list[int]:
             params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
