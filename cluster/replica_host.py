@@ -161,6 +161,6 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         block_size=info.config.block_size,
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
-        fingerprint=model_fingerprint(config.model, info.config.dtype),
+        fingerprint=model_fingerprint(config.model, info.config.dtype, info.config.quantization),
         token_budget=info.config.max_num_batched_tokens,
     )

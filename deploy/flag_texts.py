@@ -6,6 +6,7 @@ from __future__ import annotations
 OPEN_DEFAULTS = {
     "tokenizer": "the model's own",
     "device": "cuda where there is one",
+    "quantization": "as the checkpoint has them",
     "max_model_len": "the model's own limit",
     "num_kv_blocks": "from memory",
     "async_scheduling": "on with cuda, off on cpu",
@@ -33,6 +34,7 @@ HELP = {
         "tokenizer": "Folder or hub id of the tokenizer.",
         "served_model_name": "Model id that clients use; more than one apart by commas, answers show the first.",
         "dtype": "Type of weights and activations.",
+        "quantization": "How linear layers hold their weights: fp8 needs a GPU, int8 is for any device.",
         "max_model_len": "Most tokens of prompt and output of one sequence.",
         "seed": "Seed of requests that bring none.",
         "tool_call_parser": "Format in which the model calls tools; needed for tool_choice auto.",

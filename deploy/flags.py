@@ -21,13 +21,21 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
 from deploy.flag_texts import HELP, OPEN_DEFAULTS
-from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, SCHEDULING_POLICIES
+from engine.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    SCHEDULING_POLICIES,
+)
 from engine.errors import ConfigError
 
-SHORT = {"tensor_parallel_size": ("-tp", "--tp")}
+SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "quantization": ("-q",)}
 POSITIONAL = "model"
 CHOICES = {
     "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
     "device": DEVICES,
     "kv_cache_dtype": KV_CACHE_DTYPES,
     "scheduling_policy": SCHEDULING_POLICIES,
@@ -77,6 +85,7 @@ OF_A_PLAN = ("gpu", "rps", "ttft", "tpot", "input_len", "output_len", "roofline_
 PLANNED = (
     "tensor_parallel_size",
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

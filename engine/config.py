@@ -8,6 +8,7 @@ from typing import Any
 from engine.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("fp8", "int8", "compressed-tensors")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -20,6 +21,8 @@ class EngineConfig:
 
     model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
     device: "cpu", "cuda" or None for cuda where there is one.
+    quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU) or "int8", made as plain
+    weights are loaded; None = as the checkpoint has them, "compressed-tensors" among others.
     max_model_len: tokens of prompt + output of one sequence; None = the model's own limit.
     max_num_seqs / max_num_batched_tokens: sequences and tokens of one step.
     long_prefill_token_threshold: most prompt tokens one sequence may take in a step; 0 = the whole budget.
@@ -40,6 +43,7 @@ class EngineConfig:
     tokenizer: str | None = None
     tensor_parallel_size: int = 1
     dtype: str = "auto"
+    quantization: str | None = None
     device: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -70,6 +74,8 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if self.quantization is not None:
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         if self.device is not None:
             _one_of("device", self.device.split(":")[0], DEVICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

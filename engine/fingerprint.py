@@ -31,15 +31,15 @@ PROMPT_FILES = (
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 
 
-def model_fingerprint(model: str, dtype: str) -> str:
-    """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`.
+def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -> str:
+    """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
     Two replicas with equal fingerprints draw the same tokens but for rounding. Covers config.json, the ends that
     generation_config.json names, and of each weight file name, size, header and a sample of every tensor; not the
     files' times, which differ from node to node. Raises `CheckpointError`.
     """
     folder = find_checkpoint(model)
-    digest = hashlib.blake2b(dtype.encode(), digest_size=16)
+    digest = hashlib.blake2b(_arithmetic(dtype, quantization).encode(), digest_size=16)
     digest.update(_canonical(_without_origin(read_json(folder / "config.json"))))
     generation = folder / "generation_config.json"
     if generation.is_file():
@@ -50,16 +50,18 @@ def model_fingerprint(model: str, dtype: str) -> str:
     return digest.hexdigest()
 
 
-def model_identity(model: str, dtype: str) -> str:
+def model_identity(model: str, dtype: str, quantization: str | None = None) -> str:
     """Return 32 hex digits that are others when a checkpoint (folder or hub id) is another one, fetching no weights.
 
     Of a folder its fingerprint; of a hub id its revision, under which the hub never puts other contents: as a folder
     the same model is another. Raises `CheckpointError`.
     """
     if Path(model).expanduser().is_dir():
-        return model_fingerprint(model, dtype)
+        return model_fingerprint(model, dtype, quantization)
     revision = find_checkpoint(model, TEXT_FILES).name  # as the hub's cache names its snapshots
-    return hashlib.blake2b(_canonical([model, revision, dtype]), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        _canonical([model, revision, _arithmetic(dtype, quantization)]), digest_size=16
+    ).hexdigest()
 
 
 def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
@@ -84,6 +86,11 @@ def prompt_fingerprint(model: str, tokenizer: str | None = None) -> str:
     digest = hashlib.blake2b(digest_size=16)
     _read_tokenizer_into(digest, folder, tokenizer, (*VOCABULARY_FILES, *PROMPT_FILES))
     return digest.hexdigest()
+
+
+def _arithmetic(dtype: str, quantization: str | None) -> str:
+    """Where nothing is quantised as it always was, so that batches begun before go on."""
+    return dtype if quantization is None else f"{dtype} {quantization}"
 
 
 def _canonical(value: Any) -> bytes:

@@ -23,6 +23,7 @@ from engine.model_folder import check_sharding
 from engine.models.decoder import Attention, Decoder
 from engine.models.registry import ARCHITECTURES
 from engine.models.spec import DecoderSpec
+from engine.quantization import Layout, quantization_of
 from engine.step_tensors import dummy_step
 from parallel.group import Group
 from parallel.linear import ParallelLinear
@@ -84,7 +85,8 @@ def build_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
     """Return rank 0's decoder on `meta`. config: resolved."""
     with META:
         group = BlueprintGroup(config.tensor_parallel_size)
-        decoder = Decoder(spec, config.context_len, group, getattr(torch, config.dtype))
+        layout = Layout(quantization_of(config, spec), ARCHITECTURES[spec.architecture].weights(spec))
+        decoder = Decoder(spec, config.context_len, group, getattr(torch, config.dtype), layout.outline)
         decoder.finish_loading()
     return decoder.requires_grad_(False).eval()
 

@@ -10,19 +10,22 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_room import fit_given_blocks
 from engine.models.spec import DecoderSpec
+from engine.quantization import check_capability, check_device, quantization_of
 
 HALF = ("bfloat16", "float16")
 
 
 def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
-    """Return the config with device, dtype and max_model_len filled in.
+    """Return the config with device, dtype, quantization and max_model_len filled in.
 
     Raises `ConfigError` for a device that is not there, and what `resolve_for` raises.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
-    return resolve_for(config, spec, device)
+    resolved = resolve_for(config, spec, device)
+    check_capability(quantization_of(resolved, spec), device)
+    return resolved
 
 
 def resolve_for(config: EngineConfig, spec: DecoderSpec, device: str) -> EngineConfig:
@@ -38,7 +41,11 @@ def resolve_for(config: EngineConfig, spec: DecoderSpec, device: str) -> EngineC
         )
     dtype = _auto_dtype(spec, device) if config.dtype == "auto" else config.dtype
     shrink = config.max_model_len is None
-    return fit_given_blocks(config.resolved(device=device, max_model_len=limit, dtype=dtype), shrink)
+    quantization = quantization_of(config, spec)
+    check_device(quantization, device)
+    method = None if quantization is None else quantization.method
+    found = config.resolved(device=device, max_model_len=limit, dtype=dtype, quantization=method)
+    return fit_given_blocks(found, shrink)
 
 
 def _auto_dtype(spec: DecoderSpec, device: str) -> str:

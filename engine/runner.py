@@ -30,6 +30,7 @@ from engine.model_folder import ModelFolder, open_model
 from engine.models.decoder import Decoder
 from engine.models.spec import DecoderSpec
 from engine.parking import ParkedWeights, give_back, tensors_of
+from engine.quantization import quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
 from engine.sharded_draw import draw_apart
@@ -38,7 +39,7 @@ from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_outputs import outputs_of
 from engine.step_tensors import dummy_sampling, dummy_step
 from parallel.group import Group
-from parallel.tuning import choose_methods
+from parallel.tuning import choose_methods, choose_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -162,10 +163,12 @@ class ModelRunner:
 
     def _load(self) -> Decoder:
         """Read the weights and choose how they are computed with."""
-        model = load_model(self._folder, self.spec, self.config.context_len, self.group, self.dtype)
+        made = quantization_of(self.config, self.spec)
+        model = load_model(self._folder, self.spec, self.config.context_len, self.group, self.dtype, made)
         device = self.group.device
         torch_only = self.config.attention_backend == "reference"
         kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, device)
+        choose_quantised(model, kernels.int8_linear, kernels.quantise_rows)
         if device.type == "cpu":
             choose_methods(model, kernels.linear)
         model.use_kernels(kernels)

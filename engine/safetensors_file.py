@@ -58,6 +58,11 @@ class TensorOnDisk(WeightSource):
         """Return the shape of the whole tensor."""
         return self.shape
 
+    def as_bytes(self) -> TensorOnDisk:
+        """Return the same tensor as unsigned bytes in the order of the file, more of them along the last axis."""
+        shape = (*self.shape[:-1], self.shape[-1] * self.dtype.itemsize)
+        return TensorOnDisk(self.file, self.name, torch.uint8, shape, self.start)
+
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         """Return a copy of what slices of step 1 select; nothing else is read."""
         first, *inner = index if isinstance(index, tuple) else (index,)

@@ -17,9 +17,11 @@ class ParallelLinear(nn.Module):
     """Base of the linear layers: a weight of this rank's rows and columns, a bias, and the method that multiplies.
 
     `weight` is [out_per_rank, in_per_rank]; `choose_methods` empties it where `method` holds all that is needed.
+    `weight_scale` [out_per_rank] is there where it is quantised (`parallel.quantise`).
     """
 
     weight: ShardedParameter
+    weight_scale: ShardedParameter
     bias: ShardedParameter | None
 
     def __init__(self, weight: ShardedParameter, bias: ShardedParameter | None, group: Group) -> None:

@@ -45,11 +45,13 @@ class ShardedParameter(torch.nn.Parameter):
     axis: dimension that is split, None where every rank holds the whole.
     pieces: the parts along `axis`, in the order in which a fused checkpoint tensor would hold them.
     loaded_parts: keys of the parts that have been loaded.
+    vacant: whether it has no memory of its own until something is loaded.
     """
 
     axis: int | None
     pieces: tuple[Piece, ...]
     loaded_parts: set[str | int]
+    vacant: bool
 
     # nn.Parameter makes its instance in __new__, so there is no __init__ to extend.
     def __new__(cls, data: Tensor, axis: int | None = None, pieces: Sequence[Piece] = ()) -> ShardedParameter:
@@ -58,7 +60,13 @@ class ShardedParameter(torch.nn.Parameter):
         parameter.axis = axis
         parameter.pieces = tuple(pieces)
         parameter.loaded_parts = set()
+        parameter.vacant = False
         return parameter
+
+    def vacate(self) -> None:
+        """Give the memory back until something is loaded; shape, dtype and device stay."""
+        self.data = self.data.new_zeros(()).expand(self.shape)
+        self.vacant = True
 
     @property
     def missing(self) -> tuple[str | int, ...]:
@@ -93,6 +101,9 @@ class ShardedParameter(torch.nn.Parameter):
         """
         pieces = self._pieces_of(part)
         self._check(source, pieces, transposed)
+        if self.vacant:
+            self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.vacant = False
         if self.axis is None:
             return [Transfer(_on_disk(self.data, transposed), (slice(None),))]
         disk_axis = self.ndim - 1 - self.axis if transposed else self.axis

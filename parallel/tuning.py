@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from parallel.fp8 import Fp8Linear, QuantiseRows
+from parallel.int8 import Int8Linear, TorchInt8Linear
 from parallel.linear import ParallelLinear
 from parallel.methods import LinearMethod, PackedLinear, PlainLinear
 
@@ -20,6 +22,7 @@ PROBED_SUMS = 1 << 16
 
 Shape = tuple[int, int, torch.dtype]  # out, in, dtype
 Pack = Callable[[Tensor], LinearMethod | None]
+PackInt8 = Callable[[Tensor, Tensor], LinearMethod | None]  # weight [out, in] in int8, scale [out]
 
 
 def choose_methods(module: nn.Module, native: Pack | None = None) -> None:
@@ -46,9 +49,30 @@ def choose_methods(module: nn.Module, native: Pack | None = None) -> None:
         # An embedding tied to an output head still looks its rows up in the plain weight.
         if owners[id(weight)] == 1:
             layer.release_weight()
-    if layers:
-        methods = Counter(type(layer.method).__name__ for layer in layers)
+    linear = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
+    if linear:
+        methods = Counter(type(layer.method).__name__ for layer in linear)
         logger.info("products: %s", ", ".join(f"{count} by {name}" for name, count in sorted(methods.items())))
+
+
+def choose_quantised(module: nn.Module, int8: PackInt8, quantise_rows: QuantiseRows) -> None:
+    """Let the quantised linear layers in `module` multiply by these kernels, and free weights nobody reads.
+
+    Call once, after the weights are loaded. What `int8` returns None for is multiplied by torch.
+    """
+    for layer in module.modules():
+        method = layer.method if isinstance(layer, ParallelLinear) else None
+        if isinstance(layer, ParallelLinear) and isinstance(method, Int8Linear):
+            weight, scale = layer.weight, layer.weight_scale
+            layer.method = int8(weight, scale) or _torch_int8(weight, scale) or method
+            if layer.method is not method and weight.device.type == "cpu":
+                layer.release_weight()
+        elif isinstance(method, Fp8Linear):
+            method.quantise_rows = quantise_rows
+
+
+def _torch_int8(weight: Tensor, scale: Tensor) -> LinearMethod | None:
+    return TorchInt8Linear(weight, scale) if TorchInt8Linear.supports(weight) else None
 
 
 class OneDNN:

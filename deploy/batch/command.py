@@ -169,7 +169,7 @@ class Batch:
             rows=asked.checked.rows,
             input_digest=asked.checked.digest,
             model=config.model_id,
-            fingerprint=model_identity(config.model, config.dtype),
+            fingerprint=model_identity(config.model, config.dtype, config.quantization),
             settings=msgspec.json.encode(settings).decode(),
             created=options.created if options.created is not None else int(time.time()),
             version=version("squadron"),

@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.footprint import Footprint, footprint_of
 from engine.kv_room import fit_cache, gpu_budget
 from engine.models.spec import DecoderSpec
+from engine.quantization import quantization_of
 from engine.resolve import resolve_for
 
 # What is on a GPU beside torch's own tensors: the context of CUDA with its loaded kernels, and the buffers of NCCL
@@ -61,9 +62,11 @@ class Fit:
 def fit(config: EngineConfig, spec: DecoderSpec, gpu: Gpu, measure: Measure = footprint_of) -> Fit:
     """Return how a model fits. config: as asked for, whatever its device.
 
-    Raises `ConfigError` naming the setting where it does not fit, `ShardingError` where it cannot be split.
+    Raises `ConfigError` naming the setting where it does not fit or the GPU lacks the units for it, `ShardingError`
+    where it cannot be split.
     """
     full = resolve_for(config, spec, "cuda")
+    gpu.flops(product_dtype(full, spec))
     if full.fp8_cache and gpu.fp8 is None:
         raise ConfigError(
             f"kv_cache_dtype={full.kv_cache_dtype}: {gpu.name} has no fp8; use kv_cache_dtype=auto", "kv_cache_dtype"
@@ -84,6 +87,12 @@ def fit(config: EngineConfig, spec: DecoderSpec, gpu: Gpu, measure: Measure = fo
     shrink = config.max_model_len is None
     fitted = fit_cache(full, blocks, found.block_bytes, shrink)
     return Fit(gpu, fitted, spec, found, blocks, shrink and fitted.context_len < spec.max_positions)
+
+
+def product_dtype(config: EngineConfig, spec: DecoderSpec) -> str:
+    """Return what the products in the layers are computed in: the model's dtype, or "fp8"."""
+    quantization = quantization_of(config, spec)
+    return "fp8" if quantization is not None and quantization.weights == "fp8" else config.dtype
 
 
 def cache_budget(config: EngineConfig, found: Footprint, gpu: Gpu) -> int:

@@ -58,8 +58,15 @@ class Gpu:
         return self.bandwidth * 1e9
 
     def flops(self, dtype: str) -> float:
-        """Return operations a second in a dtype of the engine."""
-        return (self.fp32 if dtype == "float32" else self.bf16) * 1e12
+        """Return operations a second in a dtype of the engine, or "fp8".
+
+        Raises `ConfigError` where it has no units for fp8.
+        """
+        if dtype != "fp8":
+            return (self.fp32 if dtype == "float32" else self.bf16) * 1e12
+        if self.fp8 is None:
+            raise ConfigError(f"quantization=fp8: a {self.name} has no units for fp8; use int8", "quantization")
+        return self.fp8 * 1e12
 
 
 GPUS: Mapping[str, Gpu] = {

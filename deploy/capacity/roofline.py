@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.capacity.fit import Fit
+from deploy.capacity.fit import Fit, product_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class Roofline:
         self._fit = fit
         config, spec, found = fit.config, fit.spec, fit.footprint
         self._rate = fit.gpu.flops(config.dtype)
+        # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay.
+        self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, spec))
         self._bandwidth = fit.gpu.bytes_per_second
         self._windows = [window or config.context_len for window in spec.sliding_windows]
         self._attention = 4 * found.num_heads * spec.head_dim  # operations of one query and one key, in one layer
@@ -54,7 +56,7 @@ class Roofline:
         """Return one step of `sequences` that each see `context` tokens, their new one included."""
         found = self._fit.footprint
         seen = sum(min(context, window) for window in self._windows)
-        products = 2 * (found.layer_products + found.head_products) * sequences
+        products = 2 * (self._in_layers + found.head_products) * sequences
         moved = found.read_bytes + sequences * (seen * self._kv + self._written)
         return self._time(products + self._attention * seen * sequences, moved)
 
@@ -63,7 +65,7 @@ class Roofline:
         found = self._fit.footprint
         seen = sum(_seen(first, count, window) for window in self._windows)
         read = sum(min(first, window) for window in self._windows) * self._kv
-        products = 2 * (found.layer_products * count + found.head_products)
+        products = 2 * (self._in_layers * count + found.head_products)
         return self._time(products + self._attention * seen, found.read_bytes + read + count * self._written)
 
     @property

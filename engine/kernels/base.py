@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from parallel.fp8 import quantise_rows
 from parallel.methods import LinearMethod
 
 
@@ -22,6 +23,14 @@ class Kernels(ABC):
     @abstractmethod
     def linear(self, weight: Tensor) -> LinearMethod | None:
         """Return the best way to multiply by `weight`, [out, in], that these kernels know; None = none of theirs."""
+
+    def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        """Return the same for `weight` [out, in] in int8 with `scale` [out] in fp32."""
+        return None
+
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x [rows, size] in e4m3 and the rows' scales [rows, 1] in fp32, as `parallel.fp8.quantise_rows`."""
+        return quantise_rows(x)
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,39 +6,7 @@
  * the number of rows or threads.
  */
 
-#include <omp.h>
-
-#include "vectors.h"
-
-#define VECS 4 /* vectors of outputs that are summed at a time */
-#define WIDE (VECS * LANES)
-#define MAX_ROWS 6    /* rows that are: MAX_ROWS x VECS sums fill the registers */
-#define BAND 256      /* most rows that share a panel while it is in the cache */
-#define STRIP_BYTES (256 << 10) /* of a panel that stay there */
-#define WORTH (1 << 19) /* products from which on other threads pay */
-
-#if BF16
-#define DEPTH 2
-#else
-#define DEPTH 1
-#endif
-#define STRIP (STRIP_BYTES / (WIDE * DEPTH * (long)sizeof(elem))) /* steps of DEPTH inputs */
-
-#if !BF16 && defined(__AVX512F__)
-#define SUPPORTED 1
-INLINE vec times(const elem *x, const elem *weights, vec sum) { return sum + *x * get_float(weights); }
-#elif BF16 && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-#include <immintrin.h>
-#define SUPPORTED 1
-typedef int32_t pair __attribute__((aligned(2), may_alias));
-INLINE vec times(const elem *x, const elem *weights, vec sum) {
-    __m512i both = _mm512_set1_epi32(*(const pair *)x), many = _mm512_loadu_si512(weights);
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)both, (__m512bh)many);
-}
-#else /* other CPUs have other means, which oneDNN knows */
-#define SUPPORTED 0
-INLINE vec times(const elem *x, const elem *weights, vec sum) { return sum + load(x) * load(weights); }
-#endif
+#include "panels.h"
 
 /* Whether this CPU is one that `multiply` is written for. */
 int multiplies(void) { return SUPPORTED; }
@@ -55,36 +23,6 @@ void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
                     packed[((panel * depth + k) * WIDE + n) * DEPTH + j] =
                         out < outs ? weights[out * ins + k * DEPTH + j] : 0;
                 }
-}
-
-/* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `depth` steps of a panel. Vectors [from, to) of each
- * step of `next`, which is wanted after this, are fetched meanwhile; after the last panel that is beyond the weights,
- * where a fetch does nothing. */
-INLINE void multiply_rows(const int rows, const elem *x, long stride, const elem *panel, long depth, int fresh,
-                          float *sums, const elem *next, int from, int to) {
-    vec sum[MAX_ROWS][VECS];
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECS; v++) sum[r][v] = fresh ? splat(0) : get_float(sums + r * WIDE + v * LANES);
-    for (long k = 0; k < depth; k++) {
-        const elem *weights = panel + k * WIDE * DEPTH;
-        for (int v = from; v < to; v++) __builtin_prefetch(next + k * WIDE * DEPTH + v * LANES * DEPTH, 0, 2);
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < VECS; v++)
-                sum[r][v] = times(x + r * stride + k * DEPTH, weights + v * LANES * DEPTH, sum[r][v]);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECS; v++) put_float(sums + r * WIDE + v * LANES, sum[r][v]);
-}
-
-/* out [rows][stride] = sums [rows][WIDE] + bias; `wide` outputs of the panel are real. */
-static void finish(const float *sums, const elem *bias, elem *out, long rows, long stride, long wide) {
-    for (long r = 0; r < rows; r++) {
-        elem line[WIDE], offset[WIDE] = {0};
-        elem *to = wide == WIDE ? out + r * stride : line;
-        if (bias) memcpy(offset, bias, wide * sizeof(elem));
-        for (int v = 0; v < WIDE; v += LANES) put(to + v, get_float(sums + r * WIDE + v) + load(offset + v));
-        if (wide < WIDE) memcpy(out + r * stride, line, wide * sizeof(elem));
-    }
 }
 
 /* One band of rows with one panel. */
@@ -105,16 +43,14 @@ static void multiply_panel(const elem *x, long x_stride, const elem *panel, cons
                                   sums + r * WIDE, next, from, to))
         }
     }
-    finish(sums, bias, out, rows, outs, wide);
+    finish(sums, 0, bias, out, rows, outs, wide);
 }
 
 /* out [rows][outs] = x [rows][ins] (rows x_stride apart) times the packed weights + bias (0 = none). */
 void multiply(const elem *x, int64_t x_stride, const elem *packed, const elem *bias, elem *out, int64_t rows,
               int64_t outs, int64_t ins, int64_t threads) {
-    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE, least = (rows + BAND - 1) / BAND;
-    /* Bands of about one size, so that threads get equal shares; whole passes in all but the last. */
-    const long even = least ? (rows + least - 1) / least : 1, band = (even + MAX_ROWS - 1) / MAX_ROWS * MAX_ROWS;
-    const long bands = (rows + band - 1) / band;
+    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
+    const long band = band_of(rows), bands = (rows + band - 1) / band;
 #pragma omp parallel for collapse(2) schedule(static) num_threads(team(rows *outs *ins, WORTH, threads))
     for (long b = 0; b < bands; b++)
         for (long p = 0; p < panels; p++) {

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
 from engine.kernels.compiler import load_library
-from engine.kernels.linear import NativeLinear
+from engine.kernels.linear import NativeInt8Linear, NativeLinear
 from parallel.methods import LinearMethod
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
@@ -44,7 +44,9 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
         )
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
-        for name in ("rms_norm", "norm_rotate", "silu_gate", "attend", "pack", "multiply"):
+        library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
+        library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4)
+        for name in ("rms_norm", "norm_rotate", "silu_gate", "attend", "pack", "multiply", "pack8", "multiply8"):
             getattr(library, name).restype = None
     return library
 
@@ -76,6 +78,12 @@ class NativeKernels(TorchKernels):
     def linear(self, weight: Tensor) -> LinearMethod | None:
         fits = weight.dtype is self._dtype and NativeLinear.supports(self._library, weight)
         return NativeLinear(self._library, weight, self._threads) if fits else None
+
+    @override
+    def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        if not NativeInt8Linear.supports(self._library, weight, self._dtype):
+            return None
+        return NativeInt8Linear(self._library, weight, scale, self._dtype, self._threads)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,6 +5,7 @@ Activations are flat, [num_tokens, ...]: the tokens of all sequences one after a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,9 +109,17 @@ class Decoder(nn.Module):
     """A decoder-only transformer with its output head.
 
     max_positions: longest sequence that will be run; sizes the rotary tables.
+    prepare: called with the name and module of each layer as it is made, before the next takes memory.
     """
 
-    def __init__(self, spec: DecoderSpec, max_positions: int, group: Group, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        max_positions: int,
+        group: Group,
+        dtype: torch.dtype,
+        prepare: Callable[[str, nn.Module], None] = lambda name, layer: None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.group = group
@@ -122,7 +131,10 @@ class Decoder(nn.Module):
             self.positions = LearnedPositions(spec, dtype, group.device)
         else:
             self.rotary = RotaryTable(spec.rope, spec.head_dim, max_positions, group.device)
-        self.layers = nn.ModuleList(DecoderLayer(spec, i, group, dtype) for i in range(spec.num_layers))
+        self.layers = nn.ModuleList()
+        for i in range(spec.num_layers):
+            self.layers.append(DecoderLayer(spec, i, group, dtype))
+            prepare(f"layers.{i}", self.layers[i])
         self.norm = Norm(spec.norm, hidden, spec.norm_eps, dtype, group.device)
         self.kernels: Kernels = TorchKernels()
         self.head = ParallelLMHead(hidden, vocab, False, group=group, dtype=dtype)

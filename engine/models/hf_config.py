@@ -17,12 +17,6 @@ class HFConfig:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
-        quantization = values.get("quantization_config")
-        if quantization:
-            method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else "unknown"
-            raise CheckpointError(
-                f"config.json: quantization_config ({method}) is not supported; use the unquantised checkpoint"
-            )
 
     @property
     def architecture(self) -> str:

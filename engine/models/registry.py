@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import CheckpointError
 from engine.models.hf_config import HFConfig
+from engine.models.quantization_config import read_quantization
 from engine.models.spec import DecoderSpec
 from engine.models.weight_map import WeightRule, gpt2_weights, llama_weights
 
@@ -34,7 +35,7 @@ def architecture_of(config: Mapping[str, Any]) -> tuple[Architecture, DecoderSpe
         raise CheckpointError(
             f"config.json: architecture {reader.architecture!r} is not supported; known: {', '.join(ARCHITECTURES)}"
         )
-    return architecture, architecture.spec(reader)
+    return architecture, replace(architecture.spec(reader), quantization=read_quantization(config))
 
 
 def _common(config: HFConfig) -> dict[str, Any]:

@@ -23,6 +23,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """How the linear layers inside a decoder's layers are held; embeddings and output head stay as they are.
+
+    method: the name of `--quantization`. weights: "fp8" (e4m3, activations too) or "int8" (weights alone), with a
+    scale per output channel. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules that
+    stay plain, by their names in the checkpoint, parts of these between dots, or "re:" and a regular expression.
+    packed: four int8 in an int32 on disk, counted from -128.
+    """
+
+    method: str
+    weights: str
+    stored: bool = True
+    ignore: tuple[str, ...] = ()
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Everything that `engine.models.decoder.Decoder` needs to build itself.
 
@@ -32,6 +49,7 @@ class DecoderSpec:
     attention_softcap, logits_softcap: cap c in c * tanh(x / c); 0 = none.
     checkpoint_dtype: what the weights were saved in, by torch's name such as "bfloat16".
     eos_token_ids: tokens that end a text, as the model's own files say; may be empty.
+    quantization: of the checkpoint, None = plain weights.
     """
 
     architecture: str
@@ -59,6 +77,7 @@ class DecoderSpec:
     checkpoint_dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    quantization: QuantizationSpec | None = None
 
     @property
     def attention_scale(self) -> float:

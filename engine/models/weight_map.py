@@ -13,7 +13,7 @@ class WeightRule:
     """One tensor of a checkpoint.
 
     name: in the checkpoint. target: the decoder's parameter. part: the piece of a merged parameter, None = all of it.
-    shape: on disk. transposed: stored as [in, out], as GPT-2's Conv1D does.
+    shape: on disk. transposed: stored as [in, out], as GPT-2's Conv1D does. packed: four bytes in an int32.
     """
 
     name: str
@@ -21,6 +21,7 @@ class WeightRule:
     shape: tuple[int, ...]
     part: str | int | None = None
     transposed: bool = False
+    packed: bool = False
 
 
 def llama_weights(spec: DecoderSpec) -> Iterator[WeightRule]:

@@ -13,6 +13,7 @@ from engine.live_bytes import LiveBytes
 from engine.loader import load_model
 from engine.model_folder import open_model
 from engine.models.decoder import Attention
+from engine.quantization import quantization_of
 from engine.resolve import resolve
 from engine.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -38,7 +39,8 @@ def settings(folder, size, dtype="float32"):
 
 def held_weights(group, folder, config):
     """Bytes of weights, angles and laid-out norms of a loaded decoder."""
-    model = load_model(folder, folder.spec, config.context_len, group, getattr(torch, config.dtype))
+    made = quantization_of(config, folder.spec)
+    model = load_model(folder, folder.spec, config.context_len, group, getattr(torch, config.dtype), made)
     norms = [part.head_norms for part in model.modules() if isinstance(part, Attention)]
     tables = [norm for norm in norms if norm is not None]
     if model.rotary is not None:

@@ -176,6 +176,20 @@ def test_a_prompt_is_bound_by_products_and_a_lone_token_by_reading_the_weights()
     assert token.seconds == pytest.approx((found.footprint.read_bytes + 1001 * 131072) / 4.8e12)
 
 
+def test_fp8_reads_half_and_multiplies_at_the_rate_of_its_units():
+    plain, found = held(), held(quantization="fp8")
+    assert found.footprint.layer_products == plain.footprint.layer_products
+    assert found.num_blocks > plain.num_blocks
+    assert 0.5 < found.footprint.read_bytes / plain.footprint.read_bytes < 0.6, "the output head stays in bfloat16"
+    (prompt,) = Roofline(found).prefill(1024)
+    attention = 4 * 32 * 128 * 32 * (1024 * 1025 // 2)
+    in_bf16 = 2 * found.footprint.head_products + attention
+    in_fp8 = 2 * found.footprint.layer_products * 1024
+    assert prompt.seconds == pytest.approx(in_bf16 / 989.5e12 + in_fp8 / 1979e12, rel=1e-3)
+    with pytest.raises(ConfigError, match="no units for fp8; use int8"):
+        held(gpu="A10", quantization="fp8")
+
+
 def test_a_large_batch_of_decodes_is_bound_by_products():
     found = held()
     step = Roofline(found).decode(4096, 10)

@@ -75,6 +75,14 @@ def test_another_dtype_is_another_model(folder: Path) -> None:
     assert model_fingerprint(str(folder), "float32") != model_fingerprint(str(folder), "bfloat16")
 
 
+def test_other_weights_at_load_are_another_model(folder: Path) -> None:
+    """A stream goes on only where the fingerprint is the same: int8 draws other tokens than plain weights."""
+    plain = model_fingerprint(str(folder), "float32")
+    found = {plain, *(model_fingerprint(str(folder), "float32", each) for each in ("int8", "fp8"))}
+    assert len(found) == 3
+    assert model_fingerprint(str(folder), "float32", None) == plain
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 8, (4).to_bytes(8, "little") + b"{}"], ids=["empty", "huge", "cut"]
 )

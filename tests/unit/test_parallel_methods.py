@@ -99,7 +99,7 @@ def test_a_head_tied_to_an_embedding_leaves_it_its_rows():
     head = ParallelLMHead(IN, OUT, False, GROUP, torch.float32)
     head.tie_to(embedding)
     embedding.weight.data.normal_()
-    x, rows = torch.randn(3, IN), embedding.weight.clone()
+    x, rows = torch.randn(3, IN), embedding.weight[:OUT].clone()
     expected = head(x)
     choose_methods(nn.ModuleList([embedding, head]))
     assert isinstance(head.method, PackedLinear)

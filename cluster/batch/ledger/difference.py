@@ -16,7 +16,7 @@ SHARED = 20  # characters of what two long values have in common that are told b
 # Parts of a job whose values, digests mostly, tell people nothing.
 CHANGED = {
     "input_digest": "the input was changed",
-    "fingerprint": "the model's weights or dtype were changed",
+    "fingerprint": "the model's weights, dtype or quantization were changed",
     "prompts": "the tokenizer or the chat template was changed",
 }
 GROUPS = ("columns",)  # settings that hold settings

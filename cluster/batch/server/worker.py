@@ -114,7 +114,7 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
         bounds=Filler(room, dispatcher, config.batch_share),
         metrics=Metrics().of(config.model_id, ClusterFigures),
         turn=asyncio.Lock(),
-        fingerprint=model_identity(config.model, config.dtype),
+        fingerprint=model_identity(config.model, config.dtype, config.quantization),
         seed=config.seed,
         decisive=decisive(config),
     )

@@ -1,0 +1,416 @@
+"""Models with quantised weights: from flags and from compressed-tensors checkpoints, on one rank and on two."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import quantization
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.footprint import footprint_of
+from engine.loader import load_model
+from engine.model_folder import open_model
+from engine.models.spec import QuantizationSpec
+from engine.quantization import quantization_of
+from engine.resolve import resolve, resolve_for
+from engine.runner import ModelRunner
+from parallel.fp8 import Fp8Linear
+from parallel.group import SoloGroup
+from parallel.int8 import Int8Linear
+from parallel.linear import ParallelLinear
+from parallel.parameter import ShardedParameter
+from parallel.quantise import FORMATS, quantised, scale_of
+from tests.parity.stepping import Stepper
+from tests.parity.test_footprint import held_weights
+from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+
+
+def scheme(kind="float", layout="float-quantized", strategy="channel", activations=DYNAMIC, **more):
+    """A quantization_config as llm-compressor writes it."""
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
+    weights |= {"group_size": None, "actorder": None, "block_structure": None, "observer": "minmax"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+        **more,
+    }
+
+
+FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
+SCHEMES = {
+    "float channel": scheme(),
+    "float tensor static": scheme(strategy="tensor", activations=STATIC, layout="naive-quantized"),
+    "int": scheme("int", "int-quantized", activations=None),
+    "int packed": scheme("int", "pack-quantized", activations=None),
+    "fp8": FP8_TENSOR,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a function that makes each kind of checkpoint once: (model, folder)."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = make(name, folder), folder
+        return made[name]
+
+    return get
+
+
+def edit_config(folder, **values):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def pack(values):
+    """Four int8, counted from -128, in an int32, the first in the lowest bits."""
+    counted = (values.to(torch.int64) + 128).unflatten(1, (-1, 4))
+    words = sum(counted[..., i] << 8 * i for i in range(4))
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def compress(plain, folder, found, skip=()):
+    """Write the checkpoint in `plain` quantised as the scheme says; returns tensor name -> what it stands for."""
+    shutil.copytree(plain, folder)
+    fp8 = found.get("quant_method") == "fp8" or found["format"] in ("float-quantized", "naive-quantized")
+    form = FORMATS["fp8" if fp8 else "int8"]
+    per_tensor = "tensor" in json.dumps(found.get("config_groups", "tensor"))
+    per_tensor = per_tensor and '"strategy": "channel"' not in json.dumps(found)
+    tensors, meaning = load_file(plain / "model.safetensors"), {}
+    for name in [name for name in tensors if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]:
+        if name.removesuffix(".weight") in skip:
+            continue
+        weight = tensors.pop(name).float()
+        largest = weight.abs().amax(dim=1)
+        scale = scale_of(largest.max().expand_as(largest) if per_tensor else largest, form)
+        stored = quantised(weight, scale, form)
+        meaning[name] = stored.float() * scale[:, None]
+        if found.get("format") == "pack-quantized":
+            tensors[name + "_packed"] = pack(stored)
+            tensors[name.replace(".weight", ".weight_shape")] = torch.tensor(weight.shape)
+        else:
+            tensors[name] = stored
+        tensors[name + "_scale"] = scale[0].clone() if per_tensor else scale[:, None].clone()
+        if "static" in json.dumps(found) or found.get("activation_scheme") == "static" or per_tensor:
+            tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.1)
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, quantization_config=found)
+    return meaning
+
+
+def config(folder, **values):
+    return EngineConfig(str(folder), **{"num_kv_blocks": 200, "block_size": 4, "device": "cpu", **values})
+
+
+def with_weights(model, meaning):
+    """The oracle with other weights."""
+    state = model.state_dict()
+    before = {name: state[name].clone() for name in meaning}
+    model.load_state_dict(meaning, strict=False)
+    return before
+
+
+def made_at_load(model, form):
+    meaning = {}
+    for name, weight in model.state_dict().items():
+        conv1d = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
+        if name.endswith(".weight") and (name.split(".")[-2] in PROJECTIONS or conv1d):
+            rows = weight.t() if conv1d else weight
+            scale = scale_of(rows.abs().amax(dim=1), form)
+            stands_for = quantised(rows, scale, form).float() * scale[:, None]
+            meaning[name] = stands_for.t().contiguous() if conv1d else stands_for
+    return meaning
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_int8_gives_what_the_model_gives_with_the_weights_it_stands_for(models, name, backend):
+    model, folder = models(name)
+    before = with_weights(model, made_at_load(model, FORMATS["int8"]))
+    try:
+        runner = ModelRunner(config(folder, quantization="int8", attention_backend=backend), SoloGroup())
+        ragged = prompts(5, seed=4)
+        check_against(model, Stepper(runner).generate(ragged, 6), ragged)
+    finally:
+        with_weights(model, before)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_two_ranks_hold_and_say_what_one_does(two_ranks, models, name):
+    _, folder = models(name)
+    asked = config(folder, quantization="int8")
+    ranks = two_ranks(lambda group: ModelRunner(asked, group))
+
+    def execute(inputs, draws):
+        return two_ranks(lambda group: ranks[group.rank].execute(inputs, None if group.rank else draws))[0]
+
+    gang = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
+    ragged = prompts(5, seed=4)
+    together = gang.generate(ragged, 6)
+    alone = Stepper(ModelRunner(asked, SoloGroup())).generate(ragged, 6)
+    assert [s.tokens for s in together] == [s.tokens for s in alone]
+
+
+def parameters_of(group, folder, asked):
+    model = load_model(folder, folder.spec, 64, group, torch.float32, asked)
+    return {
+        name: (p.data, p.axis, p.pieces) for name, p in model.named_parameters() if isinstance(p, ShardedParameter)
+    }
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
+def test_weights_are_the_same_whatever_the_number_of_ranks(two_ranks, models, name, weights):
+    folder = open_model(str(models(name)[1]))
+    asked = QuantizationSpec(weights, weights, stored=False)
+    whole = parameters_of(SoloGroup(), folder, asked)
+    for rank, share in enumerate(two_ranks(parameters_of, folder, asked)):
+        for target, (found, axis, pieces) in share.items():
+            if "layers." not in target or axis is None:
+                continue
+            expected = whole[target][0]
+            before = 0
+            for piece in pieces:
+                mine = expected.narrow(axis, before + piece.start, piece.size).to(torch.float32)
+                assert torch.equal(found.narrow(axis, piece.offset, piece.size).to(torch.float32), mine), (
+                    rank,
+                    target,
+                )
+                before += piece.full
+        for target in (t for t in share if t.endswith("weight_scale") and share[t][1] is None):
+            assert torch.equal(share[target][0], whole[target][0]), "scales of rows that are split"
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_a_compressed_checkpoint_is_read_as_it_is(models, tmp_path, kind):
+    _, plain = models("llama")
+    meaning = compress(plain, tmp_path / "made", SCHEMES[kind])
+    folder = open_model(str(tmp_path / "made"))
+    asked = quantization_of(config(tmp_path / "made"), folder.spec)
+    model = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, asked)
+    for layer in range(3):
+        stem = f"model.layers.{layer}."
+        for target, parts in {
+            "attention.qkv": [f"{stem}self_attn.{part}_proj.weight" for part in "qkv"],
+            "attention.output": [f"{stem}self_attn.o_proj.weight"],
+            "mlp.up": [f"{stem}mlp.{part}_proj.weight" for part in ("gate", "up")],
+            "mlp.down": [f"{stem}mlp.down_proj.weight"],
+        }.items():
+            linear = model.get_submodule(f"layers.{layer}.{target}")
+            assert isinstance(linear.method, Fp8Linear if linear.weight.is_floating_point() else Int8Linear)
+            found = linear.weight.float() * linear.weight_scale[:, None]
+            assert torch.equal(found, torch.cat([meaning[part] for part in parts]))
+
+
+@pytest.mark.parametrize("kind", ["int", "int packed"])
+def test_a_compressed_checkpoint_says_the_same_on_one_rank_and_on_two(two_ranks, models, tmp_path, kind):
+    model, plain = models("llama")
+    before = with_weights(model, compress(plain, tmp_path / "made", SCHEMES[kind]))
+    ragged = prompts(4, seed=5)
+    ranks = two_ranks(lambda group: ModelRunner(config(tmp_path / "made"), group))
+
+    def execute(inputs, draws):
+        return two_ranks(lambda group: ranks[group.rank].execute(inputs, None if group.rank else draws))[0]
+
+    gang = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
+    try:
+        check_against(model, gang.generate(ragged, 5), ragged)
+        runner = ModelRunner(config(tmp_path / "made", quantization="compressed-tensors"), SoloGroup())
+        check_against(model, Stepper(runner).generate(ragged, 5), ragged)
+    finally:
+        with_weights(model, before)
+
+
+def test_ignored_modules_stay_plain(models, tmp_path):
+    model, plain = models("llama")
+    skip = ["model.layers.1.mlp.down_proj", *(f"model.layers.0.self_attn.{part}_proj" for part in "qkv")]
+    found = scheme("int", "int-quantized", activations=None, ignore=[skip[0], "re:.*layers.0.self_attn.[qkv]_proj"])
+    before = with_weights(model, compress(plain, tmp_path / "made", found, skip))
+    try:
+        runner = ModelRunner(config(tmp_path / "made"), SoloGroup())
+        ragged = prompts(4, seed=5)
+        check_against(model, Stepper(runner).generate(ragged, 5), ragged)
+    finally:
+        with_weights(model, before)
+    folder = open_model(str(tmp_path / "made"))
+    loaded = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+    held = {
+        name
+        for name, part in loaded.named_modules()
+        if isinstance(part, ParallelLinear) and part.weight.is_floating_point()
+    }
+    assert held == {"layers.0.attention.qkv", "layers.1.mlp.down", "head"}
+
+
+def test_fp8_through_the_whole_model_is_near_the_plain_one(models, monkeypatch):
+    """The arithmetic of the GPU, emulated: the engine itself refuses fp8 here."""
+    model, folder = models("llama")
+    monkeypatch.setattr("engine.resolve.check_device", lambda *_: None)
+    runner = ModelRunner(config(folder, quantization="fp8"), SoloGroup())
+    assert sum(isinstance(getattr(part, "method", None), Fp8Linear) for part in runner.model.modules()) == 12
+    ragged = prompts(5, seed=4)
+    for sequence, prompt in zip(Stepper(runner).generate(ragged, 4), ragged, strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([sequence.tokens])).logits[0][len(prompt) - 1 : -1]
+        found = torch.stack(sequence.logits)
+        assert 0 < float((found - expected).norm() / expected.norm()) < 0.15
+
+
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, ["'awq'"]),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ["'gptq'"]),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ["weight_block_size", "scale per block"]),
+    "w8a8": (scheme("int", "int-quantized", activations=DYNAMIC | {"type": "int"}), ["W8A8", "W8A16"]),
+    "fp8 w8a16": (scheme(activations=None), ["W8A16", "W8A8"]),
+    "groups of weights": (scheme("int", "pack-quantized", strategy="group", activations=None), ["per group"]),
+    "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),
+    "nvfp4": (scheme("float", "nvfp4-pack-quantized"), ["nvfp4-pack-quantized"]),
+    "sparse": (scheme(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse"]),
+    "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
+    "two groups": (scheme(config_groups={"a": {}, "b": {}}), ["2 groups"]),
+    "ignore": (scheme(ignore="lm_head"), ["ignore", "must list"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name_before_any_weight(models, tmp_path, case):
+    found, words = REFUSED[case]
+    shutil.copytree(models("llama")[1], tmp_path / "made")
+    (tmp_path / "made" / "model.safetensors").unlink()
+    edit_config(tmp_path / "made", quantization_config=found)
+    with pytest.raises(CheckpointError) as error:
+        open_model(str(tmp_path / "made"))
+    for word in (*words, "quantization_config"):
+        assert word in str(error.value)
+
+
+def spec_of(models, **values):
+    return replace(open_model(str(models("llama")[1])).spec, **values)
+
+
+STORED = QuantizationSpec("compressed-tensors", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "words"),
+    [
+        ("fp8", None, "cpu", ["needs a GPU", "quantization=int8"]),
+        (None, STORED, "cpu", ["needs a GPU", "unquantised checkpoint"]),
+        ("int8", STORED, "cuda", ["already, by compressed-tensors", "leave the flag out"]),
+        ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8 or int8"]),
+    ],
+)
+def test_contradictions_are_refused_with_what_works(models, asked, stored, device, words):
+    with pytest.raises(ConfigError) as error:
+        resolve_for(config("m", quantization=asked), spec_of(models, quantization=stored), device)
+    assert error.value.flag == "quantization"
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_gpu_without_units_for_fp8_is_refused(models, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    asked = QuantizationSpec("fp8", "fp8", stored=False)
+    with pytest.raises(ConfigError, match=r"8\.9 .*has 8\.0; use quantization=int8"):
+        quantization.check_capability(asked, "cuda")
+    quantization.check_capability(None, "cuda")
+
+
+def test_sizes_that_fp8_products_do_not_take_are_refused_before_any_weight(models, tmp_path):
+    shutil.copytree(models("llama")[1], tmp_path / "made")
+    edit_config(tmp_path / "made", intermediate_size=90)
+    (tmp_path / "made" / "model.safetensors").unlink()
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up .*multiples of 16"):
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("fp8", "fp8", stored=False))
+
+
+def test_half_a_merged_layer_cannot_be_ignored(models, tmp_path):
+    compress(models("llama")[1], tmp_path / "made", scheme(ignore=["model.layers.0.self_attn.k_proj"]))
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj.*together"):
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale"), ["missing", "up_proj.weight_scale"]),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}),
+            ["up_proj.weight_scale", "[7, 1]", "96 rows"],
+        ),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.ones(1)}), ["zero_point"]),
+    ],
+)
+def test_a_checkpoint_that_lacks_or_bends_its_scales_is_refused(models, tmp_path, change, words):
+    compress(models("llama")[1], tmp_path / "made", SCHEMES["int"])
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("name", ["llama", "llama3_tied_biased", "gpt2"])
+def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, weights):
+    folder = open_model(str(models(name)[1]))
+    asked = config(folder.path, quantization=weights)
+    for size in (1, 2):
+        full = resolve_for(replace(asked, tensor_parallel_size=size, dtype="bfloat16"), folder.spec, "cuda")
+        planned = footprint_of(full, folder.spec).weight_bytes
+        held = two_ranks(held_weights, folder, full) if size == 2 else [held_weights(SoloGroup(), folder, full)]
+        assert held == [planned] * size
+        plain = footprint_of(replace(full, quantization=None), folder.spec).weight_bytes
+        assert 0.5 < planned / plain < 0.9
+
+
+def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypatch):
+    """Neither all plain weights nor a second copy of them are ever in memory."""
+    folder = open_model(str(models("llama")[1]))
+    seen = []
+    finish = quantization.Layout.finish
+
+    def watched(self, model, rules):
+        linears = [part for part in model.layers.modules() if isinstance(part, ParallelLinear)]
+        seen.append(sum(p.weight.untyped_storage().nbytes() > 4 and p.weight.dtype is torch.float32 for p in linears))
+        finish(self, model, rules)
+
+    monkeypatch.setattr(quantization.Layout, "finish", watched)
+    model = load_model(
+        folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("int8", "int8", stored=False)
+    )
+    assert seen == [0, 4, 4, 4, 0]
+    assert {p.weight.dtype for p in model.layers.modules() if isinstance(p, ParallelLinear)} == {torch.int8}
+
+
+def test_the_flag_is_resolved_to_what_the_checkpoint_is(models, tmp_path):
+    compress(models("llama")[1], tmp_path / "made", SCHEMES["int"])
+    spec = open_model(str(tmp_path / "made")).spec
+    for asked in (None, "compressed-tensors"):
+        assert resolve(config(tmp_path / "made", quantization=asked), spec).quantization == "compressed-tensors"
+    assert resolve(config("m"), spec_of(models)).quantization is None
