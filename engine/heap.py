@@ -5,6 +5,15 @@ from __future__ import annotations
 import gc
 
 
+def collect_garbage() -> None:
+    """Free all garbage now, that among what was left out of the collector's rounds as well. Takes as long as one."""
+    settled = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if settled:
+        gc.freeze()
+
+
 def settle_heap() -> None:
     """Collect what is garbage by now, and leave all that lives out of the collector's later rounds.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from engine.heap import collect_garbage
 from engine.models.rope import RotaryTable
 from parallel.methods import LinearMethod
 
@@ -38,8 +38,12 @@ class ParkedWeights:
         self._parked: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
 
     def park(self, tensors: Iterable[Tensor]) -> int:
-        """Copy the tensors to the host and free their memory; returns the bytes. No step may be running."""
-        storages = {each._cdata: each for each in (tensor.untyped_storage() for tensor in tensors) if each.nbytes()}
+        """Copy the tensors to the host and free their memory; returns the bytes. No step may be running.
+
+        Memory that is not torch's to free (arrays of numpy share it) stays where it is.
+        """
+        found = (tensor.untyped_storage() for tensor in tensors)
+        storages = {each._cdata: each for each in found if each.nbytes() and each.resizable()}
         self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
         self._take_pieces()
         for storage, span in self._spans():
@@ -95,7 +99,7 @@ def tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 def give_back(device: torch.device) -> None:
     """Let the system have what was freed: torch and the C library would keep it for themselves."""
-    gc.collect()
+    collect_garbage()  # a model that was let go of may be part of a cycle
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return

@@ -73,7 +73,8 @@ class ModelRunner:
         self._draws = None if config.attention_backend == "reference" else select_draws(group.device)
         self.phases: dict[str, float] = dict(folder.phases)
         self._folder = folder
-        self._parked = ParkedWeights(pinned=group.device.type == "cuda")
+        self._parks = group.device.type == "cuda"  # a CPU has its weights on the host already
+        self._parked = ParkedWeights(pinned=self._parks)
         self._level = 0  # of sleep
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -135,7 +136,7 @@ class ModelRunner:
         self._cache.drop()
         if level == 2:
             del self.model
-        elif self.group.device.type == "cuda":
+        elif self._parks:
             self._parked.park(tensors_of(self.model))
         give_back(self.group.device)
         self._level = level

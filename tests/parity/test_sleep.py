@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from collections import defaultdict
 from itertools import count
 
@@ -14,11 +16,16 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError, EngineAsleepError
+from engine.graph_sizes import GraphSizes
 from engine.llm import LLM
-from engine.local_executor import build_executor
+from engine.local_executor import SoloExecutor, build_executor, model_info
+from engine.parking import tensors_of
 from engine.request import Request
+from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from parallel.group import SoloGroup
 from tests import tiny_tokenizer
+from tests.parity.graph_lab import use_graphs
 from tests.parity.tiny_models import make, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,3 +156,40 @@ def test_memory_is_given_back(tmp_path):
 
 def resident():
     return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_graphs_are_dropped_and_weights_that_were_parked_are_found_again(folders, monkeypatch, level):
+    monkeypatch.setattr("engine.runner.choose_methods", lambda *given: None)  # plain products, as on a GPU
+    settings = {"max_model_len": 96, "num_kv_blocks": 200, "block_size": 4, "max_num_seqs": 8}
+    more = {"max_num_batched_tokens": 64, "attention_backend": "reference", "device": "cpu"}
+    runner = ModelRunner(EngineConfig(str(folders / "qwen3"), **settings, **more), SoloGroup())
+    for parameter in runner.model.parameters():
+        parameter.data = parameter.data.clone()  # numpy, which read them, would keep their memory
+    devices = []
+
+    def assemble():
+        devices.append(use_graphs(runner, GraphSizes((1, 2, 4, 8), (2, 8))))
+        return runner._forward
+
+    runner._parks = True
+    monkeypatch.setattr(runner, "_assemble", assemble)
+    assemble()
+    info = model_info(runner)
+    core = EngineCore(info.config, SoloExecutor(runner), info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+    expected = run(core, {})
+    core.reset_prefix_cache()
+    model = weakref.ref(runner.model)
+    gc.freeze()  # as a rank does when it has started
+    try:
+        core.sleep(level)
+    finally:
+        gc.unfreeze()
+    if level == 1:
+        assert {tensor.untyped_storage().nbytes() for tensor in tensors_of(model())} == {0}
+    else:
+        assert model() is None, "somebody holds on to the old model"
+    core.wake_up()
+    assert run(core, {4: level}) == expected
+    assert len(devices) == 3
+    assert all(device.replays for device in devices)

@@ -108,3 +108,13 @@ def test_nothing_to_park_is_nothing_to_restore():
     assert parked.park([]) == 0
     parked.restore()
     give_back(CPU)
+
+
+def test_memory_that_numpy_shares_stays_where_it_is():
+    shared, own = torch.ones(4), torch.ones(4)
+    array, parked = shared.numpy(), ParkedWeights(pinned=False)
+    assert parked.park([shared, own]) == 16
+    assert array.tolist() == [1.0] * 4
+    assert own.untyped_storage().nbytes() == 0
+    parked.restore()
+    assert torch.equal(own, shared)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from engine.sampling_params import SamplingParams
+from tests.bench.cold_start import start
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF
@@ -19,7 +17,6 @@ from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import synchronise
 
 RUNS = 3
-TIMEOUT = 180.0
 GRAPHS = "graphs"  # phase of starting in which they are captured
 
 
@@ -42,8 +39,7 @@ def _run(bench: Bench, shape: Shape, stem: str) -> None:
     starts: list[dict[str, Any]] = []
 
     def cold() -> list[list[float]]:
-        _read(folder)
-        starts.extend(_start(folder, bench) for _ in range(RUNS if bench.on_gpu else 1))
+        starts.extend(start(folder, str(bench.device)) for _ in range(RUNS if bench.on_gpu else 1))
         rates = [HALF * shape.stored_weights / one["phases"]["weights"] / 1e9 for one in starts]
         return [[one["first_token"] for one in starts], [one["imports"] for one in starts], rates]
 
@@ -56,23 +52,6 @@ def _run(bench: Bench, shape: Shape, stem: str) -> None:
     bench.measure(cold, f"{stem}/first_token", f"{stem}/imports", f"{stem}/weights")
     bench.measure(graphs, f"{stem}/graphs")
     bench.measure(lambda: _sleep_and_wake(bench, folder), f"{stem}/sleep", f"{stem}/wake")
-
-
-def _read(folder: Path) -> None:
-    """Bring the weights into the page cache."""
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            while stream.read(64 << 20):
-                pass
-
-
-def _start(folder: Path, bench: Bench) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.bench.gpu.cold_start", str(folder), str(bench.device), str(time.time())]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
-    if run.returncode:
-        raise RuntimeError(f"the engine did not start: {run.stderr[-1000:]}")
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
 
 
 def _sleep_and_wake(bench: Bench, folder: Path) -> tuple[list[float], list[float]]:
