@@ -59,6 +59,8 @@ class HostSide:
         return _Fetched(copies, arrived)
 
     def _to_pinned(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor  # a step in the middle of prompts draws nothing, which needs no device
         if self._stream is not None:
             tensor.record_stream(self._stream)  # its memory is not given to others before it is read
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,154 @@
+"""The path on CUDA, as far as shapes go: nothing mixes devices, and the host waits for results alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.report import PromptScores, StepInputs
+from engine.runner import ModelRunner
+from engine.sleep import TAGS
+from engine.step_tensors import dummy_sampling, dummy_step
+from parallel.group import SoloGroup
+from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
+
+BLOCK = 16
+
+pytestmark = pytest.mark.skipif(why_no_shapes() is not None, reason=str(why_no_shapes()))
+
+
+@pytest.fixture(scope="module")
+def played():
+    with cuda_in_shapes() as played:
+        yield played
+
+
+@pytest.fixture(scope="module")
+def runner(played):
+    return made()
+
+
+def made(**changes) -> ModelRunner:
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_blocks": 70, "max_model_len": 1024}
+    wanted = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK, **sizes, **changes}
+    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup("cuda:0"))
+
+
+def decode(num_seqs: int, length: int = 40) -> StepInputs:
+    """A decode step of sequences of one length, in blocks of their own."""
+    width = -(-length // BLOCK)
+    tables = np.arange(1, num_seqs * width + 1, dtype=np.int32).reshape(num_seqs, width)
+    lens = np.full(num_seqs, length, np.int32)
+    return StepInputs(
+        input_ids=np.zeros(num_seqs, np.int32),
+        positions=lens - 1,
+        slot_mapping=tables[:, -1] * BLOCK + (length - 1) % BLOCK,
+        query_start_loc=np.arange(num_seqs + 1, dtype=np.int32),
+        seq_lens=lens,
+        num_computed_tokens=lens - 1,
+        block_tables=tables,
+        logits_indices=np.arange(num_seqs, dtype=np.int32),
+        copy_blocks=np.empty((0, 2), np.int32),
+    )
+
+
+def sampling(num: int, **changes):
+    return replace(dummy_sampling(num), **changes)
+
+
+def full(num: int, value: float, dtype=np.float32):
+    return np.full(num, value, dtype)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": full(4, 0), "top_p": full(4, 1)},
+        {"top_p": full(4, 1)},
+        {"temperature": np.array([0, 1, 0, 0.5], np.float32), "top_p": full(4, 1), "top_k": full(4, 20, np.int32)},
+        {"min_p": full(4, 0.1)},
+        {"top_p": np.array([1, 0.5, 0.9, 0.1], np.float32), "top_k": np.array([0, 5, 0, 50], np.int32)},
+        {"num_logprobs": 5},
+        {"forbidden": {1: (2, 3)}, "allowed": {2: np.array([5, 6], np.int32)}, "top_p": full(4, 1)},
+        {"biases": {0: (np.array([1], np.int32), np.array([2.0], np.float32))}, "top_p": full(4, 1)},
+        {
+            "repetition_penalty": full(4, 1.2),
+            "presence_penalty": full(4, 0.5),
+            "frequency_penalty": full(4, 0.5),
+            "prompt_ids": np.zeros((4, 7), np.int32),
+            "output_ids": np.full((4, 3), -1, np.int32),
+        },
+        {"masks": lambda: (np.array([1], np.int32), np.zeros((1, 128), np.int32))},
+    ],
+    ids=["greedy", "temperature", "mixed", "min-p", "top-p", "logprobs", "allowed", "biases", "penalties", "masks"],
+)
+def test_a_decode_step_draws_without_waiting_for_the_device(runner, changes):
+    outputs = runner.launch(decode(4), sampling(4, **changes)).result()
+    assert outputs.token_ids.shape == (4,)
+
+
+def test_what_a_gpu_runs_is_ours(runner, played):
+    assert runner.attention_backend == "triton"
+    played.kernels.clear()
+    runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3))
+    launched = Counter(played.kernels)
+    layers = runner.spec.num_layers
+    assert launched["norm_rotate_store"] == launched["attend"] == layers, "a launch a layer"
+    played.kernels.clear()
+    runner.launch(decode(4), sampling(4))
+    assert "attend" not in played.kernels, "a decode step is replayed"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enforce_eager": True},
+        {"kv_cache_dtype": "fp8"},
+        {"dtype": "float16", "block_size": 64},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())),
+)
+def test_other_settings_run_too(played, changes):
+    runner = made(**changes)
+    runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3, top_p=full(3, 1)))
+    runner.launch(decode(5), sampling(5, top_p=full(5, 1)))
+
+
+def test_an_engine_wakes_from_both_depths_of_sleep(played):
+    runner = made()
+    for level in (1, 2):
+        runner.sleep(level)
+        for tag in TAGS:
+            runner.wake(tag)
+        assert runner.launch(decode(4), sampling(4)).result().token_ids.shape == (4,)
+
+
+def test_prompts_and_a_prompt_in_the_middle_run(runner):
+    whole = runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3)).result()
+    assert whole.token_ids.shape == (3,)
+    chunk = dummy_step(64, 1, 1024, BLOCK)
+    chunk.logits_indices = chunk.logits_indices[:0]
+    assert runner.launch(chunk, sampling(0)).result().token_ids.shape == (0,)
+
+
+def test_prompts_are_scored_pooled_and_copied(runner):
+    step = dummy_step(40, 2, 1024, BLOCK)
+    step.pooled = np.array([[0, 20]], np.int32)
+    step.copy_blocks = np.array([[1, 2]], np.int32)
+    step.logits_indices = np.arange(40, dtype=np.int32)
+    scores = PromptScores(np.arange(20, dtype=np.int32), np.zeros(20, np.int32), 2)
+    rows = np.array([19, 39], np.int32)
+    assert runner.launch(step, sampling(2, rows=rows, prompt=scores)).result().token_ids.shape == (2,)
+
+
+def test_what_would_make_the_host_wait_is_caught(played):
+    x = torch.zeros(3, device="cuda")
+    with pytest.raises(Exception, match="nonzero"):
+        torch.nonzero(x)
+    with pytest.raises(RuntimeError, match=r"(?i)device"):
+        x + torch.zeros(3)
