@@ -26,11 +26,11 @@ class TableMirror:
         Returns [2, num_changes]: places in the flat table, ascending within a row, and values.
         """
         count = tables.shape[1]
-        held = self.table[rows] if count == self.table.shape[1] else self.table[:, :count].take(rows, axis=0)
-        changed, columns = (held != tables).nonzero()
-        found = np.empty((2, len(changed)), np.int32)
-        np.add(rows[changed] * self.table.shape[1], columns, out=found[0], casting="unsafe")
-        found[1] = tables[changed, columns]
+        changed = np.flatnonzero(self.read(rows, count) != tables)
+        at, columns = np.divmod(changed, count)
+        found: Ints = np.empty((2, len(changed)), np.int32)
+        found[0] = rows[at] * self.table.shape[1] + columns
+        found[1] = tables.take(changed)
         self.apply(found)
         return found
 
