@@ -22,13 +22,13 @@ from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve, set_threads
 from engine.runner import ModelRunner
 from engine.sharded_draw import pack_draws
+from engine.step_messages import StepWriter
 from engine.worker import (
     await_workers,
     device_of,
     join_group,
     open_channel,
     pack_sleep,
-    pack_step,
     pack_wake,
     run_worker,
 )
@@ -124,6 +124,7 @@ class GangExecutor(Executor):
         self._channel = channel
         self._workers = workers
         self._timeout = runner.config.step_timeout
+        self._steps = StepWriter(runner.config)
         self._number = 0
 
     @override
@@ -134,7 +135,7 @@ class GangExecutor(Executor):
         with self.broken_told(f"in step {self._number}"):
             inputs.draws = pack_draws(sampling, self._group.device)
             began = time.perf_counter()
-            self._channel.send(pack_step(inputs, self._number), self._timeout)
+            self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
             told = time.perf_counter() - began
             return _GangPending(self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told)
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.heap import settle_heap
-from engine.report import StepInputs
 from engine.resolve import set_threads
 from engine.runner import START_TIMEOUT, ModelRunner
 from engine.sleep import TAGS
+from engine.step_messages import StepReader
 from engine.times import RankTimes
 from parallel.channel import BroadcastChannel, Channel
-from parallel.errors import ChannelClosed, ChannelError, RendezvousError
+from parallel.errors import ChannelClosed, RendezvousError
 from parallel.group import Group
 from parallel.packing import Buffer, Message, pack, unpack
 from parallel.rendezvous import Rendezvous
@@ -25,23 +24,9 @@ from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
 ARRIVALS = "arrivals"  # part of the rendezvous where workers leave word that they have started
-STEP = 1  # kinds of messages: run one step
-SLEEP = 2  # at the level that the message is numbered with
-WAKE = 3  # the one of `TAGS` that the message is numbered with
+SLEEP = 2  # kinds of messages beside `STEP`: sleep at the level that the message is numbered with
+WAKE = 3  # wake the one of `TAGS` that the message is numbered with
 OnStep = Callable[[RankTimes], None]
-STEP_FIELDS = (
-    "input_ids",
-    "positions",
-    "slot_mapping",
-    "query_start_loc",
-    "seq_lens",
-    "num_computed_tokens",
-    "block_tables",
-    "logits_indices",
-    "copy_blocks",
-    "draws",
-    "carried",
-)
 
 
 def worker_main(
@@ -108,6 +93,7 @@ def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = 
 
     on_step: told the times of each step. Raises `ChannelError` for what is no such message.
     """
+    steps = StepReader(runner.config)
     ended = time.perf_counter()
     while True:
         try:
@@ -119,7 +105,7 @@ def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = 
             ended = time.perf_counter()
             continue
         received = time.perf_counter()
-        runner.execute(step_of(message))
+        runner.execute(steps.read(message))
         waited, ended = received - ended, time.perf_counter()
         if on_step is not None:
             on_step(RankTimes(waited, ended - received))
@@ -148,11 +134,6 @@ def device_of(config: EngineConfig, rank: int) -> str:
     return f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else device
 
 
-def pack_step(inputs: StepInputs, number: int) -> Buffer:
-    """Return the step as one message for the channel."""
-    return pack(Message(STEP, number, {name: getattr(inputs, name) for name in STEP_FIELDS}))
-
-
 def pack_sleep(level: int) -> Buffer:
     """Return the order to sleep as a message for the channel."""
     return pack(Message(SLEEP, level))
@@ -168,11 +149,3 @@ def _sleep_or_wake(runner: ModelRunner, message: Message) -> None:
         runner.sleep(message.number)
     else:
         runner.wake(TAGS[message.number])
-
-
-def step_of(message: Message) -> StepInputs:
-    """Return the step in a message; its arrays are views. Raises `ChannelError` when it is no step."""
-    arrays: dict[str, Any] = dict(message.arrays)
-    if message.kind != STEP or tuple(arrays) != STEP_FIELDS:
-        raise ChannelError(f"message {message.number} of kind {message.kind} is no step")
-    return StepInputs(**arrays)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from deploy.demo import demo_model_path
-from engine import local_executor
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
@@ -22,6 +21,7 @@ from engine.local_executor import build_executor
 from engine.report import StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.step_messages import StepWriter
 from parallel.errors import ChannelError
 from parallel.packing import Buffer
 from tests.unit.parallel_ranks import crew
@@ -55,9 +55,9 @@ def test_a_rank_that_was_told_another_step_ends_its_group_at_once(monkeypatch: p
     first = core.step()
     assert len(first.token_ids) == 3
     ranks = [psutil.Process(pid) for pid in executor._workers.pids]
-    truly = local_executor.pack_step
+    truly = StepWriter.pack
 
-    def another_step(inputs: StepInputs, number: int) -> Buffer:
+    def another_step(steps: StepWriter, inputs: StepInputs, number: int) -> Buffer:
         shorter = StepInputs(**{name: getattr(inputs, name) for name in StepInputs.__slots__})
         for name in (
             "input_ids",
@@ -67,12 +67,13 @@ def test_a_rank_that_was_told_another_step_ends_its_group_at_once(monkeypatch: p
             "num_computed_tokens",
             "block_tables",
             "logits_indices",
+            "slots",
         ):
             setattr(shorter, name, getattr(inputs, name)[:2])
         shorter.query_start_loc = inputs.query_start_loc[:3]
-        return truly(shorter, number)
+        return truly(steps, shorter, number)
 
-    monkeypatch.setattr(local_executor, "pack_step", another_step)
+    monkeypatch.setattr(StepWriter, "pack", another_step)
     began = time.monotonic()
     with pytest.raises(EngineDeadError, match="another collective"):
         core.step()
