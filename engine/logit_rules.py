@@ -68,7 +68,7 @@ def _places(ids: Mapping[int, Ints | tuple[int, ...]]) -> tuple[NDArray[np.int64
 
 def column(values: NDArray[Any], like: Tensor) -> Tensor:
     """Return `values`, [num_rows], as [num_rows, 1] on the device of `like`."""
-    return torch.from_numpy(values).to(like.device)[:, None]
+    return upload([values], like.device)[0][:, None]
 
 
 def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

@@ -16,6 +16,7 @@ from engine.logit_rules import NEVER, apply_rules, changes_logits, column, forbi
 from engine.noise import row_keys
 from engine.race import RUN, best_values, first_best, run_race
 from engine.report import Floats, Ints, SamplingInputs
+from engine.upload import upload
 
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
 CANDIDATES = 64
@@ -29,7 +30,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = No
     are those of the logits as they came. Rows whose best logit is NaN or infinite get FAILED for a token, rows whose
     rules leave them none STUCK.
 
-    draws: made for the device; without them torch's operations serve, which wait for the device here and there.
+    draws: made for the device; without them torch's operations serve, which wait for the device where top-p is set.
     """
     wants_logprobs = inputs.num_logprobs >= 0
     changed = changes_logits(inputs)
@@ -86,7 +87,7 @@ class _Race:
 def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -> Tensor:
     """Return the tokens of all rows, `best` where temperature is 0."""
     rows = np.flatnonzero(inputs.temperature)
-    index = torch.from_numpy(rows).to(logits.device)
+    (index,) = upload([rows], logits.device)
     if len(rows) < len(logits):
         logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
     logits = logits.div_(column(inputs.temperature[rows], logits))
@@ -94,7 +95,7 @@ def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -
     race = _Race(logits, peaks, most, (logits - most).exp_())
     least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
     keys = row_keys(inputs.seeds[rows], inputs.choices[rows], inputs.positions[rows])
-    _, ids = run_race(race.logits, race.weights, least, torch.from_numpy(keys).to(logits.device))
+    _, ids = run_race(race.logits, race.weights, least, upload([keys], logits.device)[0])
     return best.index_copy(0, index, ids)
 
 
@@ -111,7 +112,7 @@ def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor
         least = race.most + column(np.log(min_p), race.most)
     if not rows.size:
         return least
-    index = torch.from_numpy(rows).to(least.device)
+    (index,) = upload([rows], least.device)
     limited, top_k, top_p = limited[rows], top_k[rows], top_p[rows]
     some = race.rows(index)
     mine = least[index]

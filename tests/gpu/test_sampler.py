@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from engine.device_outputs import HostSide
 from engine.sampler import sample
+from engine.step_outputs import outputs_of
 from tests.parity.stepping import sampling
 
 pytestmark = [
@@ -110,3 +112,8 @@ def test_nothing_waits_for_the_device(draws, inputs):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found.token_ids.is_cuda
+
+
+def test_a_step_that_draws_nothing_brings_nothing(draws):
+    outputs = outputs_of(iter(()), sampling(0), draws)
+    assert HostSide(torch.device("cuda")).fetch(outputs).result().token_ids.size == 0

@@ -29,7 +29,7 @@ KINDS = ("triton", "torch", "compiled")
 EPS = 1e-6
 FP32 = 4
 DRAWN_BY = ("triton", "torch")
-DRAWS = {"temperature": (0, 1.0), "top-k-and-p": (50, 0.95)}  # top_k, top_p
+DRAWS = {"temperature": (0, 1.0), "top-k-and-p": (50, 0.95), "top-p-alone": (0, 0.95)}  # top_k, top_p
 
 
 @dataclass(frozen=True, slots=True)
