@@ -139,7 +139,7 @@ class FakeParameter(FakeTensor, ShardedParameter):
         made: Any = data.detach()
         made.__class__ = FakeParameter
         made._is_param = True
-        made.axis, made.pieces, made.loaded_parts = axis, tuple(pieces), set()
+        made.axis, made.pieces, made.loaded_parts, made.vacant = axis, tuple(pieces), set(), False
         return made
 
 

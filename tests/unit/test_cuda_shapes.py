@@ -109,6 +109,8 @@ def test_what_a_gpu_runs_is_ours(runner, played):
     [
         {"enforce_eager": True},
         {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"quantization": "int8"},
         {"dtype": "float16", "block_size": 64},
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
