@@ -152,6 +152,8 @@ class ModelRunner:
         else:
             if self._level == 2:
                 self.model = self._load()
+                if self._kv_scales is not None:
+                    self._kv_scales.copy_(read_kv_scales(self._folder.path, self.spec, self.group))
             else:
                 self._parked.restore()
             self._forward = self._assemble()

@@ -36,9 +36,14 @@ def tokens(llm):
     return [output.token_ids for result in found for output in result.outputs]
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_memory_is_given_back_and_the_tokens_stay(folder, eager):
-    settings = {"max_model_len": 1024, "num_kv_blocks": BLOCKS, "enforce_eager": eager, "enable_sleep_mode": True}
+EIGHT_BITS = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize("more", [{}, {"enforce_eager": True}, {"quantization": "int8"}, EIGHT_BITS], ids=str)
+def test_memory_is_given_back_and_the_tokens_stay(folder, more):
+    if more is EIGHT_BITS and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no matrix units for fp8")
+    settings = {"max_model_len": 1024, "num_kv_blocks": BLOCKS, "enable_sleep_mode": True, **more}
     with LLM(folder, device="cuda", **settings) as llm:
         before = tokens(llm)
         torch.cuda.synchronize()

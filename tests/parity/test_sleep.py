@@ -53,10 +53,18 @@ def tokens(llm):
     return [output.token_ids for result in found for output in result.outputs]
 
 
-# Packed in panels of ours, and for oneDNN.
-@pytest.mark.parametrize(("name", "backend"), [("qwen2", "auto"), ("qwen2", "reference"), ("gpt2", "auto")])
-def test_the_same_tokens_after_both_levels(folders, name, backend):
-    with open_llm(folders / name, attention_backend=backend) as llm:
+# Packed in panels of ours, for oneDNN, and in whole numbers.
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"attention_backend": "reference"}),
+        ("gpt2", {"quantization": "int8"}),
+        ("qwen3", {"quantization": "int8", "attention_backend": "reference"}),
+    ],
+)
+def test_the_same_tokens_after_both_levels(folders, name, settings):
+    with open_llm(folders / name, **settings) as llm:
         before = tokens(llm)
         for level in (1, 2, 1):
             llm.sleep(level)
