@@ -49,6 +49,7 @@ HELP = {
         "long_prefill_token_threshold": "Most prompt tokens of one sequence in a step; 0 = all.",
         "scheduling_policy": "Who goes first.",
         "attention_backend": "How attention is computed.",
+        "batch_invariant": "Tokens to the bit the same in any company; slower on a GPU.",
         "enforce_eager": "Never capture or compile; easier to debug.",
         "async_scheduling": "Plan and launch a step while the one before it runs.",
         "step_timeout": "Seconds after which a step counts as hung and its replica is replaced.",

@@ -32,6 +32,7 @@ class EngineConfig:
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
     takes what is compiled for this CPU, or Triton's kernels on CUDA.
+    batch_invariant: the bits of a token do not depend on what else is in its steps; slower on a GPU.
     async_scheduling: plan and launch a step while the one before it runs; None = on with CUDA, off on CPU, where host
     and model share the cores.
     step_timeout: seconds after which a step or a collective counts as hung.
@@ -58,6 +59,7 @@ class EngineConfig:
     enforce_eager: bool = False
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
+    batch_invariant: bool = False
     async_scheduling: bool | None = None
     step_timeout: float = 30.0
     seed: int = 0

@@ -177,6 +177,7 @@ def attention_spec(config: EngineConfig, spec: DecoderSpec, decoder: Decoder) ->
         dtype=getattr(torch, config.dtype),
         device=META,
         fp8_cache=config.fp8_cache,
+        batch_invariant=config.batch_invariant,
     )
 
 

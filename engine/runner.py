@@ -20,6 +20,7 @@ from engine.forward import LOGIT_ROWS, Forward, Passed
 from engine.graph_pool import CudaGraphDevice, GraphPool
 from engine.graph_sizes import graph_sizes
 from engine.host_copies import CudaCopies
+from engine.invariance import check_invariance, fix_products
 from engine.kernels.base import TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv_cache import KVCache, block_bytes, cuda_budget
@@ -67,6 +68,7 @@ class ModelRunner:
         folder = folder or open_model(config.model)
         shrink = config.max_model_len is None
         config = resolve(config, folder.spec)
+        check_invariance(config)
         self.group = group
         self._host_side = HostSide(group.device)
         self._carry = Carry(group)
@@ -174,6 +176,8 @@ class ModelRunner:
         choose_quantised(model, kernels.int8_linear, kernels.quantise_rows)
         if device.type == "cpu":
             choose_methods(model, kernels.linear)
+        elif self.config.batch_invariant:
+            fix_products(model)
         model.use_kernels(kernels)
         return model
 
@@ -205,6 +209,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 device=self.group.device,
                 fp8_cache=config.fp8_cache,
+                batch_invariant=config.batch_invariant,
             ),
         )
 

@@ -30,6 +30,8 @@ def why_not_flash(spec: AttentionSpec) -> str | None:
 
 def unfit_for_flash(spec: AttentionSpec) -> str | None:
     """Return why flash-attn serves no such model on any GPU, None when it does."""
+    if spec.batch_invariant:
+        return "how it splits work depends on the batch; with batch_invariant use attention_backend=triton"
     if spec.fp8_cache:
         return "it keeps keys and values in the dtype of the model"
     if spec.dtype not in DTYPES:

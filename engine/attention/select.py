@@ -40,12 +40,18 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
             logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
             return found
         reasons.append(f"{name} cannot be used: {found}")
+    if spec.batch_invariant:
+        raise ConfigError(f"batch_invariant cannot be had here: {_none_is_invariant(reasons)}", "batch_invariant")
     if wanted not in ("reference", "auto"):
         raise ConfigError(f"attention_backend={wanted} cannot be used: {reasons[0]}", "attention_backend")
     # On a GPU the reference is many times slower than it need be.
     level = logging.WARNING if reasons and spec.device.type == "cuda" else logging.INFO
     logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in reasons))
     return ReferenceAttention(spec)
+
+
+def _none_is_invariant(reasons: list[str]) -> str:
+    return "; ".join((*reasons, "the reference cuts its work by the batch; use attention_backend=auto"))
 
 
 def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> AttentionBackend:

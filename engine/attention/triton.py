@@ -177,6 +177,7 @@ class TritonAttention(AttentionBackend):
             WINDOWED=window > 0,
             CAPPED=spec.softcap > 0,
             FP8=spec.fp8_cache,
+            UNIFORM=spec.batch_invariant,
             num_warps=size.warps,
             num_stages=size.stages,
         )

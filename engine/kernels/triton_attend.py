@@ -44,6 +44,7 @@ def attend(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     FP8: tl.constexpr,
+    UNIFORM: tl.constexpr,  # all keys by the same code, that bits do not depend on where the tile begins
 ):
     """A program per tile, KV head and split."""
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -69,7 +70,7 @@ def attend(
     )
 
     low, plain, high = keys_of_tile(
-        offset + first, length, split, splits, split_size, window, TOKENS, BLOCK_N, SPLIT, WINDOWED
+        offset + first, length, split, splits, split_size, window, TOKENS, BLOCK_N, SPLIT, WINDOWED, UNIFORM
     )
     factor = scale
     value_scale = 1.0
@@ -109,7 +110,7 @@ def attend(
 @triton.jit
 def keys_of_tile(
     position, length, split, splits, split_size, window, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOWED: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOWED: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Return the first key to read, up to which key all queries see all of them, and up to which key to read.
 
@@ -126,7 +127,7 @@ def keys_of_tile(
         low = low + split * size
         high = tl.minimum(low + size, high)
     plain = low
-    if not WINDOWED:
+    if not (WINDOWED or UNIFORM):
         plain = tl.maximum(tl.minimum(position + 1, high) // BLOCK_N * BLOCK_N, low)
     return low, plain, high
 

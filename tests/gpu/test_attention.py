@@ -120,6 +120,20 @@ def test_a_recorded_decode_step_serves_what_comes_later(backend_of, rows):
     assert out[rows:].eq(0).all()
 
 
+@pytest.mark.parametrize("cut", [57, 1000, 1999])
+def test_batch_invariant_prompts_have_the_same_bits_however_they_are_cut(backend_of, cut):
+    s = on_gpu(batch_invariant=True)
+    whole, rest = Lab(s, [(0, 2100)]), Lab(s, [(cut, 2100 - cut)])
+    rest.merged.copy_(whole.merged[cut:])
+    backend = backend_of(s)
+    expected = backend.forward(*whole.split(), whole.cache, backend.prepare(whole.step), 0)
+    for store, own in ((rest.cache.keys, whole.cache.keys), (rest.cache.values, whole.cache.values)):
+        where, source = (torch.from_numpy(lab.slots(0, np.arange(cut))) for lab in (rest, whole))
+        store.flatten(0, 1)[where] = own.flatten(0, 1)[source]
+    out = backend.forward(*rest.split(), rest.cache, backend.prepare(rest.step), 0)
+    assert torch.equal(out, expected[cut:])
+
+
 def test_batch_invariant_rows_have_the_same_bits_in_any_company(backend_of):
     s = on_gpu(batch_invariant=True)
     alone = Lab(s, [(3000, 1)])

@@ -1,5 +1,6 @@
 """Models served with the Triton attention kernels, in Triton's interpreter, and how that backend is chosen."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,13 @@ from engine.attention.triton_fit import why_not_triton
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.footprint import footprint_of
+from engine.invariance import check_invariance, fix_products
 from engine.kv_scales import read_kv_scales
+from engine.loader import load_model
 from engine.model_folder import open_model
 from engine.runner import ModelRunner
 from parallel.group import SoloGroup
+from parallel.linear import ParallelLinear
 from tests.interpreter import exact_halves
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
@@ -124,6 +128,39 @@ def test_an_fp8_cache_takes_triton_on_gpus_that_have_fp8(gpu, monkeypatch):
     gpu(8, 0)
     with pytest.raises(ConfigError, match=r"compute capability 8.9, this GPU has 8.0; use kv_cache_dtype=auto"):
         select_backend("auto", on_gpu(fp8_cache=True))
+
+
+@pytest.mark.parametrize("wanted", ["auto", "flash", "reference", "torch_varlen"])
+def test_batch_invariance_is_had_from_triton_or_refused(gpu, monkeypatch, wanted):
+    installed(monkeypatch, "triton", "flash_attn")
+    chosen = partial(select_backend, wanted, on_gpu(block_size=256, batch_invariant=True))
+    if wanted == "auto":
+        assert chosen().name == "triton"
+        return
+    with pytest.raises(ConfigError, match=r"batch_invariant cannot be had here.*attention_backend=auto") as refused:
+        chosen()
+    assert refused.value.flag == "batch_invariant"
+
+
+def test_sums_over_more_than_two_ranks_are_not_batch_invariant():
+    check_invariance(EngineConfig("model", batch_invariant=True, tensor_parallel_size=2))
+    check_invariance(EngineConfig("model", tensor_parallel_size=4))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4.*at most 2"):
+        check_invariance(EngineConfig("model", batch_invariant=True, tensor_parallel_size=4))
+
+
+def test_every_product_gets_one_tiling(tmp_path):
+    make("qwen3", tmp_path)
+    folder = open_model(str(tmp_path))
+    model = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32)
+    fix_products(model)
+    layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
+    assert len(layers) == 4 * folder.spec.num_layers + 1
+    assert {type(layer.method).__name__ for layer in layers} == {"TritonLinear"}
+    with pytest.raises(
+        ConfigError, match="products by TritonLinear are not"
+    ):  # as those of quantised weights are not
+        fix_products(model)
 
 
 def save_scales(folder, scales):

@@ -230,6 +230,20 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company():
         assert torch.equal(results[0][0], results[1][1])
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_batch_invariant_prompts_have_the_same_bits_however_they_are_cut(window):
+    s = spec(batch_invariant=True, windows=(window,))
+    whole, rest = Lab(s, [(0, 100)]), Lab(s, [(57, 43)])
+    rest.merged.copy_(whole.merged[57:])
+    backend = TritonAttention(s)
+    expected = backend.forward(*whole.split(), whole.cache, backend.prepare(whole.step), window)
+    for store, own in ((rest.cache.keys, whole.cache.keys), (rest.cache.values, whole.cache.values)):
+        where, source = (torch.from_numpy(lab.slots(0, np.arange(57))) for lab in (rest, whole))
+        store.flatten(0, 1)[where] = own.flatten(0, 1)[source]
+    out = backend.forward(*rest.split(), rest.cache, backend.prepare(rest.step), window)
+    assert torch.equal(out, expected[57:])
+
+
 sequences = st.lists(
     st.tuples(st.integers(0, 40), st.just(1)) | st.tuples(st.sampled_from([0, 5, 16, 17]), st.integers(1, 24)),
     min_size=1, max_size=4,
