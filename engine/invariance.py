@@ -21,8 +21,8 @@ def check_invariance(config: EngineConfig) -> None:
     """Raise `ConfigError` for what cannot be had together with `batch_invariant`."""
     if config.batch_invariant and config.tensor_parallel_size > MOST_RANKS:
         raise ConfigError(
-            f"batch_invariant: tensor_parallel_size={config.tensor_parallel_size} ranks are summed in another order in "
-            f"larger steps; use at most {MOST_RANKS}",
+            f"batch_invariant: tensor_parallel_size={config.tensor_parallel_size} ranks are summed in another order "
+            f"in larger steps; use at most {MOST_RANKS}",
             "batch_invariant",
         )
 
