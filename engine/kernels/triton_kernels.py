@@ -16,6 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
+from engine.kernels.triton_quantised import TritonInt8Linear, quantise_rows_in_one_pass
+from parallel.methods import LinearMethod
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # elements of a row that a program holds in registers
@@ -24,10 +26,18 @@ HEADS = 8  # normed and rotated by one program
 
 
 class TritonKernels(TorchKernels):
-    """Norms, rotation and gating in one launch each; products and LayerNorm are torch's.
+    """Norms, rotation and gating in one launch each; LayerNorm and products but with few rows in int8 are torch's.
 
     Torch's operations serve what these are not made for: other dtypes, rows with gaps, rows beyond `WIDEST`.
     """
+
+    @override
+    def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
+        return TritonInt8Linear(weight, scale)
+
+    @override
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantise_rows_in_one_pass(x)
 
     @override
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

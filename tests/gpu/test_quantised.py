@@ -1,0 +1,113 @@
+"""Quantised products on a GPU against their arithmetic in fp32 and fp64, and whole models with such weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no units for fp8"
+)
+SHAPES = [(1024, 1024), (6144, 4096), (4096, 12288)]  # out, in: of Qwen3-0.6B and 8B
+ROWS = [1, 33, 512]
+
+
+def some(*shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def in_format(name, weight):
+    from parallel.quantise import FORMATS, quantised, scale_of
+
+    form = FORMATS[name]
+    scale = scale_of(weight.abs().amax(dim=1).float(), form)
+    return quantised(weight, scale, form), scale
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scaled_products_are_those_of_the_reference(shape, rows, dtype):
+    from parallel.fp8 import Fp8Linear, exact_product, quantise_rows
+
+    weight, scale = in_format("fp8", some(*shape, seed=1))
+    x, bias = some(rows, shape[1], dtype=dtype), some(shape[0], dtype=dtype, seed=2)
+    found = Fp8Linear(weight, scale).apply(x, bias)
+    expected = exact_product(*quantise_rows(x), weight, scale, torch.float32) + bias.float()
+    # Fast accumulation on Hopper keeps 13 bits or so of a partial sum; 2^-9 more where the result is bfloat16.
+    assert found.dtype is dtype
+    assert float((found.float() - expected).norm() / expected.norm()) < 2**-8
+
+
+@needs_fp8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1024), (33, 4096), (512, 12288)], ids=str)
+def test_rows_are_quantised_to_the_bits_of_torch(shape, dtype):
+    from engine.kernels.triton_quantised import quantise_rows_in_one_pass
+    from parallel.fp8 import quantise_rows
+
+    x = some(*shape, dtype=dtype)
+    found, scales = quantise_rows_in_one_pass(x)
+    rows, expected = quantise_rows(x)
+    assert torch.equal(scales, expected)
+    assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtype):
+    from engine.kernels.triton_quantised import TritonInt8Linear
+
+    weight, scale = in_format("int8", some(*shape, seed=1))
+    x, bias = some(rows, shape[1], dtype=dtype), some(shape[0], dtype=dtype, seed=2)
+    found = TritonInt8Linear(weight, scale).apply(x, bias)
+    exact = x.double() @ (weight.double() * scale.double()[:, None]).t() + bias.double()
+    assert float((found.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
+def test_a_model_holds_half_and_says_nearly_the_same(tmp_path, quantization):
+    from engine.config import EngineConfig
+    from engine.loader import load_model
+    from engine.model_folder import open_model
+    from engine.quantization import quantization_of
+    from parallel.group import SoloGroup
+    from parallel.linear import ParallelLinear
+    from tests.parity.tiny_models import make
+
+    make("llama", tmp_path)
+    folder = open_model(str(tmp_path))
+    asked = quantization_of(EngineConfig(str(tmp_path), quantization=quantization), folder.spec)
+    group = SoloGroup("cuda:0")
+    plain = load_model(folder, folder.spec, 64, group, torch.bfloat16)
+    made = load_model(folder, folder.spec, 64, group, torch.bfloat16, asked)
+    x = some(5, 64)
+    for one, other in zip(plain.layers, made.layers, strict=True):
+        for name, layer in one.named_modules():
+            if isinstance(layer, ParallelLinear):
+                found = other.get_submodule(name)
+                assert 2 * found.weight.nbytes == layer.weight.nbytes
+                inputs = x if layer.weight.shape[1] == 64 else some(5, layer.weight.shape[1])
+                expected = layer(inputs).float()
+                assert float((found(inputs).float() - expected).norm() / expected.norm()) < 0.1
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
+def test_an_engine_generates_with_quantised_weights(tmp_path, quantization):
+    from engine.config import EngineConfig
+    from engine.runner import ModelRunner
+    from parallel.group import SoloGroup
+    from tests.parity.tiny_models import make
+
+    make("llama", tmp_path)
+    config = EngineConfig(
+        str(tmp_path), device="cuda", dtype="bfloat16", quantization=quantization, num_kv_blocks=64, max_num_seqs=8
+    )
+    ModelRunner(config, SoloGroup("cuda:0"))  # its warm-up runs prompts, and captures graphs of decode steps

@@ -1,0 +1,93 @@
+"""Triton's part of quantised products, through the interpreter: the bits of torch's rows, and exact sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from engine.kernels import triton_quantised
+from engine.kernels.triton_kernels import TritonKernels
+from engine.kernels.triton_quantised import TritonInt8Linear, quantise_rows_in_one_pass
+from parallel.fp8 import quantise_rows
+from parallel.int8 import Int8Linear
+from tests.interpreter import exact_halves
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def rounding():
+    with exact_halves():
+        yield
+
+
+def some(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 32), (1, 16), (3, 48), (5, 1024)], ids=str)
+def test_rows_are_quantised_to_the_bits_of_torch(dtype, shape):
+    x = some(*shape, dtype=dtype) * 10.0 ** torch.arange(-4, shape[0] - 4, device=DEVICE)[:, None].to(dtype)
+    if shape[0] > 1:
+        x[1] = 0
+        x[0, 0] = 0
+    found, scales = quantise_rows_in_one_pass(x)
+    rows, expected = quantise_rows(x)
+    assert (found.dtype, scales.shape) == (torch.float8_e4m3fn, (shape[0], 1))
+    assert torch.equal(scales, expected)
+    assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
+
+
+def test_rows_of_a_wider_tensor_are_read_where_they_lie():
+    wide = some(4, 96)
+    found, scales = quantise_rows_in_one_pass(wide[:, 32:64])
+    rows, expected = quantise_rows(wide[:, 32:64])
+    assert torch.equal(found.float(), rows.float())
+    assert torch.equal(scales, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 40_000), (3, 8)], ids=str)
+def test_what_the_kernel_is_not_made_for_is_quantised_by_torch(monkeypatch, shape):
+    monkeypatch.setattr(triton_quantised, "_quantise_rows", None)
+    x = some(*shape)
+    x = x if shape[1] > 32768 else x.t()  # a column is no row
+    assert torch.equal(quantise_rows_in_one_pass(x)[0].float(), quantise_rows(x)[0].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "ins"), [(16, 128), (33, 130), (5, 7)])
+@pytest.mark.parametrize("rows", [0, 1, 17])
+def test_few_rows_with_int8_weights(dtype, rows, outs, ins):
+    weight = torch.randint(-128, 128, (outs, ins), generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.int8)
+    scale, bias = some(outs, seed=2).abs(), some(outs, dtype=dtype, seed=3)
+    x = some(rows, ins, dtype=dtype) / 128
+    method = TritonInt8Linear(weight, scale)
+    for offset in (bias, None):
+        exact = x.double() @ (weight.double() * scale.double()[:, None]).t() + (
+            0 if offset is None else offset.double()
+        )
+        found = method.apply(x, offset)
+        assert found.dtype is dtype
+        # Sums of products in fp32, rounded once.
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), exact, rtol=eps, atol=1e-4 + eps)
+
+
+def test_many_rows_are_multiplied_by_torch(monkeypatch):
+    monkeypatch.setattr(triton_quantised, "_multiply_int8", None)
+    weight, scale = torch.ones(16, 32, dtype=torch.int8, device=DEVICE), torch.ones(16, device=DEVICE)
+    x = some(triton_quantised.FEW_ROWS + 1, 32)
+    torch.testing.assert_close(
+        TritonInt8Linear(weight, scale).apply(x, None), Int8Linear(weight, scale).apply(x, None)
+    )
+
+
+def test_these_are_the_kernels_of_a_gpu():
+    kernels = TritonKernels()
+    assert isinstance(kernels.int8_linear(torch.ones(1, 1, dtype=torch.int8), torch.ones(1)), TritonInt8Linear)
+    x = some(3, 48)
+    assert torch.equal(kernels.quantise_rows(x)[1], quantise_rows(x)[1])
