@@ -58,9 +58,10 @@ def products() -> Iterator[Kernel]:
             yield linear._multiply, types, constants, tiling.warps
 
 
-def quantised_products() -> Iterator[Kernel]:
+def quantised_products(architecture: int) -> Iterator[Kernel]:
     types = {"x_ptr": "*bf16", "found_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "stride": "i32", "size": "i32"}
-    yield quantised._quantise_rows, types, {"LIMIT": 448.0, "LEAST": 1e-12, "BLOCK": 4096}, 8
+    if architecture >= 89:  # the first with fp8
+        yield quantised._quantise_rows, types, {"LIMIT": 448.0, "LEAST": 1e-12, "BLOCK": 4096}, 8
     types = {"x_ptr": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16"}
     types |= dict.fromkeys(("rows", "outs", "ins", "x_stride"), "i32")
     yield quantised._multiply_int8, types, {"ROWS": 16, "OUTS": 16, "INS": 128, "BIAS": True}, 4
@@ -75,7 +76,7 @@ def compile_for(kernel, types, constants, warps, architecture):
 
 
 if __name__ == "__main__":
-    for kernel, types, constants, warps in (*norms(), *draws(), *products(), *quantised_products()):
+    for kernel, types, constants, warps in (*norms(), *draws(), *products(), *quantised_products(int(sys.argv[1]))):
         made = compile_for(kernel, types, constants, warps, int(sys.argv[1]))
         sizes = f"{made.metadata.shared} bytes of shared memory, {len(made.asm['cubin'])} of code"
         print(kernel.__name__, constants, sizes)
