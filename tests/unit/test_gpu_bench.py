@@ -21,11 +21,12 @@ from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.figures import Figure, Part, chosen
 from tests.bench.gpu.limits import GIVEN, Limits, decode_limit, load_limit, prefill_flop
 from tests.bench.gpu.loads import nano_vllm
-from tests.bench.gpu.part_decode import told_shares
+from tests.bench.gpu.machine import clocks
+from tests.bench.gpu.part_decode import hidden_share, idle_share, prompt_length
 from tests.bench.gpu.part_parity import Outputs, agreement
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import FULL, TINY
-from tests.bench.gpu.session import Steady, covered
+from tests.bench.gpu.session import covered
 from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_06B, QWEN3_8B, REAL, tiny
 from tests.bench.gpu.table import number, tables
 
@@ -155,12 +156,6 @@ def test_what_failed_or_was_not_here_is_tried_again(tmp_path):
     assert Results(tmp_path / "r.json").rows["p/a"].value == 7.0
 
 
-def test_parts_that_mean_nothing_without_a_gpu_say_so(tmp_path):
-    one = bench(tmp_path)
-    one.run(part_of(lambda it: fail(), "p/a", cuda=True))
-    assert one.results.rows["p/a"].skipped == "needs a CUDA device"
-
-
 def test_shares_are_told_of_given_and_of_measured_rates(tmp_path):
     results = Results(tmp_path / "r.json")
     step = Figure("p/step", "step", "s", lambda limits: 8.6e12 / limits.bandwidth, higher=False)
@@ -247,6 +242,7 @@ def test_every_figure_has_a_name_of_its_own_and_a_limit_above_zero(scale):
 def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     results = Results(tmp_path / "r.json")
     results.begin({"date": "today", "gpu": "H200", "clocks": {"clocks.sm": "1980 MHz"}})
+    results.end({"clocks_after": {"clocks.sm": "1755 MHz"}})
     parts = catalogue(FULL)
     figure = parts[0].figures[0]
     results.take(figure, [2.15, 2.15])
@@ -255,7 +251,7 @@ def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     assert f"| {figure.what} | 2.15 | TB/s | 4.3 | 50.0 % |  |  | 0.0 % |" in lines
     assert f"| {parts[0].figures[1].what} |  | TB/s | 4.3 |  |  |  |  |" in lines
     assert f"- {parts[0].figures[1].what}: failed: broken" in lines
-    assert lines[-1] == "- run 0, today: H200; clocks.sm 1980 MHz"
+    assert lines[-2:] == ["- H200", "- run 0, today; before: clocks.sm 1980 MHz; after: clocks.sm 1755 MHz"]
 
 
 def test_the_docs_have_a_cell_for_every_figure():
@@ -281,13 +277,17 @@ def test_busy_time_counts_what_overlaps_once():
     assert covered([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4
 
 
-@pytest.mark.parametrize(
-    ("wall", "busy", "expected"),
-    [(0.010, 0.0099, (9.9, 1, 95)), (0.012, 0.010, (10, 100 / 6, 0)), (0.011, 0.010, (10, 100 / 11, 50))],
-)
-def test_where_the_time_of_a_step_went(wall, busy, expected):
-    steady = Steady([wall], [1.0], [0.002])
-    assert told_shares(steady, busy) == pytest.approx(expected)
+def test_the_middle_of_what_is_timed_has_the_context_that_the_limit_is_for():
+    for batch in FULL.batches:
+        filled = prompt_length(FULL, batch) + batch * FULL.context // 8192 // 2
+        assert filled + FULL.warm + FULL.windows * FULL.steps // 2 == FULL.context
+
+
+def test_where_the_time_of_a_step_went():
+    assert idle_share(10.0, 9.9) == pytest.approx(1)
+    # 2 ms of the host beside 10 ms of the device: all hidden, half of it, none.
+    assert [hidden_share(12.0, step, 10.0) for step in (10.0, 11.0, 12.0)] == pytest.approx([100, 50, 0])
+    assert hidden_share(10.0, 10.0, 10.0) == 100
 
 
 def test_near_ties_do_not_count_against_greedy_agreement():
@@ -305,3 +305,29 @@ def test_json_rows_name_everything(tmp_path):
     results.take(COPY, [2.15])
     row = json.loads(results.path.read_text())["rows"][0]
     assert {"name", "value", "unit", "limit", "share", "n", "spread", "error"} <= row.keys()
+
+
+def test_clocks_are_asked_for_in_the_words_of_old_drivers_too(monkeypatch):
+    asked = []
+
+    def smi(arguments, **_):
+        asked.append(arguments[2])
+        if "clocks_event_reasons" in arguments[2]:
+            raise subprocess.CalledProcessError(2, arguments)
+        values = "NVIDIA H200, 580.1, P0, 1980 MHz, 3201 MHz, 1980 MHz, 120 W, 700 W, 35, Enabled, 0x0000\n"
+        return subprocess.CompletedProcess(arguments, 0, values)
+
+    monkeypatch.setattr(subprocess, "run", smi)
+    told = clocks(0)
+    assert len(asked) == 2
+    assert (told["clocks.sm"], told["power.limit"], told["clocks_throttle_reasons.active"]) == (
+        "1980 MHz",
+        "700 W",
+        "0x0000",
+    )
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: fail_to_find())
+    assert clocks(0) == {}
+
+
+def fail_to_find():
+    raise FileNotFoundError("nvidia-smi")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.bare_machine import INSTALLED, absent_modules, required
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.results import Results
@@ -20,7 +22,7 @@ def bare(*arguments):
     command = [sys.executable, "-m", "tests.bare_machine", *map(str, arguments)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment)
 
 
 def test_a_bare_machine_has_none_of_what_only_this_one_needs():
@@ -37,6 +39,7 @@ def test_the_tests_of_a_gpu_are_collected_and_say_why_they_are_skipped():
     assert "failed" not in run.stdout and "error" not in run.stdout.lower()
 
 
+@pytest.mark.timeout(600)
 def test_every_figure_is_measured_or_says_what_it_lacks(tmp_path):
     results = tmp_path / "r.json"
     asked = ("--device", "cpu", "--shapes", "tiny", "--results", results, "--models", tmp_path)

@@ -32,7 +32,7 @@ import torch
 from tests.bench.gpu.bench import Bench, OutOfTime
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.figures import Part, chosen
-from tests.bench.gpu.machine import machine
+from tests.bench.gpu.machine import clocks, machine
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import SCALES
 from tests.bench.gpu.table import tables
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = Results(options.results)
     except ValueError as error:
         parser.error(str(error))
-    device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    device = device_named(options.device)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     bench = Bench(results, scale, device, options.models, options.again, deadline)
     apart = device.type == "cuda" and not options.here
@@ -86,11 +86,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def device_named(name: str | None) -> torch.device:
+    """Return the device by its name, a GPU with its number; None = the first GPU, or the CPU where there is none."""
+    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
 def _run_here(part: Part, bench: Bench) -> None:
     bench.check_time()
+    if bench.on_gpu:
+        torch.cuda.set_device(bench.device)
     print(f"== {part.title}", flush=True)
     bench.results.begin(machine(bench.device))
     bench.run(part)
+    if bench.on_gpu:
+        bench.results.end({"clocks_after": clocks(bench.device.index)})
 
 
 def _run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:

@@ -58,9 +58,6 @@ class Bench:
         self._figures = {figure.name: figure for figure in part.figures}
         left = [figure.name for figure in part.figures if self.again or not self.results.done(figure.name)]
         before = dict(self.results.rows)
-        if part.cuda and not self.on_gpu:
-            self._skip(left, "needs a CUDA device")
-            return
         try:
             part.run(self)
         except NotHere as reason:

@@ -28,14 +28,13 @@ class Figure:
 class Part:
     """Figures that are measured together, in a process of their own on a GPU.
 
-    run: measures them through the `Bench` it is given. cuda: it means nothing without a CUDA device.
+    run: measures them through the `Bench` it is given.
     """
 
     name: str
     title: str
     figures: tuple[Figure, ...]
     run: Callable[..., None]
-    cuda: bool = False
 
 
 def chosen(parts: Sequence[Part], wanted: Sequence[str]) -> list[Part]:

@@ -21,9 +21,9 @@ ASKED = (
     "power.draw",
     "power.limit",
     "temperature.gpu",
-    "clocks_event_reasons.active",
     "ecc.mode.current",
 )
+REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as new drivers say it, and old ones
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -52,9 +52,12 @@ def versions() -> dict[str, str]:
 
 def clocks(index: int) -> dict[str, str]:
     """Return what `nvidia-smi` says of clocks, power, heat and what holds clocks down; {} where there is none."""
-    command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(ASKED, (value.strip() for value in run.stdout.splitlines()[0].split(",")), strict=False))
+    for reasons in REASONS:
+        asked = (*ASKED, reasons)
+        command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return dict(zip(asked, (value.strip() for value in run.stdout.split(",")), strict=False))
+    return {}

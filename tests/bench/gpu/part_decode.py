@@ -1,69 +1,128 @@
-"""Steady decoding: tokens/s, and where the time of a step goes."""
+"""Steady decoding: tokens/s, and where the time of a step goes, with steps that overlap and without."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from tests.bench.gpu.bench import Bench
+from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import Limits, decode_limit
 from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import Session, Steady, busy_seconds, session
 from tests.bench.gpu.shapes import Shape
 
+AIMS = {("qwen3-0.6b", 1): "65 %", ("qwen3-8b", 1): "85 %", ("qwen3-0.6b", 256): "80 %", ("qwen3-8b", 256): "85 %"}
 BUDGET = 8192  # tokens of a step
 FILLING = 64  # steps at most in which sequences decode beside others' prompts
-AIMS = {("qwen3-0.6b", 1): "65 %", ("qwen3-8b", 1): "85 %", ("qwen3-0.6b", 256): "80 %", ("qwen3-8b", 256): "85 %"}
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of the figures of one batch size."""
-
-    stem: str
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        """tokens/s, ms of a step, of it on the device, of it on the host; idle share, hidden share."""
-        return tuple(f"{self.stem}/{what}" for what in ("tokens_per_s", "step", "device", "host", "idle", "hidden"))
 
 
 def part(scale: Scale, name: str) -> Part:
     """Return the decoding of one shape."""
-    shape, stem = scale.shape(name), f"decode-{name}"
+    shape = scale.shape(name)
     figures = tuple(figure for batch in scale.batches for figure in _figures(scale, shape, batch))
-    return Part(stem, f"Decoding at {scale.context:,} tokens of context, {name}", figures, lambda b: _run(b, shape))
+    title = f"Decoding at {scale.context:,} tokens of context, {name}"
+    return Part(f"decode-{name}", title, figures, lambda bench: _run(bench, shape))
 
 
-def _figures(scale: Scale, shape: Shape, batch: int) -> tuple[Figure, ...]:
-    names = Names(f"decode-{shape.name}/{batch}").all
-    aim = AIMS.get((shape.name, batch), "")
+def _name(shape: Shape, batch: int, what: str) -> str:
+    return f"decode-{shape.name}/{batch}/{what}"
 
+
+def _figures(scale: Scale, shape: Shape, batch: int) -> Iterator[Figure]:
     def limit(limits: Limits) -> float:
         return decode_limit(shape, batch, scale.context, limits)
 
-    return (
-        Figure(names[0], f"batch {batch}", "tokens/s", limit, aim),
-        Figure(names[1], f"batch {batch}: a step", "ms", lambda limits: 1000 * batch / limit(limits), higher=False),
-        Figure(names[2], f"batch {batch}: kernels and copies on the device", "ms/step", higher=False),
-        Figure(names[3], f"batch {batch}: schedule, prepare, update on the host", "ms/step", higher=False),
-        Figure(names[4], f"batch {batch}: GPU idle", "% of a step", aim="under 1 %", higher=False),
-        Figure(names[5], f"batch {batch}: host time hidden behind the device", "% of it", aim="all"),
-    )
+    def step(limits: Limits) -> float:
+        return 1000 * batch / limit(limits)
+
+    def ms(key: str, what: str) -> Figure:
+        return Figure(_name(shape, batch, key), f"batch {batch}: {what}", "ms", step, higher=False)
+
+    def percent(key: str, what: str, aim: str = "", higher: bool = False) -> Figure:
+        return Figure(_name(shape, batch, key), f"batch {batch}: {what}", "%", aim=aim, higher=higher)
+
+    aim = AIMS.get((shape.name, batch), "")
+    yield Figure(_name(shape, batch, "tokens_per_s"), f"batch {batch}", "tokens/s", limit, aim)
+    yield ms("step", "a step")
+    yield ms("device", "kernels and copies of a step on the device")
+    yield percent("idle", "share of a step in which the device is idle", "under 1")
+    yield ms("serial_step", "a step with --no-async-scheduling")
+    yield percent("serial_idle", "share of it in which the device is idle")
+    yield percent("hidden", "share of the host's time that overlapping hides", "100", higher=True)
 
 
 def _run(bench: Bench, shape: Shape) -> None:
-    scale = bench.scale
-    with session(
-        bench.folder(shape),
-        bench.device,
-        max_model_len=_longest(scale),
-        max_num_seqs=max(scale.batches),
-        max_num_batched_tokens=BUDGET,
-        enable_prefix_caching=False,
-    ) as opened:
-        for batch in scale.batches:
-            _measure(bench, opened, shape, batch)
+    for overlaps in (True, False):
+        settings = {"max_num_seqs": max(bench.scale.batches), "max_num_batched_tokens": BUDGET}
+        with session(
+            bench.folder(shape),
+            bench.device,
+            max_model_len=_longest(bench.scale),
+            enable_prefix_caching=False,
+            async_scheduling=overlaps,
+            **settings,
+        ) as opened:
+            for batch in bench.scale.batches:
+                (_overlapped if overlaps else _serial)(bench, opened, shape, batch)
+
+
+def _overlapped(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
+    def rates() -> tuple[list[float], list[float]]:
+        with _decoding(bench.scale, opened, batch) as steady:
+            return steady.rates, [1000 * one for one in steady.wall]
+
+    def device() -> tuple[float, float]:
+        with _decoding(bench.scale, opened, batch):
+            busy = 1000 * busy_seconds(opened, bench.scale.steps // 2)
+        return busy, idle_share(_measured(bench, shape, batch, "step"), busy)
+
+    bench.measure(rates, *(_name(shape, batch, what) for what in ("tokens_per_s", "step")))
+    bench.measure(device, *(_name(shape, batch, what) for what in ("device", "idle")))
+
+
+def _serial(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
+    def steps() -> list[float]:
+        with _decoding(bench.scale, opened, batch) as steady:
+            return [1000 * one for one in steady.wall]
+
+    def shares() -> tuple[float, float]:
+        serial, step, busy = (_measured(bench, shape, batch, what) for what in ("serial_step", "step", "device"))
+        return idle_share(serial, busy), hidden_share(serial, step, busy)
+
+    bench.measure(steps, _name(shape, batch, "serial_step"))
+    bench.measure(shares, *(_name(shape, batch, what) for what in ("serial_idle", "hidden")))
+
+
+def _measured(bench: Bench, shape: Shape, batch: int, what: str) -> float:
+    row = bench.results.rows.get(_name(shape, batch, what))
+    if row is None or row.value is None:
+        raise NotHere("needs a CUDA device" if not bench.on_gpu else f"{_name(shape, batch, what)} was not measured")
+    return row.value
+
+
+def idle_share(step: float, busy: float) -> float:
+    """Return the percent of a step in which nothing ran on the device."""
+    return 100 * (1 - busy / step)
+
+
+def hidden_share(serial: float, step: float, busy: float) -> float:
+    """Return the percent of the host's time, which is what a step without overlap takes longer than the device works,
+    that a step with overlap does not take.
+    """
+    host = serial - busy
+    return 100 * (serial - step) / host if host > 0 else 100.0
+
+
+@contextmanager
+def _decoding(scale: Scale, opened: Session, batch: int) -> Iterator[Steady]:
+    """Decode `batch` sequences, yield what their steps took, and leave them running until the end of the block."""
+    prompt = prompt_length(scale, batch)
+    running = opened.fill(batch, prompt, _longest(scale) - prompt)
+    try:
+        yield opened.steady(scale.warm, scale.windows, scale.steps)
+    finally:
+        opened.clear(running)
 
 
 def prompt_length(scale: Scale, batch: int) -> int:
@@ -76,35 +135,5 @@ def prompt_length(scale: Scale, batch: int) -> int:
 
 
 def _longest(scale: Scale) -> int:
-    """Tokens of a sequence that is timed twice and looked at by the profiler."""
-    return scale.context + FILLING + 2 * (scale.warm + scale.windows * scale.steps) + scale.steps
-
-
-def _measure(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
-    scale, names = bench.scale, Names(f"decode-{shape.name}/{batch}").all
-    seen: list[Steady] = []
-
-    def rates() -> tuple[list[float], list[float], list[float]]:
-        seen.append(opened.steady(scale.warm, scale.windows, scale.steps))
-        steady = seen[-1]
-        return steady.rates, [1000 * one for one in steady.wall], [1000 * one for one in steady.host]
-
-    def shares() -> tuple[float, float, float]:
-        steady = seen[-1] if seen else opened.steady(scale.warm, scale.windows, scale.steps)
-        return told_shares(steady, busy_seconds(opened, scale.steps // 2))
-
-    prompt = prompt_length(scale, batch)
-    running = opened.fill(batch, prompt, _longest(scale) - prompt)
-    try:
-        bench.measure(rates, names[0], names[1], names[3])
-        bench.measure(shares, names[2], names[4], names[5])
-    finally:
-        opened.clear(running)
-
-
-def told_shares(steady: Steady, busy: float) -> tuple[float, float, float]:
-    """Return ms of the device's work in a step, percent of a step without any, percent of the host's time it hid."""
-    wall = sorted(steady.wall)[len(steady.wall) // 2]
-    host = sorted(steady.host)[len(steady.host) // 2]
-    hidden = min(max(host + busy - wall, 0.0), host) / host if host else 1.0
-    return 1000 * busy, 100 * (1 - busy / wall), 100 * hidden
+    """Tokens of a sequence that is timed and then looked at by the profiler."""
+    return scale.context + FILLING + scale.warm + (scale.windows + 1) * scale.steps

@@ -6,7 +6,6 @@ Each is bound by memory: the limit is the bytes that it must read and write, onc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,47 +97,51 @@ def _run(bench: Bench, shape: Shape) -> None:
 
 
 def _micros(bench: Bench, shape: Shape, kernel: Kernel, kind: str, rows: int) -> list[float]:
-    makers = {"add-norm": _add_norm, "norm-rotate": _norm_rotate, "gate": _gate}
-    ours, wrap = _implementation(bench, kind)
+    method, inputs = OPERATIONS[kernel.name]
+    ours = _implementation(bench, kind)
+    operation = getattr(ours, method)
+    if kind == "compiled":
+        operation = torch.compile(operation, dynamic=False)
     sets = rotations(HALF * kernel.elements * rows) if bench.on_gpu else 2
-    calls = [makers[kernel.name](ours, wrap, shape, rows, bench.device) for _ in range(sets)]
+    given = [inputs(ours, shape, rows, bench.device) for _ in range(sets)]
+    calls = [lambda one=one: operation(*one) for one in given]
     times = seconds_per_call(calls, bench.device, bench.scale.repeats, graph=True)
     return [1e6 * seconds for seconds in times]
 
 
-def _implementation(bench: Bench, kind: str) -> tuple[Kernels, Callable[[Any], Any]]:
-    """Return the kernels, and what is done to each operation. Raises `NotHere`."""
-    if kind == "torch":
-        return TorchKernels(), lambda operation: operation
-    if not bench.on_gpu:
+def _implementation(bench: Bench, kind: str) -> Kernels:
+    """Return the kernels whose operations are measured. Raises `NotHere`."""
+    if kind != "torch" and not bench.on_gpu:
         raise NotHere("needs a CUDA device")
-    if kind == "compiled":
-        return TorchKernels(), lambda operation: torch.compile(operation, dynamic=False)
-    return importlib.import_module("engine.kernels.triton_kernels").TritonKernels(), lambda operation: operation
+    if kind == "triton":
+        found: Kernels = importlib.import_module("engine.kernels.triton_kernels").TritonKernels()
+        return found
+    return TorchKernels()
 
 
-def _add_norm(ours: Kernels, wrap: Any, shape: Shape, rows: int, device: torch.device) -> Callable[[], Tensor]:
-    residual, x, weight = (
-        _random(device, *size) for size in ((rows, shape.hidden), (rows, shape.hidden), (shape.hidden,))
-    )
-    operation = wrap(ours.add_rms_norm)
-    return lambda: operation(residual, x, weight, EPS)
+def _add_norm(_: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[Any, ...]:
+    residual, x = (_random(device, rows, shape.hidden) for _ in range(2))
+    return residual, x, _random(device, shape.hidden), EPS
 
 
-def _norm_rotate(ours: Kernels, wrap: Any, shape: Shape, rows: int, device: torch.device) -> Callable[[], Tensor]:
+def _norm_rotate(ours: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[Any, ...]:
     heads = shape.heads + shape.kv_heads
     # As the merged product leaves them: values lie between the queries and keys of one token and of the next.
     merged = _random(device, rows, heads + shape.kv_heads, shape.head_dim)[:, :heads]
-    norms = _random(device, heads, shape.head_dim)
     rotation = ours.rotation(_random(device, rows, 2, shape.head_dim // 2).float())
-    operation = wrap(ours.norm_rotate)
-    return lambda: operation(merged, norms, rotation, EPS)
+    return merged, _random(device, heads, shape.head_dim), rotation, EPS
 
 
-def _gate(ours: Kernels, wrap: Any, shape: Shape, rows: int, device: torch.device) -> Callable[[], Tensor]:
-    x = _random(device, rows, 2 * shape.intermediate)
-    operation = wrap(ours.silu_gate)
-    return lambda: operation(x)
+def _gate(_: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[Any, ...]:
+    return (_random(device, rows, 2 * shape.intermediate),)
+
+
+# Of `Kernels`, and what makes its arguments.
+OPERATIONS = {
+    "add-norm": ("add_rms_norm", _add_norm),
+    "norm-rotate": ("norm_rotate", _norm_rotate),
+    "gate": ("silu_gate", _gate),
+}
 
 
 def _draw_micros(bench: Bench, shape: Shape, kind: str, rows: int, top_k: int, top_p: float) -> list[float]:

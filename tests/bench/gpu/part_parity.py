@@ -126,8 +126,7 @@ def _our_logits(bench: Bench, folder: Path, dtype: str, prompts: list[list[int]]
     config = EngineConfig(
         str(folder), device=str(bench.device), dtype=dtype, max_num_batched_tokens=max(tokens, 256), **settings
     )
-    device = "cuda:0" if bench.on_gpu else "cpu"
-    stepper = Stepper(ModelRunner(config, SoloGroup(device)))
+    stepper = Stepper(ModelRunner(config, SoloGroup(bench.device)))
     pieces: list[Tensor] = []
     stepper.runner.model.head.register_forward_hook(lambda *call: pieces.append(call[-1].float()))
     inputs = stepper.inputs([Sequence(list(prompt)) for prompt in prompts], [len(prompt) for prompt in prompts])

@@ -69,6 +69,11 @@ class Results:
         """Start a run: rows that follow were measured on this machine, at this time."""
         self.runs.append(dict(machine))
 
+    def end(self, more: Mapping[str, Any]) -> None:
+        """Say more of the run that ends."""
+        self.runs[-1] |= more
+        self._write()
+
     def done(self, name: str) -> bool:
         """Whether a figure has a value."""
         row = self.rows.get(name)
@@ -117,11 +122,14 @@ class Results:
 
     def _put(self, row: Row) -> Row:
         self.rows[row.name] = row
+        self._write()
+        return row
+
+    def _write(self) -> None:
         text = json.dumps({"runs": self.runs, "rows": [asdict(row) for row in self.rows.values()]}, indent=1)
         whole = self.path.with_name(self.path.name + ".part")
         whole.write_text(text + "\n", encoding="utf-8")
         whole.replace(self.path)
-        return row
 
     def _read(self) -> None:
         try:

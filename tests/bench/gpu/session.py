@@ -25,11 +25,10 @@ from tests.bench.gpu.timing import synchronise
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Steps that all did the same. wall: seconds per step, by window. tokens: per step, by window. host: per step."""
+    """Steps that all did the same, by window. wall: seconds per step. tokens: per step."""
 
     wall: list[float]
     tokens: list[float]
-    host: list[float]
 
     @property
     def rates(self) -> list[float]:
@@ -81,11 +80,10 @@ class Session:
         """Time `windows` windows of `steps` steps of what runs, after `warm` others."""
         for _ in range(warm):
             self.core.step()
-        found = Steady([], [], [])
+        found = Steady([], [])
         for _ in range(windows):
             reports = self._window(steps, found.wall)
             found.tokens.append(sum(len(report.token_ids) for report in reports) / steps)
-            found.host.extend(report.seconds - report.executed for report in reports)
         return found
 
     def _window(self, steps: int, wall: list[float]) -> list[StepReport]:

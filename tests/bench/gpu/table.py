@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import GIVEN
@@ -55,12 +56,21 @@ def _machines(results: Results) -> Iterator[str]:
     if not used:
         return
     yield from ("### Measured on", "")
-    for number_of, run in ((index, results.runs[index]) for index in used if index < len(results.runs)):
-        facts = [
-            run.get("gpu", run.get("device", "")),
-            *(_pairs(run.get(kind, {})) for kind in ("versions", "clocks")),
-        ]
-        yield f"- run {number_of}, {run.get('date', '')}: " + "; ".join(fact for fact in facts if fact)
+    runs = {index: results.runs[index] for index in used if index < len(results.runs)}
+    yield from dict.fromkeys(f"- {_device(run)}" for run in runs.values())
+    for index, run in runs.items():
+        yield f"- run {index}, {run.get('date', '')}{_clocks(run)}"
+
+
+def _device(run: Mapping[str, Any]) -> str:
+    return "; ".join(
+        fact for fact in (run.get("gpu", run.get("device", "")), _pairs(run.get("versions", {}))) if fact
+    )
+
+
+def _clocks(run: Mapping[str, Any]) -> str:
+    told = [(when, _pairs(run.get(key, {}))) for when, key in (("before", "clocks"), ("after", "clocks_after"))]
+    return "".join(f"; {when}: {pairs}" for when, pairs in told if pairs)
 
 
 def _pairs(values: dict[str, str]) -> str:
