@@ -43,6 +43,19 @@ def _names(value: Any) -> Any:
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
+def _sizes(value: Any) -> Any:
+    """Numbers apart by commas, as on the command line, or a list of them, as in a file."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tuple(int(size) for size in value.split(","))
+    except ValueError:
+        raise ValueError("must be numbers apart by commas, such as 1,2,4,8") from None
+
+
+Sizes = Annotated[tuple[int, ...], BeforeValidator(_sizes)]
+
+
 def _one_of(names: tuple[str, ...]) -> AfterValidator:
     def check(name: str) -> str:
         if name not in names:
@@ -78,6 +91,7 @@ class ModelConfig(EngineConfig):
         token, or `mean`, that of all.
     """
 
+    cudagraph_capture_sizes: Sizes | None = None
     served_model_name: Names | None = None
     replicas: Count = 1
     cpus_per_worker: Annotated[float, Field(ge=0)] = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
+    cudagraph_capture_sizes: padded batch sizes in which decode steps on CUDA are replayed, all captured at start;
+    None = 1, 2, 4, 8, 16, 24, ... up to `max_num_seqs` and 512, some of them captured when they are needed.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
     takes what is compiled for this CPU, or Triton's kernels on CUDA.
     batch_invariant: the bits of a token do not depend on what else is in its steps; slower on a GPU.
@@ -57,6 +60,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
     scheduling_policy: str = "fcfs"
     attention_backend: str = "auto"
     batch_invariant: bool = False
@@ -65,6 +69,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.cudagraph_capture_sizes is not None:
+            object.__setattr__(self, "cudagraph_capture_sizes", self._checked_sizes(self.cudagraph_capture_sizes))
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 1)
         for name, low in (("max_model_len", 2), ("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
@@ -88,6 +94,23 @@ class EngineConfig:
             )
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
+
+    def _checked_sizes(self, sizes: Collection[int]) -> tuple[int, ...]:
+        """Return padded batch sizes in order, each once. Raises `ConfigError`."""
+        name = "cudagraph_capture_sizes"
+        wrong = [size for size in sizes if type(size) is not int or size < 1]
+        if wrong or not sizes:
+            raise ConfigError(f"{name} must be one or more numbers from 1, such as 1,2,4,8, not {list(sizes)}", name)
+        most = min(self.max_num_seqs, self.max_num_batched_tokens)
+        if max(sizes) > most:
+            raise ConfigError(
+                f"{name} goes up to {max(sizes)}, but max_num_seqs and max_num_batched_tokens let no step have more "
+                f"than {most} sequences; leave out what is beyond {most}",
+                name,
+            )
+        if self.enforce_eager:
+            raise ConfigError(f"{name} is for CUDA graphs, and enforce_eager for none; drop one of them", name)
+        return tuple(sorted(set(sizes)))
 
     @property
     def overlaps(self) -> bool:

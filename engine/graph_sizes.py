@@ -38,6 +38,9 @@ def graph_sizes(config: EngineConfig) -> GraphSizes:
     """Return the sizes for an engine: those of the config, or 1, 2, 4, 8, 16, 24, ... up to the most sequences."""
     if config.enforce_eager:
         return GraphSizes()
+    given = config.cudagraph_capture_sizes
+    if given is not None:
+        return GraphSizes(given, given)
     limit = min(config.max_num_seqs, config.max_num_batched_tokens)
     most = min(limit, MOST_ROWS)
     steps = (1, 2, 4, *range(FINE, COARSE_FROM, FINE), *range(COARSE_FROM, MOST_ROWS + 1, COARSE))

@@ -15,7 +15,7 @@ from deploy.flags import CHOICES, POSITIONAL, settings
 OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "link_host")
 APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
-NAMES = "served_model_name"
+LISTS = ("served_model_name", "cudagraph_capture_sizes")  # which one string may hold, too
 # What configs refuse when they are made, which their annotations do not tell.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},
@@ -27,6 +27,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "long_prefill_token_threshold": {"minimum": 0},
     "block_size": {"minimum": 1},
     "gpu_memory_utilization": {"exclusiveMinimum": 0, "maximum": 1},
+    "cudagraph_capture_sizes": {"items": {"type": "integer", "minimum": 1}},
     "step_timeout": {"exclusiveMinimum": 0},
     "otlp_traces_endpoint": {"pattern": r"^(https?://[^/]|file://(localhost)?/.*[^/]$)"},
 }
@@ -58,7 +59,7 @@ def _schema(name: str, schema: Mapping[str, Any], text: str) -> dict[str, Any]:
     if name in CHOICES:
         choices: list[str | None] = list(CHOICES[name])
         described["enum"] = choices + [None] * ("null" in described["type"])
-    if name == NAMES:
+    if name in LISTS:
         described["type"] = ["string", *described["type"]]
     return described
 

@@ -92,6 +92,17 @@ def test_flags_reach_the_configuration_with_their_types(run, served):
     assert options.ray_address is None
 
 
+def test_sizes_apart_by_commas_are_numbers(run, served, tmp_path):
+    assert run("serve", "demo", "--cudagraph-capture-sizes", "8,1, 2")[0] == 0
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\ncudagraph_capture_sizes: [16, 4]\n")
+    assert run("serve", "--config", str(path))[0] == 0
+    assert [config.cudagraph_capture_sizes for config, _ in served] == [(1, 2, 8), (4, 16)]
+    assert served[0][0].engine.cudagraph_capture_sizes == (1, 2, 8)
+    with pytest.raises(ConfigError, match="must be numbers apart by commas, such as 1,2,4,8, not '8,many'"):
+        run("serve", "demo", "--cudagraph-capture-sizes", "8,many")
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(run, served, tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_text("model: demo\nmax-num-seqs: 7\nreplicas: 2\nenable_prefix_caching: false\n")

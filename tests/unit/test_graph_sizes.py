@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.graph_sizes import decode_rows, graph_sizes
 from tests.parity.test_attention import make_step
 
@@ -39,6 +40,29 @@ def test_every_step_that_an_engine_can_make_up_to_512_finds_the_least_size(most,
 def test_eager_engines_have_none():
     assert sizes(enforce_eager=True).fit(1) is None
     assert sizes(enforce_eager=True).largest == 0
+
+
+def test_sizes_that_are_given_are_all_captured_at_start():
+    found = sizes(cudagraph_capture_sizes=[24, 3, 24, 8])
+    assert found.sizes == found.at_start == (3, 8, 24)
+    assert (found.fit(4), found.fit(25)) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cudagraph_capture_sizes": []}, r"one or more numbers from 1, such as 1,2,4,8, not \[\]"),
+        ({"cudagraph_capture_sizes": (4, 0)}, r"not \[4, 0\]"),
+        ({"cudagraph_capture_sizes": (4, "8")}, "one or more numbers"),
+        ({"cudagraph_capture_sizes": (4, 300)}, "up to 300, but .* no step have more than 256 .* beyond 256"),
+        ({"cudagraph_capture_sizes": (9,), "max_num_batched_tokens": 8}, "beyond 8"),
+        ({"cudagraph_capture_sizes": (8,), "enforce_eager": True}, "drop one of them"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=f"cudagraph_capture_sizes .*{message}") as caught:
+        sizes(**settings)
+    assert caught.value.flag == "cudagraph_capture_sizes"
 
 
 @pytest.mark.parametrize(
