@@ -141,7 +141,8 @@ class EngineCore:
         forgotten. Meanwhile requests are taken and wait, and a step computes nothing; the first tells what the step
         brought that was on its way. An engine that sleeps already as deeply goes on sleeping.
 
-        Raises `ConfigError` for another level, or where it would have to wake up before, and `EngineDeadError`.
+        Raises `ConfigError` for another level, or where it would have to wake up before; `StepMemoryError` where the
+        host has no room for the weights, after which an engine that is no group goes on; and `EngineDeadError`.
         """
         self._check_alive()
         if self._sleep.begins(level):

@@ -160,7 +160,8 @@ class LLM:
         nowhere and reads them from the model's folder again, which may hold newer ones by then. Cached prefixes are
         forgotten.
 
-        Raises `ConfigError` unless the LLM was made with `enable_sleep_mode=True`.
+        Raises `ConfigError` unless the LLM was made with `enable_sleep_mode=True`, and `StepMemoryError` where the
+        host has no room for the weights; the LLM is awake then.
         """
         if not self._may_sleep:
             raise ConfigError("sleep needs an LLM made with enable_sleep_mode=True", "enable_sleep_mode")

@@ -95,11 +95,12 @@ class SoloExecutor(Executor):
 
     @override
     def sleep(self, level: int) -> None:
-        self._awake().sleep(level)
+        with out_of_memory_told("sleep"):
+            self._awake().sleep(level)
 
     @override
     def wake(self, tag: str) -> None:
-        with out_of_memory_told():
+        with out_of_memory_told("waking up"):
             self._awake().wake(tag)
 
     @override
@@ -204,16 +205,16 @@ class _GangPending(Pending):
 
 
 @contextmanager
-def out_of_memory_told() -> Iterator[None]:
-    """Turn what torch and Python raise when memory runs out into `StepMemoryError`."""
+def out_of_memory_told(what: str = "the step") -> Iterator[None]:
+    """Turn what torch and Python raise when memory runs out into `StepMemoryError`. what: that wanted it."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
-        raise StepMemoryError(f"no memory for the step: {error}") from error
+        raise StepMemoryError(f"no memory for {what}: {error}") from error
     except RuntimeError as error:
         if CPU_ALLOCATOR not in str(error):  # torch has no type of its own for it
             raise
-        raise StepMemoryError(f"no memory for the step: {error}") from error
+        raise StepMemoryError(f"no memory for {what}: {error}") from error
 
 
 def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:

@@ -40,12 +40,13 @@ class ParkedWeights:
     def park(self, tensors: Iterable[Tensor]) -> int:
         """Copy the tensors to the host and free their memory; returns the bytes. No step may be running.
 
-        Memory that is not torch's to free (arrays of numpy share it) stays where it is.
+        Memory that is not torch's to free (arrays of numpy share it) stays where it is. Raises `MemoryError`, with
+        everything as it was, where the host has no room.
         """
         found = (tensor.untyped_storage() for tensor in tensors)
         storages = {each._cdata: each for each in found if each.nbytes() and each.resizable()}
+        self._take_pieces(sum(storage.nbytes() for storage in storages.values()))
         self._parked = [(storage, storage.nbytes()) for storage in storages.values()]
-        self._take_pieces()
         for storage, span in self._spans():
             span.piece.copy_(_bytes(storage, span), non_blocking=True)
         _finish(storages.values())
@@ -67,10 +68,13 @@ class ParkedWeights:
         _finish(storage for storage, _ in self._parked)
         self._parked = []
 
-    def _take_pieces(self) -> None:
-        total = sum(size for _, size in self._parked)
-        while len(self._pieces) * PIECE_BYTES < total:
-            self._pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
+    def _take_pieces(self, total: int) -> None:
+        try:
+            while len(self._pieces) * PIECE_BYTES < total:
+                self._pieces.append(torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=self._pinned))
+        except RuntimeError as error:
+            self._pieces.clear()
+            raise MemoryError(f"{total / 1e9:.1f} GB of the host's memory for the weights: {error}") from error
 
     def _spans(self) -> Iterator[tuple[torch.UntypedStorage, Span]]:
         """Yield where each byte of each storage has its place; one storage after another fills the pieces."""

@@ -134,12 +134,12 @@ class ModelRunner:
         Returns when all ranks have.
         """
         self._forward.drop_graphs()
-        del self._forward
-        self._cache.drop()
         if level == 2:
             del self.model
         elif self._parks:
             self._parked.park(tensors_of(self.model))
+        del self._forward
+        self._cache.drop()
         give_back(self.group.device)
         self._level = level
         self._meet()

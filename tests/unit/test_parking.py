@@ -118,3 +118,22 @@ def test_memory_that_numpy_shares_stays_where_it_is():
     assert own.untyped_storage().nbytes() == 0
     parked.restore()
     assert torch.equal(own, shared)
+
+
+def test_a_host_without_room_leaves_everything_where_it_is(model, monkeypatch):
+    before, parked = model(torch.arange(24)), ParkedWeights(pinned=True)
+    monkeypatch.setattr(parking, "PIECE_BYTES", 64)
+    empty, taken = torch.empty, []
+
+    def short(*args, pin_memory=False, **more):
+        if pin_memory:
+            if len(taken) == 3:
+                raise RuntimeError("CUDA error: out of memory")
+            taken.append(args)
+        return empty(*args, **more)
+
+    monkeypatch.setattr(torch, "empty", short)
+    with pytest.raises(MemoryError, match="of the host's memory for the weights: CUDA error"):
+        parked.park(tensors_of(model))
+    assert torch.equal(model(torch.arange(24)), before)
+    assert not parked._pieces

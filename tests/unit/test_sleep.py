@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import CheckpointError, ConfigError, EngineDeadError
+from engine.errors import CheckpointError, ConfigError, EngineDeadError, StepMemoryError
 from engine.fake_executor import FakeExecutor
 from engine.request import FinishReason
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
@@ -171,3 +171,29 @@ def test_the_step_on_its_way_is_told_even_if_it_was_the_last():
     assert report.token_ids == expected(one)[1:]
     assert [finish.reason for finish in report.finished] == [FinishReason.LENGTH]
     assert not driver.core.has_unfinished
+
+
+class Crowded(FakeExecutor):
+    """Has no room for weights on the host, the first time."""
+
+    full = True
+
+    def sleep(self, level):
+        if self.full:
+            self.full = False
+            raise StepMemoryError("no room")
+        super().sleep(level)
+
+
+def test_an_engine_that_finds_no_room_to_sleep_goes_on():
+    driver = Driver(executor=Crowded(64, 4, VOCAB))
+    driver.core.add(one := request("one", 5, ignore_eos=True))
+    driver.step()
+    with pytest.raises(StepMemoryError):
+        driver.core.sleep()
+    assert not driver.core.is_sleeping
+    driver.step()
+    driver.core.sleep()
+    driver.core.wake_up()
+    driver.drain()
+    assert driver.tokens["one", 0] == expected(one)
