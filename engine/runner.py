@@ -38,7 +38,7 @@ from engine.sharded_draw import draw_apart
 from engine.sleep import KV_CACHE
 from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_outputs import outputs_of
-from engine.step_tensors import dummy_sampling, dummy_step
+from engine.step_tensors import dummy_sampling, dummy_step, everything_allowed
 from parallel.group import Group
 from parallel.tuning import choose_methods, choose_quantised
 
@@ -267,6 +267,8 @@ class ModelRunner:
         """Run a step of prompts in the null block, so that the first request does not pay for lazy initialisation."""
         step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
         sampling = dummy_sampling(len(step.logits_indices)) if self.group.rank == 0 else None
+        if sampling is not None and self._draws is not None:
+            sampling.masks = everything_allowed(self.spec.vocab_size)  # its kernel is compiled now too
         self.execute(step, sampling)
         self._cache.clear(torch.zeros(1, dtype=torch.int64, device=self.group.device))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepLayout, StepTensors
-from engine.report import SamplingInputs, StepInputs
+from engine.report import Ints, SamplingInputs, StepInputs
 
 
 def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Tensor]:
@@ -97,6 +98,11 @@ def dummy_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) ->
         logits_indices=starts[1:] - 1,
         copy_blocks=np.empty((0, 2), np.int32),
     )
+
+
+def everything_allowed(vocab: int) -> Callable[[], tuple[Ints, Ints]]:
+    """Return the mask of a grammar that allows every id to the first sample."""
+    return lambda: (np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
 
 
 def dummy_sampling(num_samples: int) -> SamplingInputs:

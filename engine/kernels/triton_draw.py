@@ -143,7 +143,7 @@ def restrict(
             tl.store(masses + row * num_runs + mine, tl.sum(weights, 1), mask=which < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["filtered"])
 def race(
     logits: tl.tensor,
     temperatures: tl.tensor,
@@ -155,7 +155,7 @@ def race(
     row_stride: tl.tensor,
     vocab: tl.tensor,
     num_runs: tl.tensor,
-    FILTERED: tl.constexpr,
+    filtered: tl.tensor,  # 0 = nobody wrote `leasts`
     BLOCK: tl.constexpr,
     RACED: tl.constexpr,
 ) -> None:
@@ -174,9 +174,7 @@ def race(
             winner = _draw_run(peaks + row * num_runs, masses + row * num_runs, num_runs, temperature, key, RACED)
             ids = winner * RUN + tl.arange(0, RUN)
             x = tl.div_rn(_sound(tl.load(logits + ids, mask=ids < vocab, other=NEVER)), temperature)
-            least = NEVER
-            if FILTERED:
-                least = tl.load(leasts + row)
+            least = tl.load(leasts + row, mask=filtered > 0, other=NEVER)
             score = x.to(tl.float64) + _gumbel(key, ids.to(tl.uint64))
             token = _first(tl.where((x >= least) & (ids < vocab), score, NEVER), ids)
         else:
@@ -301,11 +299,11 @@ def _mass(
     RUNS: tl.constexpr,
 ) -> tl.tensor:
     """Return the mass of what is at least `least`."""
-    total = tl.cast(0.0, tl.float64)
+    total = tl.zeros((RUNS, RUN), tl.float32)
     for first in range(0, count, RUNS):
         _, x = _tile(logits, survivors, first + tl.arange(0, RUNS), count, vocab, temperature)
-        total += tl.sum(tl.sum(tl.where(x >= least, tl.exp(x - most), 0.0), 1), 0).to(tl.float64)
-    return total
+        total += tl.where(x >= least, tl.exp(x - most), 0.0)
+    return tl.sum(total).to(tl.float64)
 
 
 @triton.jit
@@ -325,22 +323,22 @@ def _search(
     found = tl.cast(0, tl.uint32)
     for step in range(16):
         digit = tl.cast(1, tl.uint32) << (30 - 2 * step)
-        low, middle, high = tl.cast(0.0, tl.float64), tl.cast(0.0, tl.float64), tl.cast(0.0, tl.float64)
+        low = tl.zeros((RUNS, RUN), tl.float32)
+        middle, high = low, low
         for first in range(0, count, RUNS):
             _, x = _tile(logits, survivors, first + tl.arange(0, RUNS), count, vocab, temperature)
             order = _ordered(x)
             weight = tl.where(x >= least, 1.0 if COUNTS else tl.exp(x - most), 0.0)
-            low += _weighs(order, weight, found + digit)
-            middle += _weighs(order, weight, found + 2 * digit)
-            high += _weighs(order, weight, found + 3 * digit)
-        reached = (low >= wanted).to(tl.uint32) + (middle >= wanted).to(tl.uint32) + (high >= wanted).to(tl.uint32)
-        found += reached * digit
+            low += tl.where(order >= found + digit, weight, 0.0)
+            middle += tl.where(order >= found + 2 * digit, weight, 0.0)
+            high += tl.where(order >= found + 3 * digit, weight, 0.0)
+        found += digit * (_reaches(low, wanted) + _reaches(middle, wanted) + _reaches(high, wanted))
     return _value(found)
 
 
 @triton.jit
-def _weighs(order: tl.tensor, weight: tl.tensor, pivot: tl.tensor) -> tl.tensor:
-    return tl.sum(tl.sum(tl.where(order >= pivot, weight, 0.0), 1), 0).to(tl.float64)
+def _reaches(weights: tl.tensor, wanted: tl.tensor) -> tl.tensor:
+    return (tl.sum(weights).to(tl.float64) >= wanted).to(tl.uint32)
 
 
 @triton.jit

@@ -59,7 +59,7 @@ class TritonDraws(TokenDraws):
         tokens = torch.empty_like(rows.temperature, dtype=torch.int32)
         kernels.race[len(logits),](
             logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes,
-            FILTERED=rows.filters is not None, BLOCK=block, RACED=RACED, num_warps=WARPS,
+            int(rows.filters is not None), BLOCK=block, RACED=RACED, num_warps=WARPS,
         )  # fmt: skip
         return tokens
 
