@@ -7,6 +7,7 @@ neighbouring ids, by their peaks (to find the best) and their masses (to draw), 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.logit_rules import NEVER
@@ -55,6 +56,25 @@ def run_race(
         within.masked_fill_(within < least, NEVER)
     inner = (within.double() + gumbel(keys, ids + first_run * RUN)).argmax(dim=-1, keepdim=True)
     return scores.gather(1, winner)[:, 0], ids.gather(1, inner)[:, 0]
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Return log(sum(exp(x))) of each row, [num_rows, 1], whose bits do not depend on the number of rows.
+
+    On a CPU torch sums each row alike; on a GPU it shares a row out among more threads when there are few.
+    """
+    return logits.logsumexp(dim=-1, keepdim=True) if logits.device.type == "cpu" else by_halves(logits)
+
+
+def by_halves(logits: Tensor) -> Tensor:
+    """`log_sum_exp` by adding one half of each row to the other until a column is left."""
+    most = logits.amax(dim=-1, keepdim=True)
+    sums = (logits - most).exp_()
+    while sums.shape[1] > 1:
+        sums = F.pad(sums, (0, sums.shape[1] % 2))
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return most + sums.log_()
 
 
 def _members(runs: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from engine.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 from engine.draws import TokenDraws
 from engine.logit_rules import NEVER, apply_rules, changes_logits, column, forbid, restricts
 from engine.noise import row_keys
-from engine.race import RUN, best_values, first_best, run_race
+from engine.race import RUN, best_values, first_best, log_sum_exp, run_race
 from engine.report import Floats, Ints, SamplingInputs
 from engine.upload import upload
 
@@ -58,7 +58,7 @@ def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 def score(logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
     """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32."""
-    total = logits.logsumexp(dim=-1, keepdim=True)
+    total = log_sum_exp(logits)
     best = logits.topk(min(count, logits.shape[1]), dim=-1)
     chosen = (logits.gather(1, tokens[:, None]) - total)[:, 0]
     return DeviceLogprobs(chosen, best.indices.to(torch.int32), best.values - total)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.race import by_halves
 from engine.sampler import CANDIDATES
 from tests.parity.stepping import drawn, sampling
 
@@ -220,3 +221,14 @@ def test_a_poisoned_row_is_named_and_disturbs_nobody(poison, values):
 
 def test_sound_rows_name_no_failure():
     assert drawn(torch.zeros(2, 8), sampling(2)).failed == ()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 1000])
+def test_sums_by_halves_are_exact_enough_and_each_row_by_itself(vocab):
+    logits = torch.stack([random_logits(vocab, seed, spread=5.0) for seed in range(9)])
+    logits[3, 0] = -math.inf
+    logits[3, -1] = 2.0
+    found = by_halves(logits)
+    torch.testing.assert_close(found, logits.double().logsumexp(-1, keepdim=True).float(), rtol=1e-6, atol=1e-6)
+    for row in range(len(logits)):
+        assert torch.equal(by_halves(logits[row : row + 1])[0], found[row])
