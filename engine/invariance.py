@@ -9,20 +9,30 @@ from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from parallel.group import Group
 from parallel.linear import ParallelLinear
 from parallel.methods import PlainLinear
 
 logger = logging.getLogger(__name__)
 
-MOST_RANKS = 2  # two numbers have one sum; how more are added depends on how many there are
+MOST_RANKS = 2  # two numbers have one sum, in whatever order
 
 
-def check_invariance(config: EngineConfig) -> None:
-    """Raise `ConfigError` for what cannot be had together with `batch_invariant`."""
-    if config.batch_invariant and config.tensor_parallel_size > MOST_RANKS:
+def check_invariance(config: EngineConfig, group: Group) -> None:
+    """Raise `ConfigError` for what cannot be had together with `batch_invariant` between these ranks."""
+    size = group.size
+    if not config.batch_invariant or size <= MOST_RANKS:
+        return
+    if not group.sums_in_order:
         raise ConfigError(
-            f"batch_invariant: tensor_parallel_size={config.tensor_parallel_size} ranks are summed in another order "
-            f"in larger steps; use at most {MOST_RANKS}",
+            f"batch_invariant: the sum over tensor_parallel_size={size} ranks has another order in larger steps, and "
+            f"these ranks share no memory that it could be fixed in; use at most {MOST_RANKS}",
+            "batch_invariant",
+        )
+    if group.device.type == "cuda" and config.dtype == "float16":
+        raise ConfigError(
+            f"batch_invariant: sums of float16 over tensor_parallel_size={size} GPUs have no fixed order; "
+            "set dtype=bfloat16",
             "batch_invariant",
         )
 

@@ -68,7 +68,7 @@ class ModelRunner:
         folder = folder or open_model(config.model)
         shrink = config.max_model_len is None
         config = resolve(config, folder.spec)
-        check_invariance(config)
+        check_invariance(config, group)
         self.group = group
         self._host_side = HostSide(group.device)
         self._carry = Carry(group)

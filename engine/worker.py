@@ -117,7 +117,15 @@ def join_group(config: EngineConfig, rank: int, size: int, rendezvous: Rendezvou
     Raises `RendezvousError` when they do not come in time.
     """
     device = device_of(config, rank)
-    return connect(rank, size, rendezvous, device, START_TIMEOUT, collective_timeout=config.step_timeout)
+    return connect(
+        rank,
+        size,
+        rendezvous,
+        device,
+        START_TIMEOUT,
+        collective_timeout=config.step_timeout,
+        fixed_order=config.batch_invariant,
+    )
 
 
 def open_channel(group: Group, rendezvous: Rendezvous | str, handle: str | None) -> Channel:

@@ -1,5 +1,6 @@
 """Models served with the Triton attention kernels, in Triton's interpreter, and how that backend is chosen."""
 
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from tests.interpreter import exact_halves
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
 from tests.unit.paged_lab import spec
+from tests.unit.parallel_ranks import FakeGroup
 
 BF16 = {"dtype": torch.bfloat16, "head_dim": 64}
 
@@ -142,11 +144,24 @@ def test_batch_invariance_is_had_from_triton_or_refused(gpu, monkeypatch, wanted
     assert refused.value.flag == "batch_invariant"
 
 
-def test_sums_over_more_than_two_ranks_are_not_batch_invariant():
-    check_invariance(EngineConfig("model", batch_invariant=True, tensor_parallel_size=2))
-    check_invariance(EngineConfig("model", tensor_parallel_size=4))
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=4.*at most 2"):
-        check_invariance(EngineConfig("model", batch_invariant=True, tensor_parallel_size=4))
+@pytest.mark.parametrize(
+    ("ranks", "in_order", "device", "dtype", "said"),
+    [
+        (2, False, "cuda:0", "float16", None),
+        (4, True, "cuda:0", "bfloat16", None),
+        (4, False, "cuda:0", "bfloat16", r"tensor_parallel_size=4.*at most 2"),
+        (4, True, "cuda:0", "float16", "set dtype=bfloat16"),
+        (4, True, "cpu", "float16", None),
+        (3, False, "cpu", "float32", r"tensor_parallel_size=3.*at most 2"),
+    ],
+)
+def test_sums_over_more_than_two_ranks_need_a_fixed_order(ranks, in_order, device, dtype, said):
+    group = FakeGroup(0, ranks)
+    group.sums_in_order, group.device = in_order, torch.device(device)
+    for wanted in (False, True):
+        config = EngineConfig("model", batch_invariant=wanted, tensor_parallel_size=ranks, dtype=dtype)
+        with pytest.raises(ConfigError, match=said) if wanted and said else nullcontext():
+            check_invariance(config, group)
 
 
 def test_every_product_gets_one_tiling(tmp_path):
