@@ -62,7 +62,7 @@ class SymmetricGroup(Group):
     instead of through `inner`, so that a sum has the same bits whatever it is sent with.
 
     A shot waits on the device for its peers without a deadline. Logits or draws are gathered by `inner` at the end of
-    every step, whose deadline then ends the wait.
+    every step that draws, whose deadline then ends the wait.
     """
 
     def __init__(self, inner: Group, one_shot: OneShot, limit: int, fixed_order: bool) -> None:
