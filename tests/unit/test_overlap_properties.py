@@ -3,14 +3,34 @@
 Same tokens as without, none lost, none extra, one end each, and no block found before it was computed.
 """
 
+from dataclasses import replace
+
 from hypothesis import settings
-from hypothesis.stateful import invariant
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, rule
 
-from tests.unit.test_engine_state_machine import EngineMachine
+from tests.unit.engine_driver import request
+from tests.unit.test_engine_state_machine import PROMPT, EngineMachine
+
+# What no step waits for: the others, of `EngineMachine`, hold up every step while they live.
+free_params = st.fixed_dictionaries(
+    {
+        "n": st.sampled_from([1, 1, 1, 2]),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "max_tokens": st.integers(1, 16),
+        "ignore_eos": st.booleans(),
+    },
+    optional={
+        "min_tokens": st.integers(0, 1),
+        "stop_token_ids": st.sampled_from([tuple(range(3, 60, 9)), tuple(range(1, 60, 4))]),
+        "logit_bias": st.just({7: -1.0, 9: 1.0}),
+        "logprobs": st.just(1),
+    },
+)
 
 
-class OverlapMachine(EngineMachine):
-    """Adds, steps, aborts, cuts short, migrates and forgets, with a step in flight all the while."""
+class MixedMachine(EngineMachine):
+    """All that the engine is put through without overlap, with a step in flight all the while."""
 
     settings = {"async_scheduling": True}  # noqa: RUF012
 
@@ -19,12 +39,54 @@ class OverlapMachine(EngineMachine):
         if hasattr(self, "driver"):
             self.driver.executor.check_findable(self.driver.core._blocks)
 
+    @invariant()
+    def told_when_known(self):
+        """What is told of a sequence counts no token that is in flight."""
+        if hasattr(self, "driver"):
+            for key, finish in self.driver.finished.items():
+                one = self.accepted[key[0]]
+                told = len(self.log(one, key[1])) + len(self.driver.tokens[key])
+                assert finish.sequence.num_output_tokens == told
+
     def teardown(self):
         super().teardown()
         if hasattr(self, "driver"):
             self.found_when_computed()
-            assert self.driver.core._flying is None or self.driver.core._flying.schedule.is_unwanted
+            self.told_when_known()
+            drawn = sum(map(len, self.driver.tokens.values()))
+            assert self.driver.core.stats().generated_tokens == drawn
+            assert not self.driver.core._is_busy
 
 
+class OverlapMachine(MixedMachine):
+    """Mostly requests that no step waits for, so that nearly all steps are ahead."""
+
+    add_structured = add_pooled = None
+
+    @rule(
+        target=EngineMachine.ids,
+        shared=st.sampled_from([1, 2, 4, 8, 12, 19]),
+        own=st.lists(st.integers(1, 3), max_size=2),
+        asked=free_params,
+        seed=st.integers(0, 2),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"", b"tenant"]),
+    )
+    def add(self, shared, own, asked, seed, priority, salt):
+        one = request(f"r{len(self.accepted)}", PROMPT[:shared] + tuple(own), seed, **asked)
+        return self.submit(replace(one, priority=priority, cache_salt=salt))
+
+    @rule(data=st.data(), asked=free_params, seed=st.integers(0, 2), shared=st.sampled_from([1, 2, 5]))
+    def take_over(self, data, asked, seed, shared):
+        """Abort one that runs and let another come at once, for its slot and its blocks."""
+        live = [one for one in self.accepted if self.is_live(one)]
+        if live:
+            self.abort(data.draw(st.sampled_from(live)))
+            self.submit(request(f"r{len(self.accepted)}", PROMPT[shared : 2 * shared], seed, **asked))
+            self.driver.step()
+
+
+TestMixed = MixedMachine.TestCase
+TestMixed.settings = settings(max_examples=25, stateful_step_count=25)
 TestOverlap = OverlapMachine.TestCase
-TestOverlap.settings = settings(max_examples=60, stateful_step_count=25)
+TestOverlap.settings = settings(max_examples=60, stateful_step_count=30)
