@@ -74,7 +74,8 @@ def test_help_lists_every_flag_with_its_default(run):
 def test_flags_reach_the_configuration_with_their_types(run, served):
     code, _ = run(
         *("serve", "demo", "-tp", "2", "--replicas=3", "--no-enable-prefix-caching", "--stall-timeout", "1.5"),
-        *("--served-model-name", "x", "--enforce-eager", "--wait-for-nodes", "-q", "int8"),
+        *("--served-model-name", "x", "--enforce-eager", "--no-async-scheduling", "--wait-for-nodes"),
+        *("-q", "int8"),
     )
     assert code == 0
     config, options = served[0]
@@ -86,6 +87,7 @@ def test_flags_reach_the_configuration_with_their_types(run, served):
         stall_timeout=1.5,
         served_model_name="x",
         enforce_eager=True,
+        async_scheduling=False,
         quantization="int8",
     )
     assert options.wait_for_nodes
