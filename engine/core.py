@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import NoReturn
 
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
@@ -14,13 +13,12 @@ from engine.executor import Executor
 from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
-from engine.holds import Hold
 from engine.inputs import InputBuilder
-from engine.launched import Launched
+from engine.launched import Launched, Launcher
 from engine.ledger import Costs, Ledger
 from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
-from engine.report import BlockEvents, EngineStats, SamplingInputs, StepInputs, StepOutputs, StepReport
-from engine.request import Request, Sequence
+from engine.report import BlockEvents, EngineStats, StepOutputs, StepReport
+from engine.request import Request
 from engine.rows import Rows
 from engine.sampling_inputs import SamplingTable
 from engine.schedule import Schedule
@@ -70,7 +68,8 @@ class EngineCore:
         self._waits = WaitLog(self._flight, clock())
         self._scheduler = Scheduler(config, rows, stops, self._admission, self._waits)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size)
-        self._inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
+        inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
+        self._launcher = Launcher(self._scheduler, inputs, executor, clock)
         self._executor = executor
         self._vocab_size = vocab_size
         self._clock = clock
@@ -223,29 +222,13 @@ class EngineCore:
         return self._flying is not None and not self._flying.schedule.is_unwanted
 
     def _launch(self) -> Launched | None:
-        """Schedule, prepare and give to the device; None where there is nothing to compute, or not yet.
-
-        Where there is no memory for a step, it waits for the one that runs; if none does, its newest request is shed.
-        """
-        planned_at, tried = self._clock(), 0.0
-        while not self.is_sleeping and (planned := self._plan()) is not None:
-            schedule, inputs, sampling = planned
-            began = self._clock()
-            try:
-                pending = self._executor.launch(inputs, sampling)
-            except StepMemoryError as error:
-                if self._scheduler.is_ahead:
-                    self._scheduler.hold(Hold.MEMORY)
-                    return None
-                tried += self._clock() - began
-                newest = max(schedule.sequences, key=lambda sequence: (sequence.arrival_time, sequence.order))
-                self._scheduler.fail(newest, error)
-            except Exception as error:
-                self._fall(error)
-            else:
-                self._scheduler.advance(schedule)
-                return Launched(schedule, pending, sampling.num_logprobs >= 0, planned_at, began, tried)
-        return None
+        if self.is_sleeping:
+            return None
+        try:
+            return self._launcher.launch()
+        except EngineDeadError as error:
+            self._dead = f"a step failed: {error}"
+            raise
 
     def _land(self, flying: Launched) -> StepReport:
         """Wait for a step's results, take them in and report them."""
@@ -279,46 +262,20 @@ class EngineCore:
         if self._flying is not None:
             self._flying.tainted = True
 
-    def _plan(self) -> tuple[Schedule, StepInputs, SamplingInputs] | None:
-        """Schedule and prepare. A request whose inputs cannot be made is failed, and the others scheduled again."""
-        while (schedule := self._scheduler.schedule()) is not None:
-            try:
-                return schedule, *self._inputs.prepare(schedule)
-            except Exception:
-                if not self._fail_culprits(schedule):
-                    raise
-        return None
-
-    def _fail_culprits(self, schedule: Schedule) -> bool:
-        """Prepare each row on its own and fail those that raise. False if none does."""
-        culprits: list[tuple[Sequence, Exception]] = []
-        for row, sequence in enumerate(schedule.sequences):
-            try:
-                self._inputs.prepare(schedule.alone(row))
-            except Exception as error:
-                culprits.append((sequence, error))
-        for sequence, culprit_error in culprits:
-            self._scheduler.fail(sequence, culprit_error)
-        return bool(culprits)
-
     def _await(self, flying: Launched) -> StepOutputs:
         try:
             outputs = flying.pending.result()
         except Exception as error:
-            self._fall(error)
+            self._dead = f"a step failed: {error}"
+            if isinstance(error, EngineDeadError):
+                raise
+            raise EngineDeadError(f"the executor failed: {error}") from error
         self._ran_at = self._clock()
         fault = find_fault(outputs, len(flying.schedule.samples), flying.wants_logprobs, self._vocab_size)
         if fault is not None:
             self._dead = fault
             raise EngineDeadError(fault)
         return outputs
-
-    def _fall(self, error: Exception) -> NoReturn:
-        """Let the engine end, for its executor failed."""
-        self._dead = f"a step failed: {error}"
-        if isinstance(error, EngineDeadError):
-            raise error
-        raise EngineDeadError(f"the executor failed: {error}") from error
 
     def _or_die(self, change: Callable[[], None]) -> None:
         """Fall asleep or wake up. What the executor does not survive ends the engine."""

@@ -57,7 +57,7 @@ class Planner:
 
     def _carry(self, schedule: Schedule, before: Schedule) -> Ints:
         """Return which rows compute a token that the step `before` draws, and which of its samples that is."""
-        if schedule.version and schedule.version == before.version and not before.gone:
+        if schedule.version and schedule.version == before.version:
             return self._pairs[: len(schedule.sequences)]  # both decode: all rows, in order
         sample_of = np.full(self._tables.num_slots, -1, np.int32)
         kept = before.kept_samples() if before.gone else self._counting[: len(before.samples)]

@@ -88,7 +88,7 @@ class Load:
         marks = [time.perf_counter()]
         schedule = _timed(marks, core._scheduler.schedule)
         assert schedule is not None
-        inputs, sampling = _timed(marks, lambda: core._inputs.prepare(schedule))
+        inputs, sampling = _timed(marks, lambda: core._launcher._inputs.prepare(schedule))
         outputs = core._executor.execute(inputs, sampling)
         ran = time.perf_counter()
         core._scheduler.advance(schedule)

@@ -291,12 +291,12 @@ def test_a_step_that_cannot_be_prepared_ahead_loses_nothing_of_the_one_that_runs
     one = request("a", 3, max_tokens=5, ignore_eos=True)
     driver.core.add(one)
     driver.step()
-    whole = driver.core._inputs.prepare
-    monkeypatch.setattr(driver.core, "_fail_culprits", lambda schedule: False)
-    monkeypatch.setattr(driver.core._inputs, "prepare", lambda schedule: 1 / 0)
+    whole = driver.core._launcher._inputs.prepare
+    monkeypatch.setattr(driver.core._launcher, "_fail_culprits", lambda schedule: False)
+    monkeypatch.setattr(driver.core._launcher._inputs, "prepare", lambda schedule: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.step()
-    monkeypatch.setattr(driver.core._inputs, "prepare", whole)
+    monkeypatch.setattr(driver.core._launcher._inputs, "prepare", whole)
     driver.drain()
     assert driver.tokens["a", 0] == expected(one)
 
@@ -304,14 +304,14 @@ def test_a_step_that_cannot_be_prepared_ahead_loses_nothing_of_the_one_that_runs
 def test_a_request_that_cannot_be_prepared_ahead_fails_alone(monkeypatch, caplog):
     driver = overlapping()
     good, bad = request("good", 3, max_tokens=9, ignore_eos=True), request("bad", 4, max_tokens=9, ignore_eos=True)
-    whole = driver.core._inputs.prepare
+    whole = driver.core._launcher._inputs.prepare
 
     def faulty(schedule):
         if any(one.request is bad and one.num_tokens > 6 for one in schedule.sequences):
             raise RuntimeError("struck")
         return whole(schedule)
 
-    monkeypatch.setattr(driver.core._inputs, "prepare", faulty)
+    monkeypatch.setattr(driver.core._launcher._inputs, "prepare", faulty)
     with caplog.at_level(logging.CRITICAL, "engine"):
         driver.run(good, bad)
     assert driver.reason("bad") is FinishReason.ERROR
@@ -363,6 +363,21 @@ def test_a_bad_row_of_one_that_left_does_not_end_its_namesake():
     driver.finished.clear()
     driver.drain()
     assert driver.tokens["same", 0] == expected(second)
+    assert driver.reason("same") is FinishReason.LENGTH
+
+
+def test_a_block_that_is_filled_for_one_that_left_does_not_end_its_namesake():
+    driver = overlapping()
+    heir = request("same", (9, 8), max_tokens=4, ignore_eos=True)
+    driver.core.add(request("same", 7, max_tokens=9, ignore_eos=True))
+    driver.step()  # what fills the second block is in flight
+    driver.core.abort("same")
+    driver.core.add(heir)
+    driver.tokens.clear()
+    driver.step()
+    driver.finished.clear()
+    driver.drain()
+    assert driver.tokens["same", 0] == expected(heir)
     assert driver.reason("same") is FinishReason.LENGTH
 
 
