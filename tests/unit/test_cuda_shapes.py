@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
 from engine.runner import ModelRunner
+from engine.sampling_params import SamplingParams
 from engine.sleep import TAGS
 from engine.step_tensors import dummy_sampling, dummy_step
 from parallel.group import SoloGroup
@@ -154,3 +156,22 @@ def test_what_would_make_the_host_wait_is_caught(played):
         torch.nonzero(x)
     with pytest.raises(RuntimeError, match=r"(?i)device"):
         x + torch.zeros(3)
+
+
+def test_an_engine_generates_with_steps_ahead_of_their_results(played):
+    """All tokens are 0 here; what is shown is that nothing on the way to the next step needs them on the host."""
+    sizes = {"num_kv_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 48, "block_size": BLOCK}
+    with LLM("deploy/demo_model", device="cuda", dtype="bfloat16", max_model_len=256, **sizes) as llm:
+        prompts = [[1 + number, *range(2, 30 + 9 * number)] for number in range(8)]
+        several = {"temperature": 0.8, "ignore_eos": True, "max_tokens": 20}
+        params = [
+            *[SamplingParams(**several, top_p=0.9, seed=number) for number in range(3)],
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=25, logprobs=2),
+            SamplingParams(**several, n=3, top_k=5),
+            SamplingParams(**several, repetition_penalty=1.2, prompt_logprobs=1),
+            SamplingParams(**several, min_p=0.1, logit_bias={3: 1.0}),
+            SamplingParams(**several, min_tokens=3, bad_words=["import"]),
+        ]
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats().steps_ahead > 10
+    assert [len(answer.outputs[0].token_ids) for answer in answers] == [20, 20, 20, 25, 20, 20, 20, 20]
