@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.report import SamplingInputs
+from engine.report import Floats, SamplingInputs
+from parallel.group import Group
+
+Longs = NDArray[np.int64]
 
 
 class TokenDraws(ABC):
@@ -25,3 +30,11 @@ class TokenDraws(ABC):
     @abstractmethod
     def draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """Return a token per row, [num_samples] int32; -1 where the best logit is NaN or infinite."""
+
+    @abstractmethod
+    def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
+        """Return what `draw` would of the ranks' shares of the logits, without filters; alike on every rank.
+
+        own: this rank's share, [num_samples, share], a whole number of runs, -inf for padding. vocab: ids without it.
+        temperature, keys: [num_samples]; keys from `engine.noise.row_keys`.
+        """

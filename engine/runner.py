@@ -119,7 +119,7 @@ class ModelRunner:
         """Draw from the logits of all wanted rows: the rank with `sampling`, or with `draws` all together."""
         head, rows = passed.head, passed.rows
         if len(draws):
-            tokens = draw_apart(head, rows, draws, LOGIT_ROWS)
+            tokens = draw_apart(head, rows, draws, LOGIT_ROWS, self._draws)
             return None if sampling is None else DeviceOutputs(tokens)
         pieces = (head.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
         if sampling is not None:

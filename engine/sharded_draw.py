@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_outputs import FAILED
+from engine.draws import TokenDraws
 from engine.logit_rules import changes_logits, column
 from engine.models.spec import DecoderSpec
 from engine.noise import row_keys
@@ -50,11 +51,13 @@ def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
     """Return how the ranks are to draw from their shares, [num_samples, COLUMNS], or nothing where they must gather.
 
     They gather few rows, which cost less than two exchanges; rows with log-probabilities, rules that change logits,
-    top-p (whose sum is over the whole vocabulary) or a top-k above `MOST`; on a GPU, whose kernels sum masses in an
-    order of their own, all rows drawn at random; and whatever is drawn beside those.
+    top-p (whose sum is over the whole vocabulary) or a top-k above `MOST`; on a GPU, whose kernels look for
+    thresholds in whole rows, those with any filter; and whatever is drawn beside those.
     """
     drawn = sampling.temperature != 0
-    if len(drawn) < FEWEST or (device.type != "cpu" and drawn.any()):
+    if len(drawn) < FEWEST:
+        return NO_DRAWS
+    if device.type != "cpu" and (drawn & ((sampling.top_k > 0) | (sampling.min_p > 0))).any():
         return NO_DRAWS
     if sampling.num_logprobs >= 0 or sampling.prompt is not None or changes_logits(sampling):
         return NO_DRAWS
@@ -81,25 +84,29 @@ class Head(Protocol):
         """See `Decoder.own_logits`."""
 
 
-def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int) -> Tensor:
+def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
     """Return the tokens of all rows, each rank having drawn from its share of the logits of `most` rows at a time.
 
-    hidden: [num_rows, hidden]; packed: of those rows, from `pack_draws`. Returns as `draw` does.
+    hidden: [num_rows, hidden]; packed: of those rows, from `pack_draws`. draws: what draws from whole rows on this
+    device, None for `engine.sampler`. Returns as `draw` does.
     """
-    pieces = [
-        draw(model.own_logits(hidden[at : at + most]), packed[at : at + most], model.spec.vocab_size, model.group)
-        for at in range(0, len(packed), most)
-    ]
+    pieces = []
+    for at in range(0, len(packed), most):
+        own, asked = model.own_logits(hidden[at : at + most]), Draws.unpack(packed[at : at + most])
+        if draws is not None and asked.temperature.any():
+            drawn = draws.draw_share(own, asked.temperature, asked.keys, model.spec.vocab_size, model.group)
+        else:
+            drawn = draw(own, asked, model.spec.vocab_size, model.group)
+        pieces.append(drawn)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def draw(own: Tensor, packed: Ints, vocab: int, group: Group) -> Tensor:
+def draw(own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
     """Return one token per row on every rank, [num_rows] int32, `FAILED` where there is none.
 
     own: this rank's fp32 logits, [num_rows, share], contiguous, -inf for padding; a share is a multiple of `RUN`.
     They may be overwritten. vocab: ids without padding.
     """
-    draws = Draws.unpack(packed)
     rows = np.flatnonzero(draws.temperature)
     limits = _limits(draws, vocab)
     peaks = own.view(len(own), -1, RUN).amax(dim=-1)

@@ -40,7 +40,7 @@ def draws() -> Iterator[Kernel]:
         ("logits", "temperatures", "log_min_ps", "top_ps", "peaks", "masses", "leasts", "totals"), "*fp32"
     )
     types |= dict.fromkeys(("top_ks", "survivors", "counts", "tokens", "rows", "bits"), "*i32") | {"keys": "*i64"}
-    types |= dict.fromkeys(("row_stride", "vocab", "num_runs", "num_words", "filtered"), "i32")
+    types |= dict.fromkeys(("row_stride", "vocab", "first_id", "num_ids", "num_runs", "num_words", "filtered"), "i32")
     yield draw.scan, types, {"RUNS": 64}, 8
     yield draw.bound, types, {"BLOCK": 4096}, 8
     yield draw.restrict, types, {"BLOCK": 4096, "RUNS": 64}, 8

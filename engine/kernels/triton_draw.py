@@ -151,10 +151,12 @@ def race(
     peaks: tl.tensor,
     masses: tl.tensor,
     leasts: tl.tensor,
-    tokens: tl.tensor,  # [num_rows], written; -1 where the best logit is not finite
+    tokens: tl.tensor,  # [num_rows], written; -1 where the best logit is not finite, or the id not among `logits`
     row_stride: tl.tensor,
     vocab: tl.tensor,
     num_runs: tl.tensor,
+    first_id: tl.tensor,  # of `logits`, which may be a share of the vocabulary that peaks and masses are of
+    num_ids: tl.tensor,
     filtered: tl.tensor,  # 0 = nobody wrote `leasts`
     BLOCK: tl.constexpr,
     RACED: tl.constexpr,
@@ -169,17 +171,22 @@ def race(
     token = -1
     if tl.abs(most) < float("inf"):
         logits += row * row_stride
+        beyond = tl.minimum(first_id + num_ids, vocab)
         if temperature > 0:
             key = tl.load(keys + row).to(tl.uint64, bitcast=True)
             winner = _draw_run(peaks + row * num_runs, masses + row * num_runs, num_runs, temperature, key, RACED)
             ids = winner * RUN + tl.arange(0, RUN)
-            x = tl.div_rn(_sound(tl.load(logits + ids, mask=ids < vocab, other=NEVER)), temperature)
+            here = (ids >= first_id) & (ids < beyond)
+            x = tl.div_rn(_sound(tl.load(logits + (ids - first_id), mask=here, other=NEVER)), temperature)
             least = tl.load(leasts + row, mask=filtered > 0, other=NEVER)
             score = x.to(tl.float64) + _gumbel(key, ids.to(tl.uint64))
-            token = _first(tl.where((x >= least) & (ids < vocab), score, NEVER), ids)
+            token = _first(tl.where((x >= least) & here, score, NEVER), ids)
         else:
             ids = _first(peak, run) * RUN + tl.arange(0, RUN)
-            token = _first(_sound(tl.load(logits + ids, mask=ids < vocab, other=NEVER)), ids)
+            here = (ids >= first_id) & (ids < beyond)
+            token = _first(_sound(tl.load(logits + (ids - first_id), mask=here, other=NEVER)), ids)
+        if tl.max(here.to(tl.int32), 0) == 0:
+            token = -1
     tl.store(tokens + row, token)
 
 

@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 from typing_extensions import override
 
-from engine.draws import TokenDraws
+from engine.draws import Longs, TokenDraws
 from engine.kernels import triton_draw as kernels
 from engine.noise import row_keys
-from engine.report import SamplingInputs
+from engine.report import Floats, SamplingInputs
 from engine.upload import upload
+from parallel.group import Group
 
 RUN: int = kernels.RUN.value
 RUNS = 64  # runs that a program looks at together: 4,096 logits
@@ -58,10 +59,28 @@ class TritonDraws(TokenDraws):
             _restrict(logits, rows, rows.filters, block)
         tokens = torch.empty_like(rows.temperature, dtype=torch.int32)
         kernels.race[len(logits),](
-            logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes,
+            logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes, 0, rows.vocab,
             int(rows.filters is not None), BLOCK=block, RACED=RACED, num_warps=WARPS,
         )  # fmt: skip
         return tokens
+
+    @override
+    def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
+        # Of each run of 64 logits the ranks tell each other 8 bytes; the one that has the run that wins has the id.
+        count, share = own.shape
+        own_runs, num_runs = share // RUN, triton.cdiv(vocab, RUN)
+        sent_keys, sent_temperature = upload((keys, temperature), own.device)
+        mine = torch.zeros(2, count, own_runs, device=own.device)
+        kernels.scan[count, triton.cdiv(own_runs, RUNS)](
+            own, sent_temperature, mine[0], mine[1], own.stride(0), share, own_runs, RUNS=RUNS, num_warps=WARPS
+        )
+        peaks, masses = group.all_gather(mine)[:, :, :num_runs].contiguous()
+        tokens = torch.empty(count, dtype=torch.int32, device=own.device)
+        kernels.race[count,](
+            own, sent_temperature, sent_keys, peaks, masses, peaks, tokens, own.stride(0), vocab, num_runs,
+            group.rank * share, share, 0, BLOCK=triton.next_power_of_2(num_runs), RACED=RACED, num_warps=WARPS,
+        )  # fmt: skip
+        return group.all_gather(tokens[:, None]).amax(dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

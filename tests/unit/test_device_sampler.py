@@ -14,10 +14,12 @@ from engine import race
 from engine.device_outputs import FAILED, STUCK
 from engine.kernels.select import select_draws
 from engine.kernels.triton_sampler import RUN, TritonDraws
+from engine.noise import row_keys
 from engine.sampler import sample
 from tests.parity.stepping import sampling
 from tests.unit.test_logit_rules import bits_of
 from tests.unit.test_sampler import allowed, chi_square_fits, random_logits
+from tests.unit.thread_group import on_ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OURS = TritonDraws()
@@ -172,3 +174,33 @@ def test_triton_draws_on_cuda_and_torch_elsewhere(monkeypatch, caplog):
     monkeypatch.setitem(__import__("sys").modules, "engine.kernels.triton_sampler", None)
     assert select_draws(torch.device("cuda")) is None
     assert "sampling: torch's operations" in caplog.text
+
+
+def shares_of(logits, size):
+    """Return the ranks' shares as the ranks of a group hold them."""
+    width = -(-logits.shape[1] // (size * RUN)) * RUN
+    padded = torch.nn.functional.pad(logits, (0, size * width - logits.shape[1]), value=-math.inf)
+    return [share.contiguous().to(DEVICE) for share in padded.split(width, dim=1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("vocab", [50, 65, 1000])
+def test_shares_of_a_vocabulary_draw_the_very_tokens_of_the_whole(size, vocab):
+    rng = np.random.default_rng(vocab + size)
+    logits = torch.stack([random_logits(vocab, seed) for seed in range(12)])
+    logits[2] = logits[2].round()  # ties
+    logits[5] = 0.0
+    logits[7, vocab // 2], logits[8, 0], logits[9] = math.nan, math.inf, -math.inf
+    logits[10, : vocab // 2] = -math.inf
+    temperature = rng.choice([0, 0.3, 1.0, 1.7], 12).astype(np.float32)
+    inputs = sampling(12, temperature=temperature, seeds=rng.integers(0, 2**62, 12), positions=np.arange(12))
+    keys = row_keys(inputs.seeds, inputs.choices, inputs.positions)
+    shares = shares_of(logits, size)
+
+    def act(group):
+        return OURS.draw_share(shares[group.rank], temperature, keys, vocab, group).cpu().numpy()
+
+    expected = tokens(logits, inputs)
+    for found in on_ranks(size, act, in_turn=True):
+        np.testing.assert_array_equal(found, expected)
+    assert expected[7] == FAILED

@@ -14,7 +14,7 @@ from engine.models.decoder import Decoder
 from engine.race import RUN
 from engine.report import PromptScores
 from engine.sampler import sample
-from engine.sharded_draw import MOST, draw, draw_apart
+from engine.sharded_draw import MOST, Draws, draw, draw_apart
 from engine.sharded_draw import pack_draws as pack_for
 from parallel.embedding import ParallelLMHead
 from parallel.parameter import TensorSource
@@ -39,7 +39,8 @@ def apart(logits, inputs, size):
     shares = torch.nn.functional.pad(logits, (0, width - vocab), value=float("-inf")).chunk(size, dim=1)
     packed = pack_draws(inputs)
     assert len(packed) == len(logits)
-    return on_ranks(size, lambda group: draw(shares[group.rank].clone().contiguous(), packed, vocab, group).tolist())
+    draws = Draws.unpack(packed)
+    return on_ranks(size, lambda group: draw(shares[group.rank].clone().contiguous(), draws, vocab, group).tolist())
 
 
 def whole(logits, inputs):
@@ -104,7 +105,8 @@ def test_a_row_travels_in_some_bytes():
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
 
     def sent(group: ThreadGroup, inputs) -> float:
-        draw(logits.chunk(2, dim=1)[group.rank].clone().contiguous(), pack_draws(inputs), vocab, group)
+        draws = Draws.unpack(pack_draws(inputs))
+        draw(logits.chunk(2, dim=1)[group.rank].clone().contiguous(), draws, vocab, group)
         return group.sent / rows
 
     assert on_ranks(2, lambda group: sent(group, sampling(rows))) == [8, 8]
@@ -173,6 +175,7 @@ def test_filters_of_greedy_rows_hold_nothing_up():
     assert len(pack_draws(sampling(2, temperature=[0, 1], top_p=[0.5, 1], top_k=[1000, 7]))) == 2
 
 
-def test_on_a_gpu_only_steps_without_chance_are_drawn_apart():
-    assert len(pack_draws(sampling(3), "cuda")) == 3
-    assert not len(pack_draws(sampling(3, temperature=[0, 0, 1]), "cuda"))
+def test_on_a_gpu_rows_with_filters_are_gathered():
+    assert len(pack_draws(sampling(3, temperature=[0, 0, 1], top_k=[5, 0, 0]), "cuda")) == 3
+    for filtered in ({"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.9}):
+        assert not len(pack_draws(sampling(3, temperature=[0, 0, 1], **filtered), "cuda"))

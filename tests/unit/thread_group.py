@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from contextlib import nullcontext
+from threading import Barrier, Lock
 from typing import TypeVar
 
 import torch
@@ -17,24 +18,38 @@ T = TypeVar("T")
 
 
 class ThreadGroup(SoloGroup):
-    """One rank; its peers run in other threads. sent: bytes that this rank handed to all others."""
+    """One rank; its peers run in other threads. sent: bytes that this rank handed to all others.
 
-    def __init__(self, rank: int, parts: list[Tensor | None], barrier: Barrier) -> None:
+    turn: held by the one thread that runs, for what several threads cannot do at a time; None = all run.
+    """
+
+    def __init__(self, rank: int, parts: list[Tensor | None], barrier: Barrier, turn: Lock | None) -> None:
         super().__init__("cpu")
         self.rank, self.size = rank, len(parts)
         self.sums_in_order = self.size <= 2
         self._parts = parts
         self._barrier = barrier
+        self._turn = turn
         self.sent = 0
 
     @override
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         self.sent += x.nbytes
         self._parts[self.rank] = x
-        self._barrier.wait()
+        self._meet()
         joined = torch.cat([part for part in self._parts if part is not None], dim)
-        self._barrier.wait()
+        self._meet()
         return joined
+
+    def _meet(self) -> None:
+        if self._turn is None:
+            self._barrier.wait()
+            return
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -43,17 +58,19 @@ class ThreadGroup(SoloGroup):
         return x
 
 
-def on_ranks(size: int, act: Callable[[ThreadGroup], T]) -> list[T]:
-    """Return what `act` returns on each of `size` ranks, in rank order."""
+def on_ranks(size: int, act: Callable[[ThreadGroup], T], in_turn: bool = False) -> list[T]:
+    """Return what `act` returns on each of `size` ranks, in rank order. in_turn: one thread runs at a time."""
     parts: list[Tensor | None] = [None] * size
     barrier = Barrier(size, timeout=20)
+    turn = Lock() if in_turn else None
 
     def run(rank: int) -> T:
-        try:
-            return act(ThreadGroup(rank, parts, barrier))
-        except BaseException:
-            barrier.abort()
-            raise
+        with turn or nullcontext():
+            try:
+                return act(ThreadGroup(rank, parts, barrier, turn))
+            except BaseException:
+                barrier.abort()
+                raise
 
     with ThreadPoolExecutor(size) as pool:
         return [future.result() for future in [pool.submit(run, rank) for rank in range(size)]]
