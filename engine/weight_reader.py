@@ -49,6 +49,8 @@ class Chunk:
 def chunks_of(source: TensorOnDisk, transfer: Transfer, limit: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """Cut a transfer into chunks of at most `limit` bytes each, or of one row where a row has more."""
     first, inner = transfer.index[0], transfer.index[1:]
+    if all(part.indices(length) == (0, length, 1) for part, length in zip(inner, source.shape[1:], strict=False)):
+        inner = ()
     size = source.dtype.itemsize
     if not source.shape:
         yield Chunk(source, 0, (), (), transfer.target)

@@ -171,6 +171,15 @@ def test_threads_fill_every_parameter_as_load_does(checkpoint, monkeypatch, limi
     check(checkpoint, lambda reads: fill(reads, CPU))
 
 
+def test_rows_that_are_wanted_whole_are_read_and_not_picked(tmp_path):
+    save_file({"down": torch.ones(6, 16)}, tmp_path / "model.safetensors")
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    whole, half = (parameter((6, 16), 1, [16], torch.float32, 0, size) for size in (1, 2))
+    for one, inner in ((whole, ()), (half, (slice(0, 8),))):
+        (transfer,) = one.transfers(file.tensor("down"))
+        assert [chunk.inner for chunk in chunks_of(file.tensor("down"), transfer)] == [inner]
+
+
 class FakeGpu:
     """What of torch.cuda a pinned buffer uses, on the host: copies take place at once."""
 
