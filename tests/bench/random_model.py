@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 VOCAB = 32_768
 
@@ -32,6 +32,8 @@ def make_load(vocab: int, sequences: int = 64, seed: int = 0) -> Load:
 
 def save_random_model(folder: Path, seed: int = 0) -> None:
     """Write the checkpoint, in fp32, and a tokenizer of as many words."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from engine.kernels.select import select_kernels
+from parallel.fp8 import Fp8Linear
 from parallel.methods import LinearMethod, PlainLinear
+from parallel.quantise import FORMATS, quantised, scale_of
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF, Limits
@@ -17,13 +19,13 @@ from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import seconds_per_call
 
 MODEL = "qwen3-8b"
-FORMATS = {"bf16": HALF, "fp8": 1, "int8": 1}  # bytes of a weight
+BYTES = {"bf16": HALF, "fp8": 1, "int8": 1}  # of a weight
 
 
 def part(scale: Scale) -> Part:
     """Return the products of one layer of the largest shape."""
     shape = scale.shape(MODEL)
-    figures = tuple(_figure(shape, form, rows) for rows in scale.rows for form in FORMATS)
+    figures = tuple(_figure(shape, form, rows) for rows in scale.rows for form in BYTES)
     title = f"Products of one layer, {MODEL} (query/key/value, output, gate and up, down)"
     return Part("products", title, figures, lambda bench: _run(bench, shape))
 
@@ -37,14 +39,14 @@ def _figure(shape: Shape, form: str, rows: int) -> Figure:
         """Whichever takes longer: reading the weights, or multiplying; fp8 multiplies at twice the rate."""
         elements = shape.layer_weights / shape.layers
         rate = limits.flops * (2 if form == "fp8" else 1)
-        return 1e6 * max(FORMATS[form] * elements / limits.bandwidth, 2 * elements * rows / rate)
+        return 1e6 * max(BYTES[form] * elements / limits.bandwidth, 2 * elements * rows / rate)
 
     return Figure(_name(form, rows), f"{form}, {rows:,} rows", "us", limit, higher=False)
 
 
 def _run(bench: Bench, shape: Shape) -> None:
     for rows in bench.scale.rows:
-        for form in FORMATS:
+        for form in BYTES:
             bench.measure(lambda form=form, rows=rows: _micros(bench, shape, form, rows), _name(form, rows))
 
 
@@ -64,18 +66,23 @@ def _layer(bench: Bench, shape: Shape, form: str, rows: int) -> Callable[[], lis
         (2 * shape.intermediate, shape.hidden),
         (shape.hidden, shape.intermediate),
     )
-    methods = [_method(form, torch.randn(size, device=bench.device).to(torch.bfloat16)) for size in sizes]
+    weights = [torch.randn(size, device=bench.device).to(torch.bfloat16) for size in sizes]
+    methods = [_method(bench, shape, form, weight) for weight in weights]
     inputs = [torch.randn(rows, columns, device=bench.device).to(torch.bfloat16) for _, columns in sizes]
     return lambda: [method.apply(x, None) for method, x in zip(methods, inputs, strict=True)]
 
 
-def _method(form: str, weight: Tensor) -> LinearMethod:
+def _method(bench: Bench, shape: Shape, form: str, weight: Tensor) -> LinearMethod:
+    """Return what the engine multiplies with by such a weight on this device. Raises `NotHere`."""
     if form == "bf16":
         return PlainLinear(weight)
-    try:
-        quantise = importlib.import_module("parallel.quantise")
-    except ModuleNotFoundError:
-        raise NotHere("this version has no quantised weights") from None
-    kind = quantise.FORMATS[form]
-    scale = quantise.scale_of(weight.float().abs().amax(dim=1), kind)
-    return kind.method(quantise.quantised(weight, scale, kind), scale)
+    if form == "fp8" and not bench.on_gpu:
+        raise NotHere("needs a CUDA device")
+    kind, kernels = FORMATS[form], select_kernels(shape.head_dim, torch.bfloat16, bench.device)
+    scale = scale_of(weight.float().abs().amax(dim=1), kind)
+    eight = quantised(weight, scale, kind)
+    if form == "int8":
+        return kernels.int8_linear(eight, scale) or kind.method(eight, scale)
+    method = Fp8Linear(eight, scale)
+    method.quantise_rows = kernels.quantise_rows
+    return method
