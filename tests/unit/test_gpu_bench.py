@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.config import EngineConfig
 from engine.model_folder import open_model
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime
@@ -24,6 +25,7 @@ from tests.bench.gpu.loads import nano_vllm
 from tests.bench.gpu.machine import clocks
 from tests.bench.gpu.part_decode import hidden_share, idle_share, prompt_length
 from tests.bench.gpu.part_parity import Outputs, agreement
+from tests.bench.gpu.part_toggles import TOGGLES
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import FULL, TINY
 from tests.bench.gpu.session import covered
@@ -260,6 +262,11 @@ def test_the_docs_have_a_cell_for_every_figure():
         table = text.partition(f"### {part.title}\n")[2].partition("\n### ")[0]
         told = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
         assert told[2:] == [figure.what for figure in part.figures], part.name
+
+
+@pytest.mark.parametrize("toggle", TOGGLES, ids=lambda toggle: toggle.name)
+def test_toggles_are_settings_of_the_engine(toggle):
+    EngineConfig("a model", **toggle.settings)
 
 
 def test_numbers_are_short():
