@@ -100,14 +100,16 @@ class PromptDriver(Driver):
         self.pooled: dict[str, list[float]] = {}
 
     def step(self):
+        ended = {key[0] for key in self.finished}
         report = super().step()
         for part in report.prompt_logprobs:
+            assert part.sequence.request.request_id not in ended, "told after the end"
             told = self.told[part.sequence.request.request_id]
             first = max(part.sequence.request.num_scored_tokens, 1) + len(told)
             assert part.first == first, "a prompt token was told twice, or left out"
             told.update(enumerate(part.logprobs, first))
         for sequence, state in report.pooled:
-            assert sequence.request.request_id not in self.pooled, "a second state"
+            assert sequence.request.request_id not in {*ended, *self.pooled}, "a second state, or a late one"
             self.pooled[sequence.request.request_id] = state.tolist()
         return report
 

@@ -123,6 +123,14 @@ def test_a_length_is_known_ahead_and_a_stop_costs_one_row_that_nobody_hears_of()
     assert sum(map(len, driver.executor.fed)) == 6 + position + 1 + 2, "one row too many ran, and no more"
 
 
+def test_a_length_is_known_ahead_beside_chunks_of_a_prompt():
+    driver = overlapping(max_num_batched_tokens=6, max_model_len=24)
+    short, long = request("short", 2, max_tokens=4, ignore_eos=True), request("long", 20, max_tokens=4)
+    driver.run(short, long)
+    assert [driver.tokens[one.request_id, 0] for one in (short, long)] == [expected(short), expected(long)]
+    assert sum(map(len, driver.executor.fed)) == 2 + 3 + 20 + len(expected(long)) - 1
+
+
 def test_who_takes_the_blocks_of_one_that_stopped_is_not_disturbed_by_its_last_row():
     free = request("a", 6, max_tokens=20, ignore_eos=True)
     _, token = end_token(free)
@@ -350,35 +358,27 @@ def test_what_a_step_in_flight_would_add_to_a_cache_that_was_cleared_is_not_foun
     assert driver.core.cached_blocks().stored == ()
 
 
-def test_a_bad_row_of_one_that_left_does_not_end_its_namesake():
-    driver = overlapping(Poisoning(64, 4, VOCAB))
-    first, second = request("same", 6, max_tokens=9), request("same", 2, max_tokens=4, ignore_eos=True)
-    driver.core.add(first)
-    driver.step()  # what draws at 7 is in flight
-    driver.core.abort("same")
-    driver.core.add(second)
-    driver.tokens.clear()
-    report = driver.step()
-    assert [finish.reason for finish in report.finished] == [FinishReason.ABORT]
-    driver.finished.clear()
-    driver.drain()
-    assert driver.tokens["same", 0] == expected(second)
-    assert driver.reason("same") is FinishReason.LENGTH
-
-
-def test_a_block_that_is_filled_for_one_that_left_does_not_end_its_namesake():
-    driver = overlapping()
+@pytest.mark.parametrize(
+    ("executor", "prompt", "n", "budget"),
+    [(Poisoning, 6, 1, 16), (LateExecutor, 7, 1, 16), (LateExecutor, 9, 2, 8)],
+    ids=["a bad row", "a block that is filled", "siblings that part"],
+)
+def test_what_a_step_brings_for_one_that_left_is_nothing_to_its_namesake(executor, prompt, n, budget, caplog):
+    driver = overlapping(executor(64, 4, VOCAB), max_num_batched_tokens=budget)
+    beside = request("beside", 1, seed=1, temperature=1.0, max_tokens=5, ignore_eos=True)
     heir = request("same", (9, 8), max_tokens=4, ignore_eos=True)
-    driver.core.add(request("same", 7, max_tokens=9, ignore_eos=True))
-    driver.step()  # what fills the second block is in flight
+    driver.core.add(request("same", prompt, n=n, max_tokens=9, ignore_eos=True))
+    driver.core.add(beside)
+    driver.step()  # what draws at 7, or fills the second block, or ends the shared prompt, is in flight
     driver.core.abort("same")
     driver.core.add(heir)
-    driver.tokens.clear()
+    driver.tokens.pop(("same", 0), None)
     driver.step()
-    driver.finished.clear()
+    assert [driver.finished.pop(("same", choice)).reason for choice in range(n)] == [FinishReason.ABORT] * n
     driver.drain()
-    assert driver.tokens["same", 0] == expected(heir)
+    assert [driver.tokens[one.request_id, 0] for one in (heir, beside)] == [expected(heir), expected(beside)]
     assert driver.reason("same") is FinishReason.LENGTH
+    assert not caplog.records
 
 
 # ---- times and accounts ------------------------------------------------------------------------------------------
@@ -432,6 +432,16 @@ def test_device_seconds_are_counted_once_and_phases_are_true():
     sequence = driver.finished["a", 0].sequence
     assert sequence.device_ns == 5 * 10**9
     assert (sequence.phases.prefill, sequence.phases.decode) == (1.0, 4.0)
+
+
+def test_a_first_token_comes_when_it_is_told_and_not_when_it_is_launched():
+    driver = TimedDriver(executor=Timed(), async_scheduling=True)
+    driver.core.add(request("a", 3, max_tokens=9, ignore_eos=True))
+    driver.step()
+    driver.core.add(request("b", (9, 8), max_tokens=2, ignore_eos=True))
+    driver.drain()
+    phases = driver.finished["b", 0].sequence.phases
+    assert (phases.queue, phases.prefill, phases.decode) == (0.0, 2.0, 1.0), "a step runs as it comes"
 
 
 def test_who_leaves_in_flight_pays_for_its_part_of_the_step():

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from tests.unit.engine_driver import request
-from tests.unit.test_engine_state_machine import PROMPT, EngineMachine
+from tests.unit.test_engine_state_machine import PROMPT, EngineMachine, shapes
 
 # What no step waits for: the others, of `EngineMachine`, hold up every step while they live.
 free_params = st.fixed_dictionaries(
@@ -33,6 +33,18 @@ class MixedMachine(EngineMachine):
     """All that the engine is put through without overlap, with a step in flight all the while."""
 
     settings = {"async_scheduling": True}  # noqa: RUF012
+
+    @initialize(shape=shapes, tokens=st.integers(10, 44))
+    def start(self, shape, tokens):
+        super().start(shape, tokens)
+        roster = self.driver.core._scheduler._roster
+        preempt = roster.preempt
+
+        def checked(now):
+            assert not roster.in_flight, "preempted while a step runs"
+            return preempt(now)
+
+        roster.preempt = checked
 
     @invariant()
     def found_when_computed(self):
