@@ -42,3 +42,13 @@ def test_blocks_are_copied_once_before_everything():
     step = make_step([3], [40])
     step.copy_blocks = np.array([[1, 2]], np.int32)
     assert [len(part.copy_blocks) for part in split_step(step, 15)] == [1, 0, 0]
+
+
+def test_what_a_step_carries_goes_to_the_part_of_its_token():
+    step = make_step([5, 0, 9, 7], [1, 40, 1, 1])
+    step.input_ids[:] = np.arange(step.num_tokens)
+    step.carried = np.array([[0, 3], [41, 0], [42, 1]], np.int32)
+    parts = split_step(step, 15)
+    carried = [[(int(part.input_ids[row]), sample) for row, sample in part.carried.tolist()] for part in parts]
+    assert carried == [[(0, 3)], [], [(41, 0), (42, 1)]]
+    assert {part.carried.dtype for part in parts} == {np.dtype(np.int32)}
