@@ -17,7 +17,8 @@ Longs = NDArray[np.int64]
 class TokenDraws(ABC):
     """Draws from logits, [num_samples, vocab] fp32, without waiting for the device; each row by itself.
 
-    Must agree with `engine.sampler` on what may be drawn and on the noise that decides.
+    Rows of logits may lie apart, the ids of a row may not. What may be drawn and the noise that decides are those of
+    `engine.sampler`.
     """
 
     @abstractmethod

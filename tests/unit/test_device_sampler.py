@@ -75,6 +75,25 @@ def test_the_tokens_are_those_of_the_cpu(batch):
     agree(*batch)
 
 
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 10},
+        {"min_p": 0.4},
+        {"top_p": 0.5},
+        {"top_k": 10, "top_p": 0.5},
+        {"min_p": 0.4, "top_p": 0.5},
+        {"top_k": 60, "min_p": 0.4},
+    ],
+    ids=str,
+)
+def test_each_filter_leaves_what_it_leaves_on_the_cpu(filters):
+    logits = random_logits(130, spread=0.5).expand(8, -1)
+    found = agree(logits, sampling(8, temperature=0.9, positions=np.arange(8), **filters))
+    kept = set(np.flatnonzero(allowed(logits[0], temperature=0.9, **filters)))
+    assert 1 < len(set(found.tolist()) & kept) == len(set(found.tolist()))
+
+
 def test_runs_are_those_of_the_sampler():
     assert RUN == race.RUN
 
