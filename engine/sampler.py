@@ -39,8 +39,7 @@ def sample(logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = No
     if changed:
         apply_rules(logits, inputs, draws.forbid if draws else forbid)
     drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
-    tokens = drawn.clamp(min=0)
-    logprobs = score(raw, tokens.long(), inputs.num_logprobs) if wants_logprobs else None
+    logprobs = score(raw, drawn.clamp(min=0).long(), inputs.num_logprobs) if wants_logprobs else None
     if came_sound is not None:
         drawn = torch.where(came_sound & (drawn < 0), STUCK, drawn)
     return DeviceOutputs(drawn, logprobs)
