@@ -19,7 +19,7 @@ from parallel.linear import ParallelLinear
 from parallel.methods import LinearMethod
 from parallel.parameter import ShardedParameter
 
-ROWS = 4096  # of a weight that are in memory in fp32 at a time
+ROWS = 1024  # of a weight that are in memory in fp32 at a time
 MEETING_TIMEOUT = 300.0  # seconds that ranks wait for each other's largest weights: they load at different speeds
 
 

@@ -1,0 +1,204 @@
+"""What quantised weights cost in accuracy and give in speed: `python -m tests.bench.quantised`.
+
+Accuracy, on the demo model: 32 chats of it, which the plain model in float32 answers greedily. The other kinds of
+weights then get the same tokens (teacher forcing), and their logits after each token of the answers are compared;
+and they answer by themselves, where one other token makes all later ones differ. fp8 is emulated: its arithmetic is
+that of the GPU (exact products of e4m3, summed in fp32), which is all that is said of it here.
+
+Speed, on this CPU: decode of one sequence and of eight, plain and int8 in turns in one process, the best of several
+rounds; on a random Qwen3-shaped model of 100M parameters, whose weights are far larger than the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deploy.demo import demo_model_path
+from engine.config import EngineConfig
+from engine.footprint import footprint_of
+from engine.llm import LLM
+from engine.model_folder import open_model
+from engine.resolve import resolve_for
+from engine.runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from engine.tokenizer import Tokenizer
+from parallel.group import SoloGroup
+from tests.bench.machine import provenance
+from tests.bench.random_model import save_random_model
+from tests.parity.stepping import Sequence, Stepper, sampling
+
+ANSWER = 64  # tokens
+NAMES = (
+    *("os.path.join", "os.path.exists", "os.listdir", "os.makedirs", "shutil.copytree", "shutil.rmtree", "glob.glob"),
+    *("json.dumps", "json.loads", "csv.reader", "pickle.load", "random.choice", "random.shuffle", "math.gcd"),
+    *("statistics.median", "datetime.date.today", "time.sleep", "time.monotonic", "re.match", "re.sub", "re.split"),
+    *("itertools.chain", "functools.partial", "collections.Counter", "heapq.heappush", "bisect.insort", "zlib.crc32"),
+    *("hashlib.sha256", "socket.create_connection", "threading.Thread", "subprocess.run", "logging.getLogger"),
+)
+KINDS = (
+    ("float32", None),
+    ("bfloat16", None),
+    ("float32", "int8"),
+    ("bfloat16", "int8"),
+    ("bfloat16", "fp8"),
+)
+BATCHES = (1, 8)
+DECODED = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Between logits and those of the reference, over all tokens of all answers.
+
+    mean, most: of absolute differences. spread: the standard deviation of the reference's logits, as a yardstick.
+    kl: mean divergence in nats. same: share of tokens whose best is the reference's. together: share of tokens of
+    answers of its own before the first other one. weight_bytes: weights and tables.
+    """
+
+    mean: float
+    most: float
+    spread: float
+    kl: float
+    same: float
+    together: float
+    weight_bytes: int
+
+
+def chats() -> list[list[int]]:
+    """Return the prompts as token ids."""
+    tokenizer = Tokenizer(str(demo_model_path()))
+    asked = [[{"role": "user", "content": f"What does {name} do?"}] for name in NAMES]
+    return [tokenizer.encode(tokenizer.render_chat(each), add_special_tokens=False) for each in asked]
+
+
+def accuracy() -> Iterator[tuple[str, Distance]]:
+    """Yield each kind of weights with its distance from the first."""
+    prompts = chats()
+    texts: list[Sequence] = []
+    reference: list[Tensor] = []
+    for dtype, quantization in KINDS:
+        stepper = _stepper(dtype, quantization)
+        own = stepper.generate(prompts, ANSWER)
+        stepper.release(own)
+        texts = texts or own
+        found = [_logits(stepper, text.tokens)[len(p) - 1 : -1] for text, p in zip(texts, prompts, strict=True)]
+        reference = reference or found
+        pairs = [_common(mine.tokens, text.tokens, len(p)) for mine, text, p in zip(own, texts, prompts, strict=True)]
+        together = sum(pairs) / (ANSWER * len(prompts))
+        name = dtype if quantization is None else f"{quantization}, activations in {dtype}"
+        yield name, _distance(torch.cat(found), torch.cat(reference), together, _bytes(dtype, quantization))
+
+
+def speed(threads: int, rounds: int) -> dict[str, float]:
+    """Return decoded tokens a second by dtype, weights and sequences."""
+    torch.set_num_threads(threads)
+    best: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder))
+        for dtype in ("float32", "bfloat16"):
+            with (
+                LLM(folder, dtype=dtype, device="cpu") as plain,
+                LLM(folder, dtype=dtype, device="cpu", quantization="int8") as int8,
+            ):
+                for _ in range(rounds):
+                    for batch in BATCHES:
+                        for name, llm in (("plain", plain), ("int8", int8)):
+                            key = f"{dtype} {name} {batch}"
+                            best[key] = max(best.get(key, 0.0), _decode(llm, batch))
+    return best
+
+
+def _stepper(dtype: str, quantization: str | None) -> Stepper:
+    config = EngineConfig(
+        str(demo_model_path()), dtype=dtype, quantization=quantization, device="cpu", num_kv_blocks=512
+    )
+    with mock.patch("engine.resolve.check_device"):  # which refuses fp8 on a CPU
+        return Stepper(ModelRunner(config, SoloGroup()))
+
+
+def _logits(stepper: Stepper, tokens: list[int]) -> Tensor:
+    """Return the logits after each token, [tokens, vocabulary] in fp32."""
+    sequence = Sequence(list(tokens))
+    inputs = stepper.inputs([sequence], [len(tokens)])
+    inputs.logits_indices = np.arange(len(tokens), dtype=np.int32)
+    stepper.runner.execute(inputs, sampling(len(tokens)))
+    stepper.release([sequence])
+    return stepper._logits.float()
+
+
+def _distance(found: Tensor, reference: Tensor, together: float, weight_bytes: int) -> Distance:
+    apart = (found - reference).abs()
+    log_p, log_q = F.log_softmax(reference, -1), F.log_softmax(found, -1)
+    return Distance(
+        mean=float(apart.mean()),
+        most=float(apart.max()),
+        spread=float(reference.std()),
+        kl=float(F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")),
+        same=float((found.argmax(-1) == reference.argmax(-1)).float().mean()),
+        together=together,
+        weight_bytes=weight_bytes,
+    )
+
+
+def _common(mine: list[int], theirs: list[int], start: int) -> int:
+    """Return how many tokens from `start` on are the same before the first other one."""
+    differing = (i for i in range(start, len(theirs)) if mine[i] != theirs[i])
+    return next(differing, len(theirs)) - start
+
+
+def _bytes(dtype: str, quantization: str | None) -> int:
+    config = EngineConfig(str(demo_model_path()), dtype=dtype, quantization=quantization)
+    spec = open_model(config.model).spec
+    return footprint_of(resolve_for(config, spec, "cuda"), spec).weight_bytes
+
+
+def _decode(llm: LLM, batch: int) -> float:
+    """Return tokens a second of decode steps alone: with more output less with one token."""
+    prompts = [list(range(10 + i, 42 + i)) for i in range(batch)]
+
+    def seconds(tokens: int) -> float:
+        began = time.perf_counter()
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+        return time.perf_counter() - began
+
+    first = seconds(1)
+    return batch * DECODED / (seconds(1 + DECODED) - first)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    machine = provenance()["machine"]
+    print(f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}, torch {torch.__version__}\n")
+    print("| weights | MB | mean apart | most apart | spread | KL, nats | same best | together |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, found in accuracy():
+        print(
+            f"| {name} | {found.weight_bytes / 1e6:.1f} | {found.mean:.4f} | {found.most:.3f} | {found.spread:.2f} | "
+            f"{found.kl:.2e} | {found.same:.2%} | {found.together:.2%} |"
+        )
+    print(f"\n| decode tokens/s, {options.threads} threads | sequences | plain | int8 | x |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    best = speed(options.threads, options.rounds)
+    for dtype in ("float32", "bfloat16"):
+        for batch in BATCHES:
+            plain, int8 = best[f"{dtype} plain {batch}"], best[f"{dtype} int8 {batch}"]
+            print(f"| {dtype} | {batch} | {plain:.1f} | {int8:.1f} | {int8 / plain:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
