@@ -175,3 +175,22 @@ def test_torch_has_what_its_own_kernel_is_asked_with():
     for name in ("set_group_info", "empty_strided_p2p", "rendezvous"):
         assert hasattr(c10d._SymmetricMemory, name)
     assert not dist.is_initialized()
+
+
+def test_torchs_own_kernel_is_given_up_by_all_where_its_memory_cannot_be_had(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    store = dist.HashStore()
+    with caplog.at_level(logging.INFO):
+        groups = on_ranks(2, lambda inner: through_symmetric_memory(inner, store, here=lambda _: PLACES[inner.rank]))
+    assert [type(group) for group in groups] == [ThreadGroup] * 2
+    assert caplog.text.count("nccl; symmetric memory cannot be used: rank 0: RuntimeError") == 2
+    with pytest.raises(RuntimeError):  # nothing is left in torch's registry
+        torch._C._distributed_c10d._resolve_process_group(store.get("name").decode())
+
+
+def test_older_gpus_are_left_to_nccl(monkeypatch, caplog):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (7, 5))
+    store = dist.HashStore()
+    with caplog.at_level(logging.INFO):
+        on_ranks(2, lambda inner: through_symmetric_memory(inner, store, here=lambda _: PLACES[inner.rank]))
+    assert caplog.text.count("need a GPU of compute capability 8.0") == 2
