@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.bare_machine import INSTALLED, absent_modules, required
+from tests.bench.gpu import __main__ as command
+from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import TINY
@@ -62,3 +66,13 @@ def test_every_figure_is_measured_or_says_what_it_lacks(tmp_path):
     table = bare("tests.bench.gpu", "--shapes", "tiny", "--table", results)
     assert table.returncode == 0, table.stderr
     assert all(figure.what in table.stdout for figure in figures)
+
+
+def test_a_part_has_a_process_of_its_own_that_writes_the_same_file(tmp_path):
+    bench = Bench(Results(tmp_path / "r.json"), TINY, torch.device("cpu"), tmp_path)
+    limits = catalogue(TINY)[0]
+    command.run_apart(limits, bench, argparse.Namespace(minutes=5))
+    rows = bench.results.rows
+    assert rows.keys() == {figure.name for figure in limits.figures}
+    assert rows["limits/copy"].value > 0 and rows["limits/pinned"].skipped == NEEDS_CUDA
+    assert Results(bench.results.path).runs[rows["limits/copy"].run]["device"] == "cpu"

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for part in wanted:
             if apart:
-                _run_apart(part, bench, options)
+                run_apart(part, bench, options)
             else:
                 _run_here(part, bench)
     except OutOfTime:
@@ -103,7 +103,7 @@ def _run_here(part: Part, bench: Bench) -> None:
         bench.results.end({"clocks_after": clocks(bench.device.index)})
 
 
-def _run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
+def run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
     """Run a part in a process of its own; what it leaves without a row gets the reason why it ended."""
     bench.check_time()
     if not bench.again and all(bench.results.done(figure.name) for figure in part.figures):
@@ -131,7 +131,8 @@ def run_group(command: Sequence[str], timeout: float | None) -> int:
 
     Raises `subprocess.TimeoutExpired`.
     """
-    process = subprocess.Popen(command, start_new_session=True)
+    # Nothing is fetched, so nothing need be waited for where there is no network.
+    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     try:
         return process.wait(timeout)
     finally:

@@ -58,7 +58,7 @@ def _run(bench: Bench, shape: Shape) -> None:
         with session(
             bench.folder(shape),
             bench.device,
-            max_model_len=_longest(bench.scale),
+            max_model_len=bench.scale.max_model_len,
             enable_prefix_caching=False,
             async_scheduling=overlaps,
             **settings,

@@ -45,7 +45,7 @@ def parts(scale: Scale, name: str) -> tuple[Part, Part]:
 
 def _ours(bench: Bench, shape: Shape, part: str) -> None:
     load = bench.scale.load
-    settings = {"max_model_len": 4096, "enable_prefix_caching": False}
+    settings = {"max_model_len": bench.scale.max_model_len, "enable_prefix_caching": False}
     params = [SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count) for count in load.outputs]
     with session(bench.folder(shape), bench.device, **settings) as opened:
 

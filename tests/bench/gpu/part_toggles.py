@@ -84,7 +84,7 @@ def _rates(bench: Bench, shape: Shape, toggle: Toggle) -> list[list[float]]:
     settings = supported(**toggle.settings)
     longest = scale.context + FILLING + scale.warm + scale.windows * scale.steps
     shared = {
-        "max_model_len": longest,
+        "max_model_len": scale.max_model_len,
         "max_num_seqs": scale.batches[-1],
         "max_num_batched_tokens": BUDGET,
         "enable_prefix_caching": False,

@@ -12,10 +12,10 @@ from tests.bench.gpu.shapes import REAL, Shape, tiny
 class Scale:
     """Sizes of all measurements.
 
-    parity_prompts: prompts, their tokens, and tokens generated after each. context: tokens of context of decode
-    steps; windows x steps of them are timed. chunk: tokens of a prefill step. attention: (batch, context) of the
-    attention kernels of `backends`; paged: those that all block sizes of `pages` are measured at. rows: of products.
-    side: of the square product. copy: bytes.
+    parity_prompts: prompts, their tokens, and tokens generated after each. max_model_len: of the load and of decode
+    steps, as graphs are captured for it. context: tokens of context of decode steps; windows x steps of them are
+    timed. chunk: tokens of a prefill step. attention: (batch, context) of the attention kernels of `backends`; paged:
+    those that all block sizes of `pages` are measured at. rows: of products. side: of the square product. copy: bytes.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Scale:
     load: Load
     parity_prompts: tuple[int, int, int]
     batches: tuple[int, ...]
+    max_model_len: int
     context: int
     warm: int
     windows: int
@@ -49,6 +50,7 @@ FULL = Scale(
     load=nano_vllm(),
     parity_prompts=(8, 256, 64),
     batches=(1, 32, 256),
+    max_model_len=4096,
     context=1024,
     warm=16,
     windows=3,
@@ -70,6 +72,7 @@ TINY = Scale(
     load=nano_vllm(6, 4, 12),
     parity_prompts=(2, 12, 4),
     batches=(1, 3),
+    max_model_len=256,
     context=32,
     warm=2,
     windows=2,
