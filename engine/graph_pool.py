@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -165,7 +166,7 @@ class CudaGraphDevice:
         try:
             graph = self._record(work)
         except RuntimeError as error:
-            raise CaptureError(str(error).splitlines()[0]) from error
+            raise CaptureError((str(error) or type(error).__name__).splitlines()[0]) from error
         finally:
             current.wait_stream(self._stream)
         self._taken += max(free - torch.cuda.mem_get_info(self._device)[0], 0)
@@ -187,6 +188,10 @@ class CudaGraphDevice:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # What went wrong says more than what it did to the recording.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph

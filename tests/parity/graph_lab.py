@@ -85,14 +85,17 @@ class GraphAttention(ReferenceAttention):
         return torch.einsum("rhk,rkhd->rhd", weights, values.float()).to(query.dtype)
 
 
-def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None):
-    """Let a runner on the CPU take the way of a GPU: inputs through `StepBuffers`, decode steps as graphs."""
+def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None, attention=None):
+    """Let a runner on the CPU take the way of a GPU: inputs through `StepBuffers`, decode steps as graphs.
+
+    attention: a backend other than `GraphAttention`.
+    """
     config, device = runner.config, device or RecordingDevice()
     rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
     buffers = StepBuffers(
         BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq), CPU, WatchedCopies()
     )
-    runner._attention = GraphAttention(runner._attention.spec)
+    runner._attention = attention or GraphAttention(runner._attention.spec)
     runner._forward = Forward(runner.model, runner._attention, runner._cache, runner._carry, buffers)
     runner._forward.use_graphs(device, sizes, config.context_len)
     return device

@@ -1,5 +1,6 @@
 """Decode steps from graphs give the tokens and logits of eager ones, on real (tiny) models."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,13 +31,13 @@ def runner_config(folder, **values):
     return EngineConfig(str(folder), **settings)
 
 
-def runner_of(folder):
-    return ModelRunner(runner_config(folder), SoloGroup())
+def runner_of(folder, **values):
+    return ModelRunner(runner_config(folder, **values), SoloGroup())
 
 
 @torch.inference_mode()
 def capture(runner):
-    runner._forward.graphs.pool.capture_at_start()
+    runner._capture(runner._forward.graphs.pool)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,28 @@ def stepper_of(runner):
 
     runner._forward.run = watched
     return stepper
+
+
+def test_a_start_says_what_it_captured(llama, caplog):
+    runner = runner_of(llama[1])
+    device = use_graphs(runner, SIZES)
+    device.bytes_taken = 3 << 20
+    with caplog.at_level("INFO"):
+        capture(runner)
+    told = "CUDA graphs: 2 batch sizes up to 8 captured, 3 MiB; of 4, the rest when needed"
+    assert told in [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, Triton has no interpreter")
+def test_tritons_kernels_take_padding_for_nothing(llama):
+    """Through the interpreter, which cannot be recorded: the work of a graph is run again on the same memory."""
+    model, folder = llama
+    runner = runner_of(folder, block_size=16)
+    triton = import_module("engine.attention.triton").TritonAttention(runner._attention.spec)
+    device = use_graphs(runner, SIZES, RerunDevice(), triton)
+    sequences = stepper_of(runner).generate(prompts(3, seed=4), 3)
+    assert device.replays == 2
+    check_against(model, sequences, prompts(3, seed=4))
 
 
 def engine_of(folder, graphs, **settings):

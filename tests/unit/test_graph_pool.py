@@ -1,8 +1,12 @@
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.graph_pool import GraphPool
+from engine.graph_pool import CaptureError, CudaGraphDevice, GraphPool
 from engine.graph_sizes import GraphSizes
 from tests.unit.graph_lab import RerunDevice
 
@@ -121,3 +125,72 @@ def test_what_the_work_itself_raises_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
         pool.choose(1)
     assert pool.captured == ()
+
+
+class FakeCuda:
+    """As much of `torch.cuda` as recording takes; notes what was asked of it in which order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.free = 10_000
+        self.stream = lambda stream: nullcontext()
+
+    def Stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("ours waits"))
+
+    def current_stream(self, device):
+        return SimpleNamespace(wait_stream=lambda other: self.log.append("theirs waits"))
+
+    def graph_pool_handle(self):
+        self.log.append("pool")
+        return "a pool"
+
+    def synchronize(self, device):
+        self.log.append("synchronize")
+
+    def mem_get_info(self, device):
+        return self.free, 0
+
+    def CUDAGraph(self):
+        return SimpleNamespace(
+            capture_begin=lambda pool, capture_error_mode: self.log.append(f"begin in {pool}"),
+            capture_end=lambda: self.log.append("end"),
+            replay=lambda: self.log.append("replay"),
+        )
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr("engine.graph_pool.torch.cuda", fake)
+    return fake
+
+
+def test_work_is_run_once_before_it_is_recorded_and_its_memory_counted(cuda):
+    device = CudaGraphDevice(torch.device("cpu"))
+
+    def work():
+        cuda.log.append("work")
+        cuda.free -= 100
+
+    graph = device.capture(work)
+    begin = ["ours waits", "work", "synchronize", "begin in a pool", "work", "end", "theirs waits"]
+    assert cuda.log == ["pool", *begin]
+    assert device.bytes_taken == 100, "memory of the first run was counted as the graph's"
+    device.replay(graph)
+    assert cuda.log[-1] == "replay"
+    device.reset()
+    assert (cuda.log[-1], device.bytes_taken) == ("pool", 0)
+
+
+def test_a_recording_that_fails_is_ended_and_says_why(cuda):
+    device = CudaGraphDevice(torch.device("cpu"))
+    runs = iter(range(2))
+
+    def work():
+        if next(runs):
+            raise RuntimeError("cannot be recorded\nand so on")
+
+    with pytest.raises(CaptureError, match=r"^cannot be recorded$"):
+        device.capture(work)
+    assert cuda.log[-2:] == ["end", "theirs waits"]
