@@ -23,6 +23,7 @@ from tests.unit.graph_lab import RerunDevice
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = GraphSizes((1, 2, 4, 8), (2, 8))
+ABORTED = ("r0", "r4")
 
 
 def runner_config(folder, **values):
@@ -111,7 +112,7 @@ def histories(core, seed):
     random = np.random.default_rng(seed)
     tokens: dict[str, list[int]] = {}
     due = sorted(random.integers(0, 10, 7).tolist())
-    aborts = {f"r{number}": int(random.integers(5, 40)) for number in range(0, 7, 4)}
+    aborts = {name: int(random.integers(5, 40)) for name in ABORTED}
     step = 0
     while due or core.has_unfinished:
         while due and due[0] <= step:
@@ -138,15 +139,19 @@ def histories(core, seed):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead):
     _, folder = llama
-    eager, _, _ = engine_of(folder, graphs=False, async_scheduling=ahead)
+    eager, _, _ = engine_of(folder, graphs=False, async_scheduling=False)
     core, runner, device = engine_of(folder, graphs=True, async_scheduling=ahead)
     for seed in range(2):
         told, expected = histories(core, seed), histories(eager, seed)
-        assert told == expected
+        assert told.keys() == expected.keys()
+        for name, tokens in told.items():
+            # A step that is ahead brings its tokens later: an abort may cut off one more, or one less.
+            length = min(len(tokens), len(expected[name])) if name.split("/")[0] in ABORTED else None
+            assert tokens[:length] == expected[name][:length]
         # As when weights or cache move: what is needed is captured anew.
         runner._forward.drop_graphs()
     assert device.replays > 20
-    assert eager.stats() == core.stats()
+    assert ahead or eager.stats() == core.stats()
     assert (core.stats().steps_ahead > 20) == ahead
 
 

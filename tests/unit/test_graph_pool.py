@@ -91,6 +91,15 @@ def test_without_any_graph_the_first_step_captures_the_largest_and_its_own():
     assert memory.blanked == [24, 4]
 
 
+def test_graphs_that_were_dropped_are_captured_again():
+    pool, memory, device = pool_of()
+    for _ in range(2):
+        assert run(pool, memory, [1] * 3)[0] == 4
+        pool.clear()
+    assert memory.blanked == [24, 4, 24, 4]
+    assert device.asked == 4
+
+
 def test_a_size_that_cannot_be_captured_is_run_with_its_padding_and_said_once(caplog):
     pool, memory, device = pool_of(failing={1})
     pool.capture_at_start()
