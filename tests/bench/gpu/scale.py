@@ -15,7 +15,8 @@ class Scale:
     parity_prompts: prompts, their tokens, and tokens generated after each. max_model_len: of the load and of decode
     steps, as graphs are captured for it. context: tokens of context of decode steps; windows x steps of them are
     timed. chunk: tokens of a prefill step. attention: (batch, context) of the attention kernels of `backends`; paged:
-    those that all block sizes of `pages` are measured at. rows: of products. side: of the square product. copy: bytes.
+    those that all block sizes of `pages` are measured at. rows: of products. side: of the square product. copy: its
+    bytes.
     """
 
     name: str
