@@ -101,6 +101,12 @@ def test_top_p_is_exact_where_one_id_of_each_run_has_its_mass():
     assert len(set(found.tolist())) > 5
 
 
+def test_the_lowest_of_equals_is_taken():
+    logits = torch.zeros(2, 200)
+    logits[1, [70, 71, 190]] = 1.0
+    assert agree(logits, sampling(2)).tolist() == [0, 70]
+
+
 def test_runs_are_those_of_the_sampler():
     assert RUN == race.RUN
 
