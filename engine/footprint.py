@@ -25,8 +25,10 @@ from engine.models.registry import ARCHITECTURES
 from engine.models.spec import DecoderSpec
 from engine.quantization import Layout, quantization_of
 from engine.step_tensors import dummy_step
+from parallel.fp8 import E4M3
 from parallel.group import Group
 from parallel.linear import ParallelLinear
+from parallel.tuning import choose_quantised
 
 META = torch.device("meta")
 LAYERS_RUN = 2  # all layers of a decoder take as much; the second has what the first one leaves behind
@@ -88,6 +90,7 @@ def build_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
         layout = Layout(quantization_of(config, spec), ARCHITECTURES[spec.architecture].weights(spec))
         decoder = Decoder(spec, config.context_len, group, getattr(torch, config.dtype), layout.outline)
         decoder.finish_loading()
+        choose_quantised(decoder, lambda weight, scale: None, _quantised_rows)
     return decoder.requires_grad_(False).eval()
 
 
@@ -179,6 +182,11 @@ def attention_spec(config: EngineConfig, spec: DecoderSpec, decoder: Decoder) ->
         fp8_cache=config.fp8_cache,
         batch_invariant=config.batch_invariant,
     )
+
+
+def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Make what a GPU's kernel makes of rows of activations, and nothing else."""
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def _table_bytes(decoder: Decoder) -> int:

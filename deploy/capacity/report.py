@@ -34,6 +34,7 @@ class CapacityPlan:
             "architecture": fit.spec.architecture,
             "parameters": found.parameters,
             "dtype": config.dtype,
+            "quantization": config.quantization,
             "gpu": asdict(fit.gpu),
             "tensor_parallel_size": config.tensor_parallel_size,
             "max_model_len": config.context_len,
@@ -131,9 +132,8 @@ def notes(fit: Fit) -> list[str]:
 def _head(fit: Fit) -> list[str]:
     config, found = fit.config, fit.footprint
     group = f"{config.tensor_parallel_size} x {fit.gpu.name}"
-    return [
-        f"{config.model}: {fit.spec.architecture}, {_count(found.parameters)} parameters, {config.dtype}, on {group}"
-    ]
+    held = config.dtype if config.quantization is None else f"{config.dtype}, {config.quantization} weights"
+    return [f"{config.model}: {fit.spec.architecture}, {_count(found.parameters)} parameters, {held}, on {group}"]
 
 
 def _memory(fit: Fit) -> list[str]:

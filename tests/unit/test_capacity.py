@@ -351,8 +351,9 @@ def test_the_command_prints_lines_or_json(folder):
     assert shown.returncode == 0, shown.stderr
     assert "8.0 billion parameters, bfloat16, on 2 x H200" in shown.stdout
     assert "100 requests/s need" in shown.stdout
-    plain = squadron(model, "--gpu", "H200", "--max-model-len", "8192", "--json")
+    plain = squadron(model, "--gpu", "H200", "--max-model-len", "8192", "-q", "fp8", "--json")
     found = json.loads(plain.stdout)
+    assert found["quantization"] == "fp8"
     assert found["max_model_len"] == 8192
     assert found["bytes"]["allowed"] >= sum(found["bytes"][part] for part in ("weights", "step", "other", "kv_cache"))
 

@@ -7,11 +7,14 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cluster.config import ClusterConfig
+from cluster.replica_host import _facts
 from engine.errors import CheckpointError
 from engine.fingerprint import model_fingerprint, prompt_fingerprint, vocabulary_fingerprint
 
@@ -139,3 +142,14 @@ def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name
     retrain("a", "model-1.safetensors")(folder)
     assert prompt_fingerprint(str(folder)) == prompt_fingerprint(str(folder), str(elsewhere)) in seen
     assert prompt_fingerprint(str(folder), "owner/name") not in seen
+
+
+def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
+    group = SimpleNamespace(info=SimpleNamespace(vocab_size=9, eos_token_ids=(1,), num_kv_blocks=8))
+    told = set()
+    for quantization in (None, "int8"):
+        config = ClusterConfig(model=str(folder), quantization=quantization)
+        group.info.config = config.engine.resolved(dtype="float32", max_model_len=16)
+        told.add(_facts("a", config, group).fingerprint)
+    assert told == {model_fingerprint(str(folder), "float32", each) for each in (None, "int8")}
+    assert len(told) == 2
