@@ -12,9 +12,12 @@ import triton.language as tl
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
-# Numbers that change from step to step: a kernel of its own for those that divide by 16 would be compiled while it is
-# waited for.
-@triton.jit(do_not_specialize=["window", "split_size", "table_stride"])
+# Of what changes from step to step, numbers that divide by 16 and addresses that do would get a kernel of their own,
+# compiled while it is waited for.
+@triton.jit(
+    do_not_specialize=["window", "split_size", "table_stride"],
+    do_not_specialize_on_alignment=["scales", "tiles", "starts", "lengths", "tables"],
+)
 def attend(
     out,  # [num_tokens, heads, HEAD_DIM]; of splits: [num_tiles, heads, splits, HEAD_DIM] fp32
     weight,  # of splits: log2 of what exponents sum to, [num_tiles, heads, splits] fp32

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=["tiles", "starts"])
 def combine(
     out,  # [num_tokens, heads, HEAD_DIM]
     parts,  # [num_tiles, heads, splits, HEAD_DIM] fp32

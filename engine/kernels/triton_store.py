@@ -8,7 +8,7 @@ import triton.language as tl
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scales", "slots"])
 def store(
     key,  # [num_tokens, kv_heads, HEAD_DIM], tokens strided; as value
     value,
@@ -40,7 +40,7 @@ def store(
     tl.store(values + target, v.to(values.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scales", "slots", "angles"])
 def norm_rotate_store(
     query,  # [num_tokens, heads, HEAD_DIM], written
     merged,  # [num_tokens, heads + 2 * kv_heads, HEAD_DIM], tokens strided

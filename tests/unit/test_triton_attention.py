@@ -1,5 +1,6 @@
 """The Triton attention kernels against the definition of attention, in Triton's interpreter."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -269,3 +270,7 @@ def test_kernels_compile_for_gpus_and_fit_them(launches):
     for one in launches:
         assert one["shared"] <= 99 << 10, one
         assert one["spilled"] <= 96, one
+    # One for prompts, two for decodes (split or not): whatever comes later, nothing is compiled while it is served.
+    counts = Counter((one["case"], one["kernel"]) for one in launches)
+    assert max(counts.values()) == 3
+    assert all(count == 1 or kernel == "attend" for (_, kernel), count in counts.items())

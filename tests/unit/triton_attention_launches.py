@@ -6,6 +6,8 @@ from engine.attention.triton import TritonAttention
 from tests.triton_compiler import instead_of_launching, show
 from tests.unit.paged_lab import Lab, spec
 
+# What is told of them lies at addresses that divide by 16, and at others.
+STEPS = [[(500, 1), (30, 40)], [(500, 1), (600, 1), (3, 1), (90, 41)], [(160, 1), (400, 1)]]
 QWEN3 = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 GEMMA = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "softcap": 50.0, "windows": (64,)}
 CASES = [
@@ -19,13 +21,14 @@ CASES = [
 
 def launch(case, capability, values):
     with instead_of_launching(capability) as kernels:
-        lab = Lab(spec(**values), [(500, 1), (30, 40)])
-        backend = TritonAttention(lab.spec)
-        window = lab.spec.windows[0]
-        for programs in (1, 100):  # keys of a decode in one piece, and split
-            backend._programs = programs
-            backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window)
-        backend.forward_merged(lab.heads(True, True), lab.cache, backend.prepare(lab.step), window)
+        backend = TritonAttention(spec(**values))
+        window = backend.spec.windows[0]
+        for shapes in STEPS:
+            lab = Lab(backend.spec, shapes)
+            for programs in (1, 100):  # keys of a decode in one piece, and split
+                backend._programs = programs
+                backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window)
+            backend.forward_merged(lab.heads(True, True), lab.cache, backend.prepare(lab.step), window)
     for name, kernel in {kernel.hash: (name, kernel) for name, kernel in kernels}.values():
         show(case, name, kernel)
 
