@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, MergedHeads, StepTensors
 from engine.attention.tiles import cut
-from engine.attention.tuned import Tile, padded, tuning_of
+from engine.attention.tuned import Tile, Tuning, padded, tuning_of
 from engine.kernels.triton_attend import attend
 from engine.kernels.triton_combine import combine
 from engine.kernels.triton_store import norm_rotate_store, store
@@ -54,10 +54,11 @@ class TritonAttention(AttentionBackend):
     rotates = True
     supports_graphs = True
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, tuning: Tuning | None = None) -> None:
+        """tuning: None = what is known to be best here."""
         super().__init__(spec)
         on_gpu = spec.device.type == "cuda"
-        self._tuning = tuning_of(spec, torch.cuda.get_device_name(spec.device) if on_gpu else "")
+        self._tuning = tuning or tuning_of(spec, torch.cuda.get_device_name(spec.device) if on_gpu else "")
         self._programs = self._tuning.waves * (_processors(spec.device) if on_gpu else 4)
         self._all_rows = _identity(256, spec.device)
         self._graph_rows: dict[int, Tensor] = {}

@@ -54,9 +54,12 @@ MEASURED: Mapping[Shape, Tuning] = MappingProxyType({})
 
 def tuning_of(spec: AttentionSpec, gpu: str) -> Tuning:
     """Return the tuning for a model on a GPU: a measured one, else `unmeasured`."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    shape = Shape(gpu, spec.head_dim, spec.group, dtype, spec.fp8_cache)
-    return MEASURED.get(shape) or unmeasured(spec)
+    return MEASURED.get(shape_of(spec, gpu)) or unmeasured(spec)
+
+
+def shape_of(spec: AttentionSpec, gpu: str) -> Shape:
+    """Return what a tuning of this model on this GPU is kept under."""
+    return Shape(gpu, spec.head_dim, spec.group, str(spec.dtype).removeprefix("torch."), spec.fp8_cache)
 
 
 def unmeasured(spec: AttentionSpec) -> Tuning:

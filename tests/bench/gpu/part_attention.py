@@ -94,7 +94,7 @@ def _rates(bench: Bench, shape: Shape, case: Case) -> list[float]:
     num_bytes = 2 * width * case.batch * case.context * shape.kv_heads * shape.head_dim
     sets = min(rotations(num_bytes), max(1, POOL_BYTES // num_bytes)) if bench.on_gpu else 2
     backend = _backend(bench, shape, case)
-    calls = _calls(bench, backend, case, int(sets))
+    calls = calls_of(backend, case, int(sets))
     decode_step = case.new == 1
     times = seconds_per_call(calls, bench.device, bench.scale.repeats, graph=decode_step)
     if decode_step:
@@ -128,8 +128,9 @@ def _backend(bench: Bench, shape: Shape, case: Case) -> AttentionBackend:
         raise NotHere(str(error)) from error
 
 
-def _calls(bench: Bench, backend: AttentionBackend, case: Case, sets: int) -> list[Callable[[], Tensor]]:
-    spec, device = backend.spec, bench.device
+def calls_of(backend: AttentionBackend, case: Case, sets: int) -> list[Callable[[], Tensor]]:
+    """Return calls that compute the same on `sets` sets of sequences, one layer's attention each."""
+    spec, device = backend.spec, backend.spec.device
     per_sequence = -(-case.context // case.page)
     blocks = np.random.default_rng(0).permutation(sets * case.batch * per_sequence).astype(np.int32) + 1
     tables = blocks.reshape(sets, case.batch, per_sequence)
