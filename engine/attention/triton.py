@@ -19,7 +19,6 @@ from engine.kernels.triton_store import norm_rotate_store, store
 
 LEAST_SPLIT = 128  # keys of a split below which its start and end cost more than it saves
 MOST_SPLITS = 64
-INVARIANT_SPLIT = 512  # keys of every split where a row must not depend on its company
 STORED_TOGETHER = 1024  # elements of a token that one program stores
 COMBINED_TOGETHER = 16  # splits
 
@@ -47,7 +46,11 @@ class _Metadata:
 
 
 class TritonAttention(AttentionBackend):
-    """Rows that decode, keys in splits, in one launch, queries of prompts in another; both read the cache alone."""
+    """Rows that decode, keys in splits, in one launch, queries of prompts in another; both read the cache alone.
+
+    With `batch_invariant` all are launched as prompts are: a token has the same bits whether it was generated or is
+    computed again as part of a prompt, elsewhere or after a preemption.
+    """
 
     name = "triton"
     reads_unwritten = False
@@ -59,6 +62,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec)
         on_gpu = spec.device.type == "cuda"
         self._tuning = tuning or tuning_of(spec, torch.cuda.get_device_name(spec.device) if on_gpu else "")
+        self._tokens = self._tuning.prefill.rows // spec.group  # of a tile of prompts
         self._programs = self._tuning.waves * (_processors(spec.device) if on_gpu else 4)
         self._all_rows = _identity(256, spec.device)
         self._graph_rows: dict[int, Tensor] = {}
@@ -70,16 +74,14 @@ class TritonAttention(AttentionBackend):
         longest = int(layout.seq_lens.max(initial=0))
         if lengths.max(initial=0) <= 1:
             return _Metadata(step, (self._decode(self._rows(len(lengths)), longest),))
-        size = self._tuning.prefill
-        tokens = size.rows // self.spec.group
-        tiles = cut(layout, tokens)[:, :2]
+        tiles = cut(layout, self._tokens)[:, :2]
         single = lengths[tiles[:, 0]] == 1
         count = int(single.sum())
         # Those with the most keys first, so that none of them is what the others have to be waited for.
         listed = torch.from_numpy(np.concatenate((tiles[single], tiles[~single][::-1])))
         if self.spec.device.type == "cuda":
             listed = listed.pin_memory().to(self.spec.device, non_blocking=True)
-        prompts = _Launch(listed[count:], size, tokens)
+        prompts = self._prompts(listed[count:])
         return _Metadata(step, (prompts, self._decode(listed[:count], longest)) if count else (prompts,))
 
     @override
@@ -95,11 +97,16 @@ class TritonAttention(AttentionBackend):
             self._all_rows = _identity(2 * count, self.spec.device)
         return self._all_rows[:count]
 
+    def _prompts(self, tiles: Tensor) -> _Launch:
+        return _Launch(tiles, self._tuning.prefill, self._tokens)
+
     def _decode(self, tiles: Tensor, longest: int) -> _Launch:
         """Return the launch of rows of one query. longest: keys that a row may have."""
         spec, size = self.spec, self._tuning.decode
+        if spec.batch_invariant:
+            return self._prompts(tiles)
         splits = self._splits(len(tiles), longest)
-        if splits == 1 and not spec.batch_invariant:
+        if splits == 1:
             return _Launch(tiles, size, 1)
         shape = (len(tiles), spec.num_heads, splits)
         parts = torch.empty(*shape, spec.head_dim, device=spec.device)
@@ -107,8 +114,6 @@ class TritonAttention(AttentionBackend):
 
     def _splits(self, rows: int, longest: int) -> int:
         seen = min(longest, max(self.spec.windows)) if all(self.spec.windows) else longest
-        if self.spec.batch_invariant:
-            return triton.cdiv(seen + self._tuning.decode.keys, INVARIANT_SPLIT)
         wanted = triton.cdiv(self._programs, max(rows * self.spec.num_kv_heads, 1))
         return max(1, min(wanted, seen // LEAST_SPLIT, MOST_SPLITS))
 
@@ -165,7 +170,7 @@ class TritonAttention(AttentionBackend):
             *(out if launch.parts is None else launch.parts, launch.weights, query),
             *(cache.keys, cache.values, cache.scales),
             *(launch.tiles, step.query_start_loc, step.seq_lens, step.block_tables),
-            *(spec.scale, spec.softcap, window, INVARIANT_SPLIT if spec.batch_invariant else 0),
+            *(spec.scale, spec.softcap, window),
             *(query.stride(0), step.block_tables.stride(0), cache.keys.stride(0)),
             GROUP=spec.group,
             TOKENS=launch.tokens,

@@ -15,7 +15,7 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # Of what changes from step to step, numbers that divide by 16 and addresses that do would get a kernel of their own,
 # compiled while it is waited for.
 @triton.jit(
-    do_not_specialize=["window", "split_size", "table_stride"],
+    do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["scales", "tiles", "starts", "lengths", "tables"],
 )
 def attend(
@@ -32,7 +32,6 @@ def attend(
     scale,
     softcap,
     window,
-    split_size,  # keys of a split, a multiple of BLOCK_N; 0 = the keys shared by all splits
     query_stride,
     table_stride,
     block_stride,
@@ -73,7 +72,7 @@ def attend(
     )
 
     low, plain, high = keys_of_tile(
-        offset + first, length, split, splits, split_size, window, TOKENS, BLOCK_N, SPLIT, WINDOWED, UNIFORM
+        offset + first, length, split, splits, window, TOKENS, BLOCK_N, SPLIT, WINDOWED, UNIFORM
     )
     factor = scale
     value_scale = 1.0
@@ -112,7 +111,7 @@ def attend(
 
 @triton.jit
 def keys_of_tile(
-    position, length, split, splits, split_size, window, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
+    position, length, split, splits, window, TOKENS: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, WINDOWED: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
     """Return the first key to read, up to which key all queries see all of them, and up to which key to read.
@@ -124,9 +123,7 @@ def keys_of_tile(
         low = tl.maximum(position - window + 1, 0) // BLOCK_N * BLOCK_N
     high = tl.minimum(position + TOKENS, length)
     if SPLIT:
-        size = split_size
-        if size == 0:
-            size = tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
+        size = tl.cdiv(tl.cdiv(high - low, splits), BLOCK_N) * BLOCK_N
         low = low + split * size
         high = tl.minimum(low + size, high)
     plain = low

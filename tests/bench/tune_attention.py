@@ -1,6 +1,6 @@
 """Finds the fastest sizes of the Triton attention kernels on this GPU: `python -m tests.bench.tune_attention`.
 
-Prints a row for `MEASURED` of engine/attention/tuned.py, and on what it was measured. Nothing else may run on the GPU.
+Prints a row for `MEASURED` of engine/attention/tuned.py, and what it was measured on. Nothing else may run then.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def test_a_recorded_decode_step_serves_what_comes_later(backend_of, rows):
     assert out[rows:].eq(0).all()
 
 
-@pytest.mark.parametrize("cut", [57, 1000, 1999])
-def test_batch_invariant_prompts_have_the_same_bits_however_they_are_cut(backend_of, cut):
+@pytest.mark.parametrize("cut", [57, 1000, 1999, 2099])
+def test_batch_invariant_tokens_have_the_same_bits_in_a_prompt_in_chunks_and_decoded(backend_of, cut):
     s = on_gpu(batch_invariant=True)
     whole, rest = Lab(s, [(0, 2100)]), Lab(s, [(cut, 2100 - cut)])
     rest.merged.copy_(whole.merged[cut:])

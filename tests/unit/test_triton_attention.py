@@ -232,17 +232,18 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company():
 
 
 @pytest.mark.parametrize("window", [0, 30])
-def test_batch_invariant_prompts_have_the_same_bits_however_they_are_cut(window):
+@pytest.mark.parametrize("cut", [257, 299])
+def test_batch_invariant_tokens_have_the_same_bits_in_a_prompt_in_chunks_and_decoded(window, cut):
     s = spec(batch_invariant=True, windows=(window,))
-    whole, rest = Lab(s, [(0, 100)]), Lab(s, [(57, 43)])
-    rest.merged.copy_(whole.merged[57:])
-    backend = TritonAttention(s)
+    whole, rest = Lab(s, [(0, 300)]), Lab(s, [(cut, 300 - cut)])
+    rest.merged.copy_(whole.merged[cut:])
+    backend = split(whole)
     expected = backend.forward(*whole.split(), whole.cache, backend.prepare(whole.step), window)
     for store, own in ((rest.cache.keys, whole.cache.keys), (rest.cache.values, whole.cache.values)):
-        where, source = (torch.from_numpy(lab.slots(0, np.arange(57))) for lab in (rest, whole))
+        where, source = (torch.from_numpy(lab.slots(0, np.arange(cut))) for lab in (rest, whole))
         store.flatten(0, 1)[where] = own.flatten(0, 1)[source]
     out = backend.forward(*rest.split(), rest.cache, backend.prepare(rest.step), window)
-    assert torch.equal(out, expected[57:])
+    assert torch.equal(out, expected[cut:])
 
 
 sequences = st.lists(
