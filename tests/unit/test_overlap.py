@@ -170,6 +170,28 @@ def test_one_that_is_aborted_beside_others_leaves_their_logprobs_in_place():
         assert [entry.token_id for entry in driver.logprobs[one.request_id, 0]] == expected(one)
 
 
+def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight():
+    driver = overlapping()
+    beside = request("beside", 1, max_tokens=6, ignore_eos=True)
+    driver.core.add(beside)
+    driver.step()
+    driver.core.add(request("scored", 5, prompt_logprobs=0))
+    driver.core.add(replace(request("pooled", 5, max_tokens=1), pooling="mean"))
+    driver.step()
+    assert {one.request.request_id for one in driver.core._flying.schedule.sequences} == {
+        "beside",
+        "scored",
+        "pooled",
+    }
+    driver.core.abort("scored")
+    driver.core.abort("pooled")
+    report = driver.step()
+    assert (report.prompt_logprobs, report.pooled) == ([], [])
+    driver.drain()
+    assert driver.tokens["beside", 0] == expected(beside)
+    assert {finish.reason for finish in driver.finished.values()} == {FinishReason.ABORT, FinishReason.LENGTH}
+
+
 def test_a_choice_whose_first_token_is_in_flight_cannot_be_ended_alone():
     driver = overlapping(max_num_batched_tokens=4)
     driver.core.add(request("a", 6, max_tokens=9, ignore_eos=True))
