@@ -170,7 +170,7 @@ def test_one_that_is_aborted_beside_others_leaves_their_logprobs_in_place():
         assert [entry.token_id for entry in driver.logprobs[one.request_id, 0]] == expected(one)
 
 
-def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight():
+def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight(caplog):
     driver = overlapping()
     beside = request("beside", 1, max_tokens=6, ignore_eos=True)
     driver.core.add(beside)
@@ -190,6 +190,7 @@ def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight():
     driver.drain()
     assert driver.tokens["beside", 0] == expected(beside)
     assert {finish.reason for finish in driver.finished.values()} == {FinishReason.ABORT, FinishReason.LENGTH}
+    assert not caplog.records
 
 
 def test_a_choice_whose_first_token_is_in_flight_cannot_be_ended_alone():
@@ -242,7 +243,8 @@ def test_a_step_that_nobody_wants_is_neither_reported_nor_in_the_way():
     driver.now += 100.0
     assert driver.core.costs().idle.device_ns - before.idle.device_ns == 100 * 10**9
     driver.core.add(request("next", 3))
-    assert driver.step().step == position + 2
+    report = driver.step()
+    assert (report.step, len(report.token_ids)) == (position + 2, 1)
 
 
 # ---- when something breaks -------------------------------------------------------------------------------------
@@ -446,6 +448,7 @@ def test_device_seconds_are_counted_once_and_phases_are_true():
     reports = []
     while driver.core.has_unfinished:
         reports.append(driver.step())
+        assert driver.core.costs().idle.device_ns == 10**9 // 4, "a step runs all the while"
     assert driver.executor.now == 0.25 + 5.0, "the host's quarters of a second are hidden but for the first"
     assert [report.executed for report in reports] == [1.0] * 5
     assert [report.seconds for report in reports] == [1.0] * 5
