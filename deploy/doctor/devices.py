@@ -33,7 +33,7 @@ def devices(here: int, probe: Callable[[], Mapping[str, Any]]) -> list[Finding]:
         return [fix("gpus", f"torch cannot be asked: {error}", "see that `python -c 'import torch'` works")]
     gpus: Sequence[Mapping[str, Any]] = report["gpus"]
     if gpus:
-        return [*_listed(gpus, here), _nccl(report, len(gpus)), _flash(report)]
+        return [*_listed(gpus, here), _nccl(report, len(gpus)), _attention(report)]
     if not here:
         return [ok("gpus", "none here: models run on the CPU"), ok("nccl", "not needed without GPUs")]
     if not report["cuda"]:
@@ -75,7 +75,8 @@ def _nccl(report: Mapping[str, Any], count: int) -> Finding:
     return fix("nccl", "torch has none: ranks on several GPUs cannot meet", "install a build of torch with NCCL")
 
 
-def _flash(report: Mapping[str, Any]) -> Finding:
-    if report["flash_attn"]:
-        return ok("flash-attn", "installed")
-    return warning("flash-attn", "not installed: attention on GPUs is slow", "pip install 'squadron[gpu]'")
+def _attention(report: Mapping[str, Any]) -> Finding:
+    found = [name for name, there in (("flash-attn", "flash_attn"), ("triton", "triton")) if report[there]]
+    if found:
+        return ok("attention", f"{' and '.join(found)} installed")
+    return warning("attention", "neither triton nor flash-attn: slow on GPUs", "pip install 'squadron[gpu]'")

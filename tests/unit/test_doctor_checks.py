@@ -164,6 +164,7 @@ def torch_report(**values):
         "gpus": [gpu, gpu],
         "nccl": True,
         "flash_attn": True,
+        "triton": True,
         "complaint": "",
     }
     return lambda: usual | values
@@ -201,8 +202,9 @@ def test_gpus_that_are_hidden_or_in_use_are_told():
 
 
 def test_several_gpus_need_nccl_and_flash_attention_is_faster():
-    found = devices(2, torch_report(nccl=False, flash_attn=False))
-    assert [(each.check, each.level.value) for each in found[1:]] == [("nccl", "fix"), ("flash-attn", "warning")]
+    found = devices(2, torch_report(nccl=False, flash_attn=False, triton=False))
+    assert [(each.check, each.level.value) for each in found[1:]] == [("nccl", "fix"), ("attention", "warning")]
+    assert devices(1, torch_report(flash_attn=False))[-1].level.value == "ok"
     alone = devices(1, torch_report(nccl=False, gpus=torch_report()()["gpus"][:1]))
     assert alone[1].level is Level.WARNING
 

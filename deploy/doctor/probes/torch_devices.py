@@ -24,6 +24,7 @@ def look() -> dict[str, Any]:
         "available": available,
         "gpus": gpus,
         "nccl": nccl,
+        "triton": importlib.util.find_spec("triton") is not None,
         "flash_attn": importlib.util.find_spec("flash_attn") is not None,
         "complaint": str(complaints[0].message).splitlines()[0] if complaints else "",
     }
