@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine import quantization
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError
 from engine.footprint import footprint_of
 from engine.loader import load_model
 from engine.model_folder import open_model
@@ -27,40 +23,12 @@ from parallel.int8 import Int8Linear
 from parallel.linear import ParallelLinear
 from parallel.parameter import ShardedParameter
 from parallel.quantise import FORMATS, quantised, scale_of
+from tests.parity.compressed import PROJECTIONS, SCHEMES, compress, scheme
 from tests.parity.stepping import Stepper
 from tests.parity.test_footprint import held_weights
 from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
-STATIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-
-
-def scheme(kind="float", layout="float-quantized", strategy="channel", activations=DYNAMIC, **more):
-    """A quantization_config as llm-compressor writes it."""
-    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": strategy, "dynamic": False}
-    weights |= {"group_size": None, "actorder": None, "block_structure": None, "observer": "minmax"}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        **more,
-    }
-
-
-FP8_TENSOR = {"quant_method": "fp8", "activation_scheme": "static"}
-SCHEMES = {
-    "float channel": scheme(),
-    "float tensor static": scheme(strategy="tensor", activations=STATIC, layout="naive-quantized"),
-    "int": scheme("int", "int-quantized", activations=None),
-    "int packed": scheme("int", "pack-quantized", activations=None),
-    "fp8": FP8_TENSOR,
-}
 
 
 @pytest.fixture(scope="module")
@@ -75,47 +43,6 @@ def models(tmp_path_factory):
         return made[name]
 
     return get
-
-
-def edit_config(folder, **values):
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def pack(values):
-    """Four int8, counted from -128, in an int32, the first in the lowest bits."""
-    counted = (values.to(torch.int64) + 128).unflatten(1, (-1, 4))
-    words = sum(counted[..., i] << 8 * i for i in range(4))
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-
-
-def compress(plain, folder, found, skip=()):
-    """Write the checkpoint in `plain` quantised as the scheme says; returns tensor name -> what it stands for."""
-    shutil.copytree(plain, folder)
-    fp8 = found.get("quant_method") == "fp8" or found["format"] in ("float-quantized", "naive-quantized")
-    form = FORMATS["fp8" if fp8 else "int8"]
-    per_tensor = "tensor" in json.dumps(found.get("config_groups", "tensor"))
-    per_tensor = per_tensor and '"strategy": "channel"' not in json.dumps(found)
-    tensors, meaning = load_file(plain / "model.safetensors"), {}
-    for name in [name for name in tensors if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]:
-        if name.removesuffix(".weight") in skip:
-            continue
-        weight = tensors.pop(name).float()
-        largest = weight.abs().amax(dim=1)
-        scale = scale_of(largest.max().expand_as(largest) if per_tensor else largest, form)
-        stored = quantised(weight, scale, form)
-        meaning[name] = stored.float() * scale[:, None]
-        if found.get("format") == "pack-quantized":
-            tensors[name + "_packed"] = pack(stored)
-            tensors[name.replace(".weight", ".weight_shape")] = torch.tensor(weight.shape)
-        else:
-            tensors[name] = stored
-        tensors[name + "_scale"] = scale[0].clone() if per_tensor else scale[:, None].clone()
-        if "static" in json.dumps(found) or found.get("activation_scheme") == "static" or per_tensor:
-            tensors[name.replace(".weight", ".input_scale")] = torch.tensor(0.1)
-    save_file(tensors, folder / "model.safetensors")
-    edit_config(folder, quantization_config=found)
-    return meaning
 
 
 def config(folder, **values):
@@ -276,105 +203,6 @@ def test_fp8_through_the_whole_model_is_near_the_plain_one(models, monkeypatch):
         assert 0 < float((found - expected).norm() / expected.norm()) < 0.15
 
 
-REFUSED = {
-    "awq": ({"quant_method": "awq", "bits": 4}, ["'awq'"]),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ["'gptq'"]),
-    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ["weight_block_size", "scale per block"]),
-    "w8a8": (scheme("int", "int-quantized", activations=DYNAMIC | {"type": "int"}), ["W8A8", "W8A16"]),
-    "fp8 w8a16": (scheme(activations=None), ["W8A16", "W8A8"]),
-    "groups of weights": (scheme("int", "pack-quantized", strategy="group", activations=None), ["per group"]),
-    "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),
-    "nvfp4": (scheme("float", "nvfp4-pack-quantized"), ["nvfp4-pack-quantized"]),
-    "sparse": (scheme(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse"]),
-    "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
-    "two groups": (scheme(config_groups={"a": {}, "b": {}}), ["2 groups"]),
-    "ignore": (scheme(ignore="lm_head"), ["ignore", "must list"]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_served_is_refused_by_name_before_any_weight(models, tmp_path, case):
-    found, words = REFUSED[case]
-    shutil.copytree(models("llama")[1], tmp_path / "made")
-    (tmp_path / "made" / "model.safetensors").unlink()
-    edit_config(tmp_path / "made", quantization_config=found)
-    with pytest.raises(CheckpointError) as error:
-        open_model(str(tmp_path / "made"))
-    for word in (*words, "quantization_config"):
-        assert word in str(error.value)
-
-
-def spec_of(models, **values):
-    return replace(open_model(str(models("llama")[1])).spec, **values)
-
-
-STORED = QuantizationSpec("compressed-tensors", "fp8")
-
-
-@pytest.mark.parametrize(
-    ("asked", "stored", "device", "words"),
-    [
-        ("fp8", None, "cpu", ["needs a GPU", "quantization=int8"]),
-        (None, STORED, "cpu", ["needs a GPU", "unquantised checkpoint"]),
-        ("int8", STORED, "cuda", ["already, by compressed-tensors", "leave the flag out"]),
-        ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8 or int8"]),
-    ],
-)
-def test_contradictions_are_refused_with_what_works(models, asked, stored, device, words):
-    with pytest.raises(ConfigError) as error:
-        resolve_for(config("m", quantization=asked), spec_of(models, quantization=stored), device)
-    assert error.value.flag == "quantization"
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_a_gpu_without_units_for_fp8_is_refused(models, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    asked = QuantizationSpec("fp8", "fp8", stored=False)
-    with pytest.raises(ConfigError, match=r"8\.9 .*has 8\.0; use quantization=int8"):
-        quantization.check_capability(asked, "cuda")
-    quantization.check_capability(None, "cuda")
-
-
-def test_sizes_that_fp8_products_do_not_take_are_refused_before_any_weight(models, tmp_path):
-    shutil.copytree(models("llama")[1], tmp_path / "made")
-    edit_config(tmp_path / "made", intermediate_size=90)
-    (tmp_path / "made" / "model.safetensors").unlink()
-    folder = open_model(str(tmp_path / "made"))
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up .*multiples of 16"):
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("fp8", "fp8", stored=False))
-
-
-def test_half_a_merged_layer_cannot_be_ignored(models, tmp_path):
-    compress(models("llama")[1], tmp_path / "made", scheme(ignore=["model.layers.0.self_attn.k_proj"]))
-    folder = open_model(str(tmp_path / "made"))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj.*together"):
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale"), ["missing", "up_proj.weight_scale"]),
-        (
-            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}),
-            ["up_proj.weight_scale", "[7, 1]", "96 rows"],
-        ),
-        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.ones(1)}), ["zero_point"]),
-    ],
-)
-def test_a_checkpoint_that_lacks_or_bends_its_scales_is_refused(models, tmp_path, change, words):
-    compress(models("llama")[1], tmp_path / "made", SCHEMES["int"])
-    tensors = load_file(tmp_path / "made" / "model.safetensors")
-    change(tensors)
-    save_file(tensors, tmp_path / "made" / "model.safetensors")
-    folder = open_model(str(tmp_path / "made"))
-    with pytest.raises(CheckpointError) as error:
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
-    for word in words:
-        assert word in str(error.value)
-
-
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize("name", ["llama", "llama3_tied_biased", "gpt2"])
 def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, weights):
@@ -413,4 +241,4 @@ def test_the_flag_is_resolved_to_what_the_checkpoint_is(models, tmp_path):
     spec = open_model(str(tmp_path / "made")).spec
     for asked in (None, "compressed-tensors"):
         assert resolve(config(tmp_path / "made", quantization=asked), spec).quantization == "compressed-tensors"
-    assert resolve(config("m"), spec_of(models)).quantization is None
+    assert resolve(config("m"), open_model(str(models("llama")[1])).spec).quantization is None

@@ -1,0 +1,128 @@
+"""Quantised checkpoints and flags that are refused: by name, with what works, before any weight is read."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import quantization
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.loader import load_model
+from engine.model_folder import open_model
+from engine.models.spec import QuantizationSpec
+from engine.resolve import resolve_for
+from parallel.group import SoloGroup
+from tests.parity.compressed import DYNAMIC, SCHEMES, compress, edit_config, scheme
+from tests.parity.tiny_models import make
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A checkpoint of plain weights."""
+    folder = tmp_path_factory.mktemp("llama")
+    make("llama", folder)
+    return folder
+
+
+REFUSED = {
+    "awq": ({"quant_method": "awq", "bits": 4}, ["'awq'"]),
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, ["'gptq'"]),
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, ["weight_block_size", "scale per block"]),
+    "w8a8": (scheme("int", "int-quantized", activations=DYNAMIC | {"type": "int"}), ["W8A8", "W8A16"]),
+    "fp8 w8a16": (scheme(activations=None), ["W8A16", "W8A8"]),
+    "groups of weights": (scheme("int", "pack-quantized", strategy="group", activations=None), ["per group"]),
+    "marlin": (scheme("int", "marlin-24", activations=None), ["marlin-24"]),
+    "nvfp4": (scheme("float", "nvfp4-pack-quantized"), ["nvfp4-pack-quantized"]),
+    "sparse": (scheme(sparsity_config={"format": "sparse-24-bitmask"}), ["sparse"]),
+    "rotated": (scheme(transform_config={"config_groups": {"u": {}}}), ["transformed"]),
+    "two groups": (scheme(config_groups={"a": {}, "b": {}}), ["2 groups"]),
+    "ignore": (scheme(ignore="lm_head"), ["ignore", "must list"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_by_name_before_any_weight(plain, tmp_path, case):
+    found, words = REFUSED[case]
+    shutil.copytree(plain, tmp_path / "made")
+    (tmp_path / "made" / "model.safetensors").unlink()
+    edit_config(tmp_path / "made", quantization_config=found)
+    with pytest.raises(CheckpointError) as error:
+        open_model(str(tmp_path / "made"))
+    for word in (*words, "quantization_config"):
+        assert word in str(error.value)
+
+
+def spec_of(plain, **values):
+    return replace(open_model(str(plain)).spec, **values)
+
+
+STORED = QuantizationSpec("compressed-tensors", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "device", "words"),
+    [
+        ("fp8", None, "cpu", ["needs a GPU", "quantization=int8"]),
+        (None, STORED, "cpu", ["needs a GPU", "unquantised checkpoint"]),
+        ("int8", STORED, "cuda", ["already, by compressed-tensors", "leave the flag out"]),
+        ("compressed-tensors", None, "cpu", ["no quantization_config", "fp8 or int8"]),
+    ],
+)
+def test_contradictions_are_refused_with_what_works(plain, asked, stored, device, words):
+    with pytest.raises(ConfigError) as error:
+        resolve_for(EngineConfig("m", quantization=asked), spec_of(plain, quantization=stored), device)
+    assert error.value.flag == "quantization"
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_gpu_without_units_for_fp8_is_refused(plain, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    asked = QuantizationSpec("fp8", "fp8", stored=False)
+    with pytest.raises(ConfigError, match=r"8\.9 .*has 8\.0; use quantization=int8"):
+        quantization.check_capability(asked, "cuda")
+    quantization.check_capability(None, "cuda")
+
+
+def test_sizes_that_fp8_products_do_not_take_are_refused_before_any_weight(plain, tmp_path):
+    shutil.copytree(plain, tmp_path / "made")
+    edit_config(tmp_path / "made", intermediate_size=90)
+    (tmp_path / "made" / "model.safetensors").unlink()
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up .*multiples of 16"):
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("fp8", "fp8", stored=False))
+
+
+def test_half_a_merged_layer_cannot_be_ignored(plain, tmp_path):
+    compress(plain, tmp_path / "made", scheme(ignore=["model.layers.0.self_attn.k_proj"]))
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj.*together"):
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale"), ["missing", "up_proj.weight_scale"]),
+        (
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(7, 1)}),
+            ["up_proj.weight_scale", "[7, 1]", "96 rows"],
+        ),
+        (lambda t: t.update({"model.layers.0.mlp.up_proj.weight_zero_point": torch.ones(1)}), ["zero_point"]),
+    ],
+)
+def test_a_checkpoint_that_lacks_or_bends_its_scales_is_refused(plain, tmp_path, change, words):
+    compress(plain, tmp_path / "made", SCHEMES["int"])
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    folder = open_model(str(tmp_path / "made"))
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+    for word in words:
+        assert word in str(error.value)
