@@ -206,11 +206,11 @@ class EngineCore:
     def _begin(self, now: float) -> None:
         """End what ran out of time, and let the step in flight go by if nobody wants it any more."""
         self._waits.now = now
-        if not self._is_busy:
+        flying = self._flying
+        if flying is None or flying.schedule.is_unwanted:
             self._ledger.idle(now)
         self._scheduler.expire(now)
-        flying = self._flying
-        if flying is not None and not self._is_busy:
+        if flying is not None and flying.schedule.is_unwanted:
             self._await(flying)
             self._ledger.idle(self._ran_at)
             self._scheduler.drop(flying.schedule)

@@ -176,7 +176,8 @@ class Roster:
 
     def forget(self, schedule: Schedule) -> None:
         """Note that a step is not in flight any more."""
-        self.in_flight = [one for one in self.in_flight if one is not schedule]
+        if self.in_flight.pop(0) is not schedule:
+            raise IntegrityError("a step is taken in before one that was launched earlier")
 
     def unreported(self, some: set[Sequence]) -> list[Sequence]:
         """Return those of `some` that ended since `take_finished` was called."""

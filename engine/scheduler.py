@@ -248,7 +248,9 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
         roster, blocks, arrivals = self._roster, self._rows.blocks, self._newcomers.arrivals
-        prefilling = sum(s.num_tokens - s.num_computed_tokens for s in roster.prefilling)
+        prefilling = 0
+        for sequence in roster.prefilling:
+            prefilling += sequence.num_tokens - sequence.num_computed_tokens
         return EngineStats(
             num_running=len(roster.running),
             num_waiting=len(roster.waiting),
