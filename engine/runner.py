@@ -271,6 +271,7 @@ class ModelRunner:
             sampling.masks = everything_allowed(self.spec.vocab_size)  # its kernel is compiled now too
         self.execute(step, sampling)
         self._cache.clear(torch.zeros(1, dtype=torch.int64, device=self.group.device))
+        self._meet()  # rank 0 compiles the kernels that draw, which may take longer than a step
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -35,7 +35,7 @@ class Group(ABC):
         """Overwrite `x` in place with rank `src`'s and return it.
 
         timeout: seconds for this one instead of the group's own limit (infinity to wait as long as the peers live);
-        where collectives are queued on a device the group's limit holds all the same.
+        where collectives are queued on a device, one with a limit of its own is waited for.
         """
 
     @abstractmethod

@@ -31,13 +31,23 @@ class TorchGroup(Group):
     for, and NCCL's own watchdog ends this process once the deadline has passed.
     """
 
-    def __init__(self, process_group: Any, rank: int, size: int, device: torch.device) -> None:
+    def __init__(
+        self, process_group: Any, rank: int, size: int, device: torch.device, limit: float = FOREVER
+    ) -> None:
+        """limit: seconds that `process_group` gives each collective."""
         self.rank = rank
         self.size = size
         self.device = device
         self.sums_in_order = size == 2  # of two, there is one order; of more, size and moment choose it
         self._process_group = process_group
         self._sum = dist.AllreduceOptions()
+        self._limit = limit
+
+    def limit(self, seconds: float) -> None:
+        """Let every collective from now on take so many seconds."""
+        self._limit = seconds
+        if self._process_group is not None:
+            self._process_group._set_default_timeout(timedelta(seconds=seconds))
 
     @override
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -59,8 +69,24 @@ class TorchGroup(Group):
         options.rootRank = src
         if timeout is not None:
             options.timeout = timedelta(seconds=min(timeout, FOREVER))
-        self._run("broadcast", lambda pg: pg.broadcast([x], options))
+        if timeout is None or self.device.type != "cuda":
+            self._run("broadcast", lambda pg: pg.broadcast([x], options))
+        else:
+            self._broadcast_and_wait(x, options)
         return x
+
+    def _broadcast_and_wait(self, x: Tensor, options: dist.BroadcastOptions) -> None:
+        """Broadcast with a deadline of its own, which NCCL takes from the group when a collective is queued.
+
+        It counts from then on: what is queued behind this one would be late with it, so the host waits.
+        """
+        usual = self._limit
+        self.limit(options.timeout.total_seconds())
+        try:
+            self._run("broadcast", lambda pg: pg.broadcast([x], options))
+        finally:
+            self.limit(usual)
+        torch.cuda.current_stream(self.device).synchronize()
 
     @override
     def barrier(self) -> None:
@@ -122,7 +148,8 @@ def connect(
     limit = timeout if collective_timeout is None else collective_timeout
     try:
         process_group = _process_group(rendezvous, name, rank, size, device, timeout)
-        group: Group = TorchGroup(process_group, rank, size, device)
+        joined = TorchGroup(process_group, rank, size, device, timeout)
+        group: Group = joined
         group.barrier()
         if device.type == "cpu" and shared_memory:
             group = through_shared_memory(group, rendezvous.store(f"{name}/segments", timeout), limit)
@@ -133,7 +160,7 @@ def connect(
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
         ) from error
-    process_group._set_default_timeout(timedelta(seconds=limit))
+    joined.limit(limit)
     return group
 
 

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +132,39 @@ def test_a_dead_rank_ends_the_group_long_before_the_deadline():
         with pytest.raises(ChannelError, match="a peer is gone"):
             group.broadcast(torch.ones(1), src=1, timeout=float("inf"))
         BroadcastChannel(group).close()  # nobody is left to be told, which is no error
+
+
+class QueueingProcessGroup:
+    """As NCCL's: a collective is queued with the group's deadline of that moment, whatever its options say."""
+
+    def __init__(self) -> None:
+        self.limit = 300.0
+        self.queued: list[float] = []
+
+    def _set_default_timeout(self, limit: timedelta) -> None:
+        self.limit = limit.total_seconds()
+
+    def broadcast(self, tensors, options) -> QueueingProcessGroup:
+        self.queued.append(self.limit)
+        return self
+
+    def wait(self) -> None:
+        """Only the device waits."""
+
+
+def test_on_a_gpu_a_broadcast_with_a_deadline_of_its_own_has_it_and_is_waited_for(monkeypatch):
+    waited = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    queue = QueueingProcessGroup()
+    group = TorchGroup(queue, 0, 2, torch.device("cuda:0"), limit=300.0)
+    group.limit(30.0)
+    group.broadcast(torch.ones(1))
+    assert not waited
+    group.broadcast(torch.ones(1), src=1, timeout=300.0)
+    assert waited  # or what is queued next would have waited for a rank that is late, with a step's deadline
+    group.broadcast(torch.ones(1))
+    assert queue.queued == [30.0, 300.0, 30.0]
 
 
 def test_ranks_that_do_not_come_are_told_in_time():
