@@ -38,13 +38,14 @@ from engine.sharded_draw import draw_apart
 from engine.sleep import KV_CACHE
 from engine.step_buffers import BufferSizes, StepBuffers
 from engine.step_outputs import outputs_of
-from engine.step_tensors import dummy_sampling, dummy_step, everything_allowed
+from engine.step_tensors import dummy_decode, dummy_sampling, dummy_step, everything_allowed
 from parallel.group import Group
 from parallel.tuning import choose_methods, choose_quantised
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
+WARM_UP_CONTEXTS = (1, 1024)  # tokens; attention takes the keys of the first in one piece, of the second in several
 START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
 
 
@@ -264,12 +265,16 @@ class ModelRunner:
         return StepBuffers(BufferSizes(tokens, rows, config.max_blocks_per_seq), device, CudaCopies())
 
     def _warm_up(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step of prompts in the null block, so that the first request does not pay for lazy initialisation."""
+        """Run steps in the null block, so that no request waits for what is made, or compiled, at its first use."""
         step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
         sampling = dummy_sampling(len(step.logits_indices)) if self.group.rank == 0 else None
         if sampling is not None and self._draws is not None:
             sampling.masks = everything_allowed(self.spec.vocab_size)  # its kernel is compiled now too
         self.execute(step, sampling)
+        if self.group.device.type == "cuda":
+            for length in WARM_UP_CONTEXTS:
+                single = dummy_decode(min(length, self.config.context_len), self.config.block_size)
+                self.execute(single, dummy_sampling(0) if self.group.rank == 0 else None)
         self._cache.clear(torch.zeros(1, dtype=torch.int64, device=self.group.device))
         self._meet()  # rank 0 compiles the kernels that draw, which may take longer than a step
 

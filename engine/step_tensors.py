@@ -100,6 +100,21 @@ def dummy_step(num_tokens: int, num_seqs: int, longest: int, block_size: int) ->
     )
 
 
+def dummy_decode(length: int, block_size: int) -> StepInputs:
+    """Return a step of the last token of a sequence of `length`, all in the null block.
+
+    Its logits are not wanted, so that it runs as tokens do that are generated beside prompts, not from a graph.
+    """
+    step = dummy_step(1, 1, 1, block_size)
+    step.positions = np.full(1, length - 1, np.int32)
+    step.slot_mapping = step.positions % block_size
+    step.seq_lens = np.full(1, length, np.int32)
+    step.num_computed_tokens = step.positions
+    step.block_tables = np.zeros((1, -(-length // block_size)), np.int32)
+    step.logits_indices = step.logits_indices[:0]
+    return step
+
+
 def everything_allowed(vocab: int) -> Callable[[], tuple[Ints, Ints]]:
     """Return the mask of a grammar that allows every id to the first sample."""
     return lambda: (np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))

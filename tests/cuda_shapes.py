@@ -124,10 +124,14 @@ class FakeGraph:
 
 @dataclass
 class Played:
-    """What was asked of the GPU that is not there. kernels: names of Triton's kernels, in order of their launches."""
+    """What was asked of the GPU that is not there.
+
+    kernels: names of Triton's kernels, in order of their launches. compiled: what each would be compiled for.
+    """
 
     shapes: FakeTensorMode
     kernels: list[str] = field(default_factory=list)
+    compiled: set[tuple[Any, ...]] = field(default_factory=set)
 
 
 class FakeParameter(FakeTensor, ShardedParameter):
@@ -229,11 +233,30 @@ def _kernels_noted(played: Played) -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    def run(kernel: Any, *args: Any, **_: Any) -> None:
+    def run(kernel: Any, *args: Any, **constants: Any) -> None:
         for each in args:
             if isinstance(each, Tensor) and each.device.type != "cuda":
                 raise RuntimeError(f"kernel {kernel.fn.__name__} is given a tensor on {each.device}")
         played.kernels.append(kernel.fn.__name__)
+        played.compiled.add(_compiled_for(kernel, args, constants))
 
     with mock.patch.object(InterpretedFunction, "run", run), mock.patch.object(JITFunction, "run", run):
         yield
+
+
+def _compiled_for(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what Triton would compile the kernel for; where it differs, another kernel is compiled for the launch."""
+    numbers, addresses = (
+        kernel.kwargs.get(what) or () for what in ("do_not_specialize", "do_not_specialize_on_alignment")
+    )
+    kinds = []
+    for name, value in zip(kernel.arg_names, args, strict=False):
+        if isinstance(value, Tensor):
+            aligned = name not in addresses and value.storage_offset() * value.itemsize % 16 == 0
+            kinds.append((value.dtype, aligned))
+        elif isinstance(value, int) and name not in numbers:
+            kinds.append((value == 1, value % 16 == 0))
+        else:
+            kinds.append(None if value is None else type(value))
+    settled = sorted((name, value) for name, value in constants.items() if name not in ("grid", "warmup"))
+    return (kernel.fn.__name__, *kinds, *settled)

@@ -132,6 +132,45 @@ def test_an_engine_wakes_from_both_depths_of_sleep(played):
         assert runner.launch(decode(4), sampling(4)).result().token_ids.shape == (4,)
 
 
+def mixed(prompts: list[int], num_seqs: int, length: int) -> StepInputs:
+    """Sequences of `length` tokens that decode beside fresh prompts."""
+    count, tokens = num_seqs + len(prompts), np.array([1] * num_seqs + prompts, np.int32)
+    lens = np.array([length] * num_seqs + prompts, np.int32)
+    starts = np.concatenate(([0], tokens.cumsum())).astype(np.int32)
+    nowhere = np.zeros(starts[-1], np.int32)
+    return replace(
+        decode(1),
+        input_ids=nowhere,
+        positions=nowhere,
+        slot_mapping=nowhere,
+        query_start_loc=starts,
+        seq_lens=lens,
+        num_computed_tokens=lens - tokens,
+        block_tables=np.zeros((count, -(-int(lens.max()) // BLOCK)), np.int32),
+        logits_indices=starts[1:] - 1,
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"enforce_eager": True}, {"batch_invariant": True}, {"quantization": "fp8", "kv_cache_dtype": "fp8"}],
+    ids=lambda changes: " ".join(changes) or "plain",
+)
+def test_no_request_waits_for_a_kernel_to_be_compiled(played, changes):
+    played.compiled.clear()
+    runner = made(**changes)
+    at_start = set(played.compiled)
+    for step in (
+        *(decode(count, length) for count in (1, 3, 8) for length in (1, 40, 600)),
+        *(mixed([20, 7], count, length) for count in (1, 2, 3) for length in (2, 300, 1000)),
+        mixed([33], 0, 1),
+    ):
+        greedy = full(step.num_reqs, 0)
+        for sampled in (sampling(step.num_reqs), sampling(step.num_reqs, temperature=greedy, num_logprobs=2)):
+            runner.launch(step, sampled).result()
+    assert {kernel[0] for kernel in played.compiled - at_start} == set()
+
+
 def test_prompts_and_a_prompt_in_the_middle_run(runner):
     whole = runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3)).result()
     assert whole.token_ids.shape == (3,)
