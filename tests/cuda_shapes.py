@@ -245,7 +245,7 @@ def _kernels_noted(played: Played) -> Iterator[None]:
 
 
 def _compiled_for(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what Triton would compile the kernel for; where it differs, another kernel is compiled for the launch."""
+    """Return what Triton would compile the kernel for: where that differs, a launch waits for another kernel."""
     numbers, addresses = (
         kernel.kwargs.get(what) or () for what in ("do_not_specialize", "do_not_specialize_on_alignment")
     )
