@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from engine.errors import ConfigError, EngineDeadError, StepMemoryError
 from engine.executor import Executor, Pending
 from engine.model_folder import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
+from engine.parking import give_back
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve, set_threads
 from engine.runner import ModelRunner
@@ -105,7 +106,14 @@ class SoloExecutor(Executor):
 
     @override
     def close(self) -> None:
-        self._runner = None
+        runner, self._runner = self._runner, None
+        if runner is not None and runner.group.device.type == "cuda":
+            device = runner.group.device
+            runner.close()
+            del runner
+            # What is left holds itself. A device that has failed has nothing to give.
+            with suppress(RuntimeError):
+                give_back(device)
 
     def _awake(self) -> ModelRunner:
         if self._runner is None:
@@ -158,9 +166,11 @@ class GangExecutor(Executor):
 
     @override
     def close(self) -> None:
-        self._runner = None
+        runner, self._runner = self._runner, None
         # First the workers: a hung one would hold up whoever waits for it to read or to answer.
         self._workers.kill()
+        if runner is not None:
+            runner.close()
         self._channel.close()
         self._group.close()
 

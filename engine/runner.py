@@ -162,6 +162,11 @@ class ModelRunner:
             self._forward = self._assemble()
         self._meet()
 
+    def close(self) -> None:
+        """Let go of the graphs; call before the group is closed, as NCCL waits for those that hold its kernels."""
+        if hasattr(self, "_forward"):  # it is not there while the engine sleeps
+            self._forward.drop_graphs()
+
     @property
     def attention_backend(self) -> str:
         """Name of the attention backend."""

@@ -52,7 +52,10 @@ def worker_main(
     ):
         runner = ModelRunner(config, group)
         settle_heap()
-        serve_steps(runner, channel, on_step)
+        try:
+            serve_steps(runner, channel, on_step)
+        finally:
+            runner.close()
 
 
 def run_worker(rank: int, config: EngineConfig, size: int, rendezvous_address: str, channel_handle: str) -> None:

@@ -6,8 +6,10 @@ live in one process.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -21,7 +23,10 @@ from parallel.host_group import through_shared_memory
 from parallel.rendezvous import Rendezvous
 from parallel.symmetric import through_symmetric_memory
 
+logger = logging.getLogger(__name__)
+
 FOREVER = 10 * 365 * 86400.0  # seconds; torch has no word for no deadline
+ABORT_TIMEOUT = 10.0  # seconds that a group's end waits for NCCL's
 
 
 class TorchGroup(Group):
@@ -97,7 +102,11 @@ class TorchGroup(Group):
     @override
     def close(self) -> None:
         process_group, self._process_group = self._process_group, None
-        if process_group is not None:
+        if process_group is None:
+            return
+        if self.device.type == "cuda":
+            _abort(process_group)
+        else:
             process_group.shutdown()
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
@@ -111,6 +120,18 @@ class TorchGroup(Group):
             what = "missed its deadline" if late else "failed, a peer is gone"
             message = f"{name} of rank {self.rank} of {self.size} {what}: {error}"
             raise (ChannelTimeout if late else ChannelError)(message) from error
+
+
+def _abort(process_group: Any) -> None:
+    """End NCCL's kernels and free its communicators. Its shutdown would wait for peers, who may be gone.
+
+    Whoever captured collectives in graphs must have dropped those: NCCL waits for them as long as they live.
+    """
+    ending = Thread(target=process_group.abort, name="nccl-abort", daemon=True)
+    ending.start()
+    ending.join(ABORT_TIMEOUT)
+    if ending.is_alive():
+        logger.warning("NCCL did not let go of its communicators within %g s and is left behind", ABORT_TIMEOUT)
 
 
 def connect(

@@ -167,6 +167,18 @@ def test_on_a_gpu_a_broadcast_with_a_deadline_of_its_own_has_it_and_is_waited_fo
     assert queue.queued == [30.0, 300.0, 30.0]
 
 
+def test_the_end_of_a_group_on_gpus_waits_for_no_peer_and_not_long_for_nccl(monkeypatch, caplog):
+    monkeypatch.setattr("parallel.torch_group.ABORT_TIMEOUT", 0.05)
+    released = threading.Event()
+    # Its shutdown, which is not there, would wait for all that is queued and for the other ranks.
+    stuck = SimpleNamespace(abort=lambda: released.wait(TIMEOUT))
+    group = TorchGroup(stuck, 0, 2, torch.device("cuda:0"))
+    group.close()
+    group.close()
+    assert "did not let go" in caplog.text
+    released.set()
+
+
 def test_ranks_that_do_not_come_are_told_in_time():
     with Rendezvous.create() as rendezvous, pytest.raises(RendezvousError, match=r"rank 0 of 2 .* within 0\.3 s"):
         connect(0, 2, rendezvous, "cpu", 0.3)
