@@ -8,12 +8,12 @@ import os
 import torch
 
 from engine.attention.base import AttentionSpec
+from engine.kernels.triton_here import lacks, why_no_triton
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 LEAST_PAGE = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-LEAST_CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert float8_e4m3fn
 
 
@@ -24,18 +24,13 @@ def why_not_triton(spec: AttentionSpec) -> str | None:
 
 def why_not_here(spec: AttentionSpec) -> str | None:
     """Return what the device or the installation lacks, None when nothing."""
+    if spec.device.type == "cuda":
+        return why_no_triton(spec.device) or _why_no_fp8_cache(spec)
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if spec.device.type == "cpu":
         return None if interpreted() else "it needs a CUDA device; TRITON_INTERPRET=1 runs it slowly on a CPU"
-    if spec.device.type != "cuda":
-        return f"it is for CUDA devices, not for {spec.device.type}"
-    found = torch.cuda.get_device_capability(spec.device)
-    least = FP8_CAPABILITY if spec.fp8_cache else LEAST_CAPABILITY
-    if found < least:
-        for_what = "an fp8 cache" if spec.fp8_cache else "it"
-        return f"{for_what} needs compute capability {_version(least)}, this GPU has {_version(found)}"
-    return None
+    return f"it is for CUDA devices, not for {spec.device.type}"
 
 
 def unfit_for_triton(spec: AttentionSpec) -> str | None:
@@ -56,5 +51,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
+def _why_no_fp8_cache(spec: AttentionSpec) -> str | None:
+    found = torch.cuda.get_device_capability(spec.device)
+    return lacks(FP8_CAPABILITY, found, "an fp8 cache") if spec.fp8_cache and found < FP8_CAPABILITY else None

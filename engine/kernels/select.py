@@ -10,6 +10,7 @@ import torch
 from engine.draws import TokenDraws
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.native import NativeKernels, native_library, why_not_native
+from engine.kernels.triton_here import why_no_triton
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 def select_kernels(head_dim: int, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return what is compiled for this CPU, or Triton's on CUDA, where they can be had; else torch's operations."""
     if device.type == "cuda":
-        return _on_cuda()
+        return _on_cuda(device)
     reason = why_not_native(head_dim, dtype, device)
     library = None if reason else native_library(head_dim, dtype)
     if library is None:
@@ -33,19 +34,19 @@ def select_draws(device: torch.device) -> TokenDraws | None:
     """Return what draws tokens best on `device`; None = torch's operations."""
     if device.type != "cuda":
         return None
-    try:
-        found: TokenDraws = import_module("engine.kernels.triton_sampler").TritonDraws()
-    except ImportError as error:
-        logger.warning("sampling: torch's operations, for Triton's need a package that is not here: %s", error)
+    reason = why_no_triton(device)
+    if reason is not None:
+        logger.warning("sampling: torch's operations; Triton's cannot be used: %s", reason)
         return None
+    found: TokenDraws = import_module("engine.kernels.triton_sampler").TritonDraws()
     return found
 
 
-def _on_cuda() -> Kernels:
-    try:
-        found: Kernels = import_module("engine.kernels.triton_kernels").TritonKernels()
-    except ImportError as error:
-        logger.warning("kernels: torch's operations, for Triton's need a package that is not here: %s", error)
+def _on_cuda(device: torch.device) -> Kernels:
+    reason = why_no_triton(device)
+    if reason is not None:
+        logger.warning("kernels: torch's operations; Triton's cannot be used: %s", reason)
         return TorchKernels()
+    found: Kernels = import_module("engine.kernels.triton_kernels").TritonKernels()
     logger.info("kernels: Triton's")
     return found

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from engine import race
 from engine.device_outputs import FAILED, STUCK
-from engine.kernels.select import select_draws
 from engine.kernels.triton_sampler import RUN, TritonDraws
 from engine.noise import row_keys
 from engine.sampler import sample
@@ -198,14 +197,6 @@ def test_logits_whose_rows_lie_apart_are_read_where_they_are():
 
 def test_no_rows_give_no_tokens():
     assert OURS.draw(torch.empty(0, 70, device=DEVICE), sampling(0)).shape == (0,)
-
-
-def test_triton_draws_on_cuda_and_torch_elsewhere(monkeypatch, caplog):
-    assert type(select_draws(torch.device("cuda"))) is TritonDraws
-    assert select_draws(torch.device("cpu")) is None
-    monkeypatch.setitem(__import__("sys").modules, "engine.kernels.triton_sampler", None)
-    assert select_draws(torch.device("cuda")) is None
-    assert "sampling: torch's operations" in caplog.text
 
 
 def shares_of(logits, size):

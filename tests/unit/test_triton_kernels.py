@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from engine.config import EngineConfig
 from engine.kernels.base import TorchKernels
-from engine.kernels.select import select_kernels
 from engine.kernels.triton_kernels import WIDEST, TritonKernels
 from engine.runner import ModelRunner
 from parallel.group import SoloGroup
@@ -130,16 +129,6 @@ def test_torch_serves_what_the_kernels_are_not_made_for():
     turns = angles(3, 4)
     found = OURS.norm_rotate(gaps, None, OURS.rotation(turns), EPS)
     assert torch.equal(found, TORCHS.norm_rotate(gaps, None, TORCHS.rotation(turns), EPS))
-
-
-def test_without_triton_torch_serves_and_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "engine.kernels.triton_kernels", None)
-    assert type(select_kernels(64, torch.bfloat16, torch.device("cuda"))) is TorchKernels
-    assert "need a package that is not here" in caplog.text
-
-
-def test_triton_serves_cuda():
-    assert type(select_kernels(64, torch.bfloat16, torch.device("cuda"))) is TritonKernels
 
 
 @pytest.mark.parametrize("name", ["qwen3"])
