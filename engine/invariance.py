@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 
+import torch
 from torch import nn
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.kernels.triton_here import why_no_triton
 from parallel.group import Group
 from parallel.linear import ParallelLinear
-from parallel.methods import PlainLinear
 
 logger = logging.getLogger(__name__)
 
@@ -19,10 +20,29 @@ MOST_RANKS = 2  # two numbers have one sum, in whatever order
 
 
 def check_invariance(config: EngineConfig, group: Group) -> None:
-    """Raise `ConfigError` for what cannot be had together with `batch_invariant` between these ranks."""
-    size = group.size
-    if not config.batch_invariant or size <= MOST_RANKS:
+    """Raise `ConfigError` for what cannot be had together with `batch_invariant` here. config: resolved."""
+    if not config.batch_invariant:
         return
+    if group.device.type == "cuda":
+        _check_gpu(config, group.device)
+    if group.size > MOST_RANKS:
+        _check_sums(config, group)
+
+
+def _check_gpu(config: EngineConfig, device: torch.device) -> None:
+    if config.quantization is not None:
+        raise ConfigError(
+            f"batch_invariant: products with weights in {config.quantization} depend on the batch on a GPU; use the "
+            "unquantised checkpoint, without quantization",
+            "batch_invariant",
+        )
+    reason = why_no_triton(device)
+    if reason is not None:
+        raise ConfigError(f"batch_invariant needs Triton's kernels on a GPU: {reason}", "batch_invariant")
+
+
+def _check_sums(config: EngineConfig, group: Group) -> None:
+    size = group.size
     if not group.sums_in_order:
         raise ConfigError(
             f"batch_invariant: the sum over tensor_parallel_size={size} ranks has another order in larger steps, and "
@@ -38,21 +58,9 @@ def check_invariance(config: EngineConfig, group: Group) -> None:
 
 
 def fix_products(model: nn.Module) -> None:
-    """Multiply by every weight of a model on a GPU with one tiling, whatever the number of rows.
-
-    Raises `ConfigError` naming `batch_invariant` for weights that are not plain, and where Triton is not installed.
-    """
+    """Multiply by every weight of a model on a GPU with one tiling, whatever the number of rows. All are plain."""
+    make = import_module("engine.kernels.triton_linear").TritonLinear
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
-    for layer in layers:
-        if not isinstance(layer.method, PlainLinear):
-            raise ConfigError(
-                f"batch_invariant: products by {type(layer.method).__name__} are not; use weights as they are",
-                "batch_invariant",
-            )
-    try:
-        make = import_module("engine.kernels.triton_linear").TritonLinear
-    except ImportError as error:
-        raise ConfigError(f"batch_invariant needs the package triton on a GPU: {error}", "batch_invariant") from error
     for layer in layers:
         layer.method = make(layer.weight)
     logger.info("products: %d by TritonLinear, of one tiling whatever the number of rows", len(layers))

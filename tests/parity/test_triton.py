@@ -1,6 +1,7 @@
 """Models served with the Triton attention kernels, in Triton's interpreter, and how that backend is chosen."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -155,7 +156,7 @@ def test_batch_invariance_is_had_from_triton_or_refused(gpu, monkeypatch, wanted
         (3, False, "cpu", "float32", r"tensor_parallel_size=3.*at most 2"),
     ],
 )
-def test_sums_over_more_than_two_ranks_need_a_fixed_order(ranks, in_order, device, dtype, said):
+def test_sums_over_more_than_two_ranks_need_a_fixed_order(gpu, ranks, in_order, device, dtype, said):
     group = FakeGroup(0, ranks)
     group.sums_in_order, group.device = in_order, torch.device(device)
     for wanted in (False, True):
@@ -172,10 +173,26 @@ def test_every_product_gets_one_tiling(tmp_path):
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
     assert len(layers) == 4 * folder.spec.num_layers + 1
     assert {type(layer.method).__name__ for layer in layers} == {"TritonLinear"}
-    with pytest.raises(
-        ConfigError, match="products by TritonLinear are not"
-    ):  # as those of quantised weights are not
-        fix_products(model)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "compressed-tensors"])
+def test_quantised_weights_are_refused_before_they_are_read(gpu, quantization):
+    group = FakeGroup(0, 1)
+    group.device = torch.device("cuda:0")
+    config = EngineConfig("model", batch_invariant=True, quantization=quantization)
+    with pytest.raises(ConfigError, match=f"weights in {quantization}.*unquantised checkpoint") as refused:
+        check_invariance(config, group)
+    assert refused.value.flag == "batch_invariant"
+    check_invariance(replace(config, quantization=None), group)
+    check_invariance(config, FakeGroup(0, 1))  # a CPU's have the same bits in any company
+
+
+def test_it_is_refused_where_triton_cannot_run(gpu):
+    gpu(7, 5)
+    group = FakeGroup(0, 1)
+    group.device = torch.device("cuda:0")
+    with pytest.raises(ConfigError, match=r"batch_invariant needs Triton.*compute capability 8\.0"):
+        check_invariance(EngineConfig("model", batch_invariant=True), group)
 
 
 def save_scales(folder, scales):
