@@ -14,6 +14,7 @@ from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.select import select_backend
 from engine.carry import Carry
 from engine.config import EngineConfig
+from engine.current_device import current, on_own_device
 from engine.device_outputs import DeviceOutputs, HostSide
 from engine.executor import Pending
 from engine.forward import LOGIT_ROWS, Forward, Passed
@@ -82,11 +83,17 @@ class ModelRunner:
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
+        with current(group.device):
+            self._start(shrink)
+
+    def _start(self, shrink: bool) -> None:
+        """Load, measure, allocate, warm up. shrink: whether a context that does not fit may be made shorter."""
         with self._phase("weights"):
             self.model: Decoder = self._load()
             self._meet()
-        self._attention = self._backend(config)
-        self._kv_scales = read_kv_scales(folder.path, self.spec, group) if config.fp8_cache else None
+        self._attention = self._backend(self.config)
+        scaled = self.config.fp8_cache
+        self._kv_scales = read_kv_scales(self._folder.path, self.spec, self.group) if scaled else None
         self._cache = self._allocate(1)
         self._forward = self._assemble()
         with self._phase("kv blocks"):
@@ -104,6 +111,7 @@ class ModelRunner:
         pending = self.launch(inputs, sampling)
         return None if pending is None else pending.result()
 
+    @on_own_device
     @torch.inference_mode()
     def launch(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> Pending | None:
         """Let the device run one step; returns the way to its results where `sampling` is given, None elsewhere."""
@@ -129,6 +137,7 @@ class ModelRunner:
             pass
         return None
 
+    @on_own_device
     def sleep(self, level: int) -> None:
         """Give back the memory of KV cache and weights; see `Executor.sleep`. On a CPU level 1 leaves the weights.
 
@@ -145,6 +154,7 @@ class ModelRunner:
         self._level = level
         self._meet()
 
+    @on_own_device
     def wake(self, tag: str) -> None:
         """Take the memory of one of `engine.sleep.TAGS` again; see `Executor.wake`. Returns when all ranks have.
 

@@ -127,11 +127,22 @@ class Played:
     """What was asked of the GPU that is not there.
 
     kernels: names of Triton's kernels, in order of their launches. compiled: what each would be compiled for.
+    device: number of the current GPU.
     """
 
     shapes: FakeTensorMode
     kernels: list[str] = field(default_factory=list)
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
+    device: int = 0
+
+    @contextmanager
+    def on(self, device: int) -> Iterator[None]:
+        """Let another GPU be the current one."""
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
 
 
 class FakeParameter(FakeTensor, ShardedParameter):
@@ -175,7 +186,7 @@ def cuda_in_shapes() -> Iterator[Played]:
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
         "device_count": lambda: 1,
-        "current_device": lambda: 0,
+        "current_device": lambda: played.device,
         "set_device": lambda device: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "a GPU that is not there",
@@ -191,7 +202,7 @@ def cuda_in_shapes() -> Iterator[Played]:
         "synchronize": lambda device=None: None,
         "current_stream": lambda device=None: FakeStream(),
         "stream": lambda stream: nullcontext(),
-        "device": lambda device: nullcontext(),
+        "device": lambda device: played.on(torch.device(device).index or 0),
         "graph_pool_handle": lambda: (0, 0),
         "CUDAGraph": FakeGraph,
         "Stream": FakeStream,
@@ -235,8 +246,10 @@ def _kernels_noted(played: Played) -> Iterator[None]:
 
     def run(kernel: Any, *args: Any, **constants: Any) -> None:
         for each in args:
-            if isinstance(each, Tensor) and each.device.type != "cuda":
-                raise RuntimeError(f"kernel {kernel.fn.__name__} is given a tensor on {each.device}")
+            if isinstance(each, Tensor) and each.device != torch.device("cuda", played.device):
+                raise RuntimeError(
+                    f"kernel {kernel.fn.__name__} on {played.device} is given a tensor on {each.device}"
+                )
         played.kernels.append(kernel.fn.__name__)
         played.compiled.add(_compiled_for(kernel, args, constants))
 

@@ -35,10 +35,10 @@ def runner(played):
     return made()
 
 
-def made(**changes) -> ModelRunner:
+def made(gpu: str = "cuda:0", **changes) -> ModelRunner:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_blocks": 70, "max_model_len": 1024}
     wanted = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK, **sizes, **changes}
-    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup("cuda:0"))
+    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup(gpu))
 
 
 def decode(num_seqs: int, length: int = 40) -> StepInputs:
@@ -121,6 +121,16 @@ def test_other_settings_run_too(played, changes):
     runner = made(**changes)
     runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3, top_p=full(3, 1)))
     runner.launch(decode(5), sampling(5, top_p=full(5, 1)))
+
+
+def test_another_gpu_than_the_first_runs_its_own_kernels(played):
+    runner = made("cuda:1")
+    runner.sleep(1)
+    for tag in TAGS:
+        runner.wake(tag)
+    for step in (dummy_step(100, 3, 1024, BLOCK), decode(3)):
+        assert runner.launch(step, sampling(3)).result().token_ids.shape == (3,)
+    assert played.device == 0
 
 
 def test_an_engine_wakes_from_both_depths_of_sleep(played):
