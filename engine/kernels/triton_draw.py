@@ -19,7 +19,8 @@ NEVER = tl.constexpr(float("-inf"))
 SLACK = tl.constexpr(1.0001)  # that a bound made of peaks has to spare, so that rounding cannot make it too high
 
 
-@triton.jit
+# Shares of a vocabulary need no kernels of their own: where their peaks and masses begin follows from the rows.
+@triton.jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["peaks", "masses"])
 def scan(
     logits: tl.tensor,  # [num_rows, vocab], rows strided
     temperatures: tl.tensor,
@@ -143,7 +144,7 @@ def restrict(
             tl.store(masses + row * num_runs + mine, tl.sum(weights, 1), mask=which < count)
 
 
-@triton.jit(do_not_specialize=["filtered"])
+@triton.jit(do_not_specialize=["num_runs", "filtered"], do_not_specialize_on_alignment=["peaks", "masses", "leasts"])
 def race(
     logits: tl.tensor,
     temperatures: tl.tensor,

@@ -181,6 +181,24 @@ def test_no_request_waits_for_a_kernel_to_be_compiled(played, changes):
     assert {kernel[0] for kernel in played.compiled - at_start} == set()
 
 
+@pytest.mark.parametrize("vocab", [151_936, 128_256])
+def test_shares_are_drawn_by_the_kernels_of_whole_rows(played, vocab):
+    from engine.kernels.triton_sampler import TritonDraws
+
+    def compiled(draw, *given):
+        played.compiled.clear()
+        draw(*given)
+        return set(played.compiled)
+
+    draws, group = TritonDraws(), SoloGroup("cuda:0")
+    group.rank, group.size, group.all_gather = 1, 2, lambda x, dim=-1: torch.cat((x, x), dim)
+    at_start = compiled(draws.draw, torch.zeros(4, vocab, device="cuda"), sampling(4))
+    for count in (1, 2, 3, 16, 33):
+        own = torch.zeros(count, vocab // 2, device="cuda")
+        given = full(count, 0.7), np.zeros(count, np.int64), vocab, group
+        assert compiled(draws.draw_share, own, *given) <= at_start
+
+
 def test_prompts_and_a_prompt_in_the_middle_run(runner):
     whole = runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3)).result()
     assert whole.token_ids.shape == (3,)
