@@ -7,9 +7,11 @@ message, so this is for small ones; larger ones go through the group below, NCCL
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -35,6 +37,7 @@ DTYPES = (torch.bfloat16, torch.float32)  # that the kernel is written for
 # Torch counts its meetings by process, and ranks whose counts differ, as after an earlier group of one of them, would
 # wait for each other as long as the store lets them.
 MEETING = timedelta(seconds=20)
+REST_TIMEOUT = 2.0  # seconds that a GPU has to end its work before its buffer is left behind
 _FINE = "fine"
 _OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
@@ -102,8 +105,8 @@ class SymmetricGroup(Group):
 
     @override
     def close(self) -> None:
+        self._inner.close()  # first, as it ends what the device would wait for behind a shot
         self._one_shot.close()
-        self._inner.close()
 
 
 def through_symmetric_memory(
@@ -210,6 +213,19 @@ def _common_name(store: Store, rank: int) -> str:
     return store.get("name").decode()
 
 
+def _comes_to_rest(device: torch.device) -> bool:
+    """Return whether a GPU is done with its work, or is soon. One that has failed is not."""
+    deadline = time.monotonic() + REST_TIMEOUT
+    try:
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(device))
+        while not done.query() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return done.query()
+    except RuntimeError:
+        return False
+
+
 class _TorchOneShot:
     """Torch's own kernel (`torch.distributed._symmetric_memory`), for a group that torch's registry does not know.
 
@@ -256,7 +272,11 @@ class _TorchOneShot:
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, x)
 
     def close(self) -> None:
-        self._buffer = None
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and not _comes_to_rest(self._device):
+            logger.warning("a GPU waits for a rank that is gone: a buffer of %d bytes is left to it", buffer.nbytes)
+            # To free it, torch would wait for the GPU and let no other thread run meanwhile.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
         if self._group is not None:
             c10d: Any = torch._C._distributed_c10d
             c10d._unregister_process_group(self._name)

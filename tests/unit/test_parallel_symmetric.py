@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from parallel import symmetric
+from parallel.group import SoloGroup
 from parallel.symmetric import LIMITS, SymmetricGroup, through_symmetric_memory
 from tests.unit.thread_group import ThreadGroup, on_ranks
 
@@ -155,6 +159,21 @@ def test_closing_closes_both():
     for group, fake, _ in ranks:
         group.close()
         assert fake.closed
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_buffer_that_the_gpu_still_waits_in_is_left_to_it(monkeypatch, caplog, works):
+    monkeypatch.setattr(symmetric, "REST_TIMEOUT", 0.05)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: works)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    one_shot = symmetric._TorchOneShot(SoloGroup("cuda:0"), dist.HashStore())
+    one_shot._buffer = torch.ones(4)
+    buffer = weakref.ref(one_shot._buffer)
+    one_shot.close()
+    one_shot.close()
+    assert (buffer() is None) == works  # freeing it waits for the GPU, with the interpreter's lock held
+    assert ("left to it" in caplog.text) != works
 
 
 def test_torch_has_what_its_own_kernel_is_asked_with():
