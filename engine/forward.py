@@ -18,6 +18,7 @@ from engine.report import StepInputs
 from engine.sharded_draw import Head
 from engine.step_buffers import StepBuffers
 from engine.step_tensors import split_step, to_device
+from engine.upload import upload
 
 # Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
 PART_TOKENS = 1024
@@ -118,7 +119,7 @@ class Forward:
         if self._attention.reads_unwritten:
             opened = opened_blocks(inputs.slot_mapping, self._cache.block_size)
             if opened.size:
-                self._cache.clear(torch.from_numpy(opened).to(self._device))
+                self._cache.clear(upload([opened], self._device)[0])
 
     def _states(self, step: StepTensors, metadata: object) -> Tensor:
         context = AttentionContext(self._attention, metadata, self._cache.layers)

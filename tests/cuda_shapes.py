@@ -127,13 +127,14 @@ class Played:
     """What was asked of the GPU that is not there.
 
     kernels: names of Triton's kernels, in order of their launches. compiled: what each would be compiled for.
-    device: number of the current GPU.
+    device: number of the current GPU. waits: copies to it that the host waited for, and so for all that was queued.
     """
 
     shapes: FakeTensorMode
     kernels: list[str] = field(default_factory=list)
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
     device: int = 0
+    waits: int = 0
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
@@ -161,9 +162,10 @@ class FakeParameter(FakeTensor, ShardedParameter):
 class _Creation(TorchFunctionMode):
     """Host memory is not pinned where no driver could do it, and what is copied from the host has no contents."""
 
-    def __init__(self, shapes: FakeTensorMode) -> None:
+    def __init__(self, played: Played) -> None:
         super().__init__()
-        self._shapes = shapes
+        self._played = played
+        self._shapes = played.shapes
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -171,6 +173,8 @@ class _Creation(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and "device" in kwargs:
             device = kwargs.pop("device")
             return func(*args, **kwargs).new_empty(np.shape(args[0]), device=device)
+        if func is Tensor.to and args[0].device.type == "cpu" and not kwargs.get("non_blocking"):
+            self._played.waits += any("cuda" in str(each) for each in (*args[1:], *kwargs.values()))
         if func is Tensor.to and not isinstance(args[0], FakeTensor):
             args = (self._shapes.from_tensor(args[0]), *args[1:])
         if func is Tensor.numpy:
@@ -216,7 +220,7 @@ def cuda_in_shapes() -> Iterator[Played]:
         stack.enter_context(mock.patch("engine.loader.fill", lambda reads, device, ranks: 0))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", _record_stream))
         played = Played(stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True)))
-        stack.enter_context(_Creation(played.shapes))
+        stack.enter_context(_Creation(played))
         real = torch.from_numpy
         stack.enter_context(
             mock.patch.object(torch, "from_numpy", lambda array: played.shapes.from_tensor(real(array)))

@@ -89,9 +89,11 @@ def full(num: int, value: float, dtype=np.float32):
     ],
     ids=["greedy", "temperature", "mixed", "min-p", "top-p", "logprobs", "allowed", "biases", "penalties", "masks"],
 )
-def test_a_decode_step_draws_without_waiting_for_the_device(runner, changes):
+def test_a_decode_step_draws_without_waiting_for_the_device(runner, played, changes):
+    before = played.waits
     outputs = runner.launch(decode(4), sampling(4, **changes)).result()
     assert outputs.token_ids.shape == (4,)
+    assert played.waits == before
 
 
 def test_what_a_gpu_runs_is_ours(runner, played):
@@ -121,6 +123,16 @@ def test_other_settings_run_too(played, changes):
     runner = made(**changes)
     runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3, top_p=full(3, 1)))
     runner.launch(decode(5), sampling(5, top_p=full(5, 1)))
+
+
+def test_blocks_are_cleared_for_a_backend_that_reads_them_unwritten_while_the_step_before_runs(
+    runner, played, monkeypatch
+):
+    monkeypatch.setattr(runner._attention, "reads_unwritten", True, raising=False)
+    before = played.waits
+    for step in (decode(4, length=2 * BLOCK + 1), dummy_step(100, 3, 1024, BLOCK)):
+        runner.launch(step, sampling(step.num_reqs))
+    assert played.waits == before
 
 
 def test_another_gpu_than_the_first_runs_its_own_kernels(played):
@@ -239,6 +251,8 @@ def test_an_engine_generates_with_steps_ahead_of_their_results(played):
             SamplingParams(**several, min_p=0.1, logit_bias={3: 1.0}),
             SamplingParams(**several, min_tokens=3, bad_words=["import"]),
         ]
+        before = played.waits
         answers = llm.generate(prompts, params, use_tqdm=False)
+        assert played.waits == before
         assert llm.stats().steps_ahead > 10
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [20, 20, 20, 25, 20, 20, 20, 20]
