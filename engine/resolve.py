@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from engine.attention_choice import check_attention_on_cpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_room import fit_given_blocks
@@ -18,13 +19,15 @@ HALF = ("bfloat16", "float16")
 def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     """Return the config with device, dtype, quantization and max_model_len filled in.
 
-    Raises `ConfigError` for a device that is not there, and what `resolve_for` raises.
+    Raises `ConfigError` for a device that is not there or lacks what was asked for, and what `resolve_for` raises.
     """
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
     resolved = resolve_for(config, spec, device)
     check_capability(quantization_of(resolved, spec), device)
+    if device == "cpu":
+        check_attention_on_cpu(resolved, spec)
     return resolved
 
 

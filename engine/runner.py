@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionSpec
+from engine.attention.base import AttentionBackend
 from engine.attention.select import select_backend
+from engine.attention_choice import attention_spec
 from engine.carry import Carry
 from engine.config import EngineConfig
 from engine.current_device import current, on_own_device
@@ -211,23 +212,8 @@ class ModelRunner:
             self.group.broadcast(torch.zeros(1, device=self.group.device), rank, timeout=START_TIMEOUT)
 
     def _backend(self, config: EngineConfig) -> AttentionBackend:
-        spec, heads = self.spec, self.model.attention_heads
-        return select_backend(
-            config.attention_backend,
-            AttentionSpec(
-                num_heads=heads[0],
-                num_kv_heads=heads[1],
-                head_dim=spec.head_dim,
-                scale=spec.attention_scale,
-                windows=tuple(sorted(set(spec.sliding_windows))),
-                softcap=spec.attention_softcap,
-                block_size=config.block_size,
-                dtype=self.dtype,
-                device=self.group.device,
-                fp8_cache=config.fp8_cache,
-                batch_invariant=config.batch_invariant,
-            ),
-        )
+        wanted = attention_spec(config, self.spec, self.model.attention_heads, self.group.device)
+        return select_backend(config.attention_backend, wanted)
 
     def _allocate(self, num_blocks: int) -> KVCache:
         spec, kv_heads = self.spec, self._attention.spec.num_kv_heads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 
 from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.flash import FlashAttention, why_not_flash
@@ -32,22 +33,31 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
         return _with_fp8_cache(wanted, spec)
     finders = {"flash": _flash, "triton": _triton, "torch_varlen": _torch_varlen, "native": _native}
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
-    reasons: list[str] = []
+    reasons: dict[str, str] = {}
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
         found = finders[name](spec)
         if not isinstance(found, str):
-            others = "".join(f"; {reason}" for reason in reasons)
+            others = "".join(f"; {reason}" for reason in _told(reasons))
             logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
             return found
-        reasons.append(f"{name} cannot be used: {found}")
+        reasons[name] = found
     if spec.batch_invariant:
-        raise ConfigError(f"batch_invariant cannot be had here: {_none_is_invariant(reasons)}", "batch_invariant")
+        raise ConfigError(
+            f"batch_invariant cannot be had here: {_none_is_invariant(_told(reasons))}", "batch_invariant"
+        )
     if wanted not in ("reference", "auto"):
-        raise ConfigError(f"attention_backend={wanted} cannot be used: {reasons[0]}", "attention_backend")
+        raise ConfigError(
+            f"attention_backend={wanted} cannot be used: {reasons[wanted]}; use attention_backend=auto",
+            "attention_backend",
+        )
     # On a GPU the reference is many times slower than it need be.
     level = logging.WARNING if reasons and spec.device.type == "cuda" else logging.INFO
-    logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in reasons))
+    logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in _told(reasons)))
     return ReferenceAttention(spec)
+
+
+def _told(reasons: Mapping[str, str]) -> list[str]:
+    return [f"{name} cannot be used: {reason}" for name, reason in reasons.items()]
 
 
 def _none_is_invariant(reasons: list[str]) -> str:

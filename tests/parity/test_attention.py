@@ -7,12 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.demo import demo_model_path
 from engine.attention import plan as planning
 from engine.attention.base import AttentionSpec, LayerCache
 from engine.attention.flash import FlashAttention, why_not_flash
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
+from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model_folder import open_model
+from engine.resolve import resolve
 from engine.step_tensors import to_device
 from tests.parity.step_layouts import BLOCK, NUM_BLOCKS, make_step
 
@@ -250,3 +254,19 @@ def test_auto_takes_what_works_and_a_forced_backend_is_refused_by_name(caplog):
     with pytest.raises(ConfigError, match="needs a CUDA device") as refused:
         select_backend("flash", spec())
     assert refused.value.flag == "attention_backend"
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "message"),
+    [
+        ({"attention_backend": "flash"}, "attention_backend", r"flash cannot be used: it needs.*use .*=auto"),
+        ({"attention_backend": "torch_varlen"}, "attention_backend", r"torch_varlen cannot be used.*=auto"),
+        ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "kv_cache_dtype", r"use kv_cache_dtype=auto"),
+        ({"attention_backend": "reference", "batch_invariant": True}, "batch_invariant", r"attention_backend=auto"),
+    ],
+)
+def test_what_a_cpu_does_not_have_is_told_before_anything_is_loaded(settings, flag, message):
+    spec = open_model(str(demo_model_path())).spec
+    with pytest.raises(ConfigError, match=message) as refused:
+        resolve(EngineConfig(str(demo_model_path()), device="cpu", **settings), spec)
+    assert refused.value.flag == flag
