@@ -17,7 +17,7 @@ from cluster.worker_actor import LogAs, RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor import Executor
-from engine.local_executor import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
+from engine.executor_start import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
 from engine.model_folder import ModelFolder
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing

@@ -17,9 +17,9 @@ from engine.batch_run import BatchRun
 from engine.config import EngineConfig, config_fields
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
+from engine.executor_start import ModelInfo, build_executor
 from engine.grammar.process import GrammarService
 from engine.interrupts import DeferredInterrupt
-from engine.local_executor import ModelInfo, build_executor
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
 from engine.request import Pooling, Request

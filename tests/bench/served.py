@@ -27,7 +27,7 @@ from deploy.haproxy import prepare_haproxy
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.local_executor import build_executor
+from engine.executor_start import build_executor
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

@@ -15,7 +15,7 @@ from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.local_executor import drive_gang, prepare_model
+from engine.executor_start import drive_gang, prepare_model
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.worker import run_worker

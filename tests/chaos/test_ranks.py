@@ -17,7 +17,7 @@ from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.local_executor import build_executor
+from engine.executor_start import build_executor
 from engine.report import StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams

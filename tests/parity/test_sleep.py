@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError, EngineAsleepError
+from engine.executor_start import build_executor, model_info
 from engine.graph_sizes import GraphSizes
 from engine.llm import LLM
-from engine.local_executor import SoloExecutor, build_executor, model_info
+from engine.local_executor import SoloExecutor
 from engine.parking import tensors_of
 from engine.request import Request
 from engine.runner import ModelRunner
