@@ -89,7 +89,9 @@ class ReplicaHost:
         """Return how this replica is reached from `node`."""
         info = self._group.info
         address = await asyncio.shield(self._listen(listening_host(self._config, [node])))
-        return Announcement(self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary)
+        return Announcement(
+            self._id, address, info.phases, info.kv_tokens, self._group.pids, self._vocabulary, info.words
+        )
 
     def close_traces(self) -> None:
         """Export the spans that wait, in a few seconds at most. Can be called twice; from any thread."""

@@ -46,10 +46,13 @@ class PhaseLog:
         names = list(dict.fromkeys(name for body in bodies for name in body["phases"]))
         slowest = {name: max(float(body["phases"].get(name, 0.0)) for body in bodies) for name in names}
         self.line("Placement", max(waited - sum(slowest.values()), 0.0), ranks)
+        notes = {
+            "Weights": "; ".join(dict.fromkeys(str(body["engine"]) for body in bodies)),
+            "KV blocks": f"{min(int(body['kv_tokens']) for body in bodies):,} tokens fit in each replica",
+        }
         for name, seconds in slowest.items():
             label = LABELS.get(name, name.capitalize())
-            fits = f"{min(int(body['kv_tokens']) for body in bodies):,} tokens fit in each replica"
-            self.line(label, seconds, fits if label == "KV blocks" else "")
+            self.line(label, seconds, notes.get(label, ""))
 
     def total(self, note: str) -> None:
         """Print how long all of it took."""

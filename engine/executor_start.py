@@ -51,6 +51,16 @@ class ModelInfo:
         """Tokens that fit the KV cache."""
         return (self.num_kv_blocks - 1) * self.config.block_size
 
+    @property
+    def words(self) -> str:
+        """What serves, in a line: architecture, types, how attention is computed."""
+        parts = [self.spec.architecture, self.config.dtype, f"attention {self.attention_backend}"]
+        if self.config.quantization is not None:
+            parts.append(f"quantization {self.config.quantization}")
+        if self.config.fp8_cache:
+            parts.append("KV cache fp8")
+        return ", ".join(parts)
+
 
 def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:
     """Load the model on this machine and return its executor, ready for the first step.
@@ -148,12 +158,5 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         attention_backend=runner.attention_backend,
         phases=dict(runner.phases),
     )
-    logger.info(
-        "%s in %s on %s, attention %s, KV cache of %d tokens",
-        spec.architecture,
-        config.dtype,
-        config.device,
-        info.attention_backend,
-        info.kv_tokens,
-    )
+    logger.info("%s on %s, KV cache of %d tokens", info.words, config.device, info.kv_tokens)
     return info

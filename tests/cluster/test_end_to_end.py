@@ -107,6 +107,7 @@ def test_health_and_ready_tell_the_truth(demo_app: App) -> None:
     assert body["ready"] is True
     assert len(body["replicas"]) == 2
     assert all(replica["kv_tokens"] > 0 and replica["phases"] for replica in body["replicas"])
+    assert all("attention " in replica["engine"] for replica in body["replicas"])
 
 
 def test_replicas_say_in_time_that_they_know_nothing_of_a_request(demo_app: App) -> None:

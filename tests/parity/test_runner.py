@@ -1,6 +1,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -178,8 +179,11 @@ def test_solo_executor_reports_what_came_up(models):
     assert info.num_kv_blocks == 3 * 16 + 1
     assert info.kv_tokens == 3 * 256
     assert info.attention_backend in ("native", "reference")
+    assert info.words == f"GPT2LMHeadModel, float32, attention {info.attention_backend}"
     assert set(info.phases) == {"weights", "kv blocks", "warm-up"}
     executor.close()
+    smaller = replace(info, config=replace(info.config, quantization="int8", kv_cache_dtype="fp8"))
+    assert smaller.words == f"{info.words}, quantization int8, KV cache fp8"
     executor.close()
     with pytest.raises(EngineDeadError):
         executor.execute(None, None)

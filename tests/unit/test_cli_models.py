@@ -18,9 +18,9 @@ from deploy.serve import Options, Server
 from engine.errors import ConfigError
 
 BODIES = [
-    {"id": "a", "model": "demo", "pids": [1], "phases": {"weights": 1.0}, "kv_tokens": 100},
-    {"id": "b", "model": "other", "pids": [2, 3], "phases": {"weights": 2.0}, "kv_tokens": 200},
-    {"id": "c", "model": "other", "pids": [4, 5], "phases": {"weights": 3.0}, "kv_tokens": 200},
+    {"id": "a", "model": "demo", "pids": [1], "phases": {"weights": 1.0}, "kv_tokens": 100, "engine": "X"},
+    {"id": "b", "model": "other", "pids": [2, 3], "phases": {"weights": 2.0}, "kv_tokens": 200, "engine": "X"},
+    {"id": "c", "model": "other", "pids": [4, 5], "phases": {"weights": 3.0}, "kv_tokens": 200, "engine": "X"},
 ]
 
 
@@ -38,9 +38,9 @@ def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
     first = lines.index("Model demo")
-    assert lines[first + 1 : first + 3] == ["Placement 9.0 s 1 replica x 1 rank", "Weights 1.0 s"]
+    assert lines[first + 1 : first + 3] == ["Placement 9.0 s 1 replica x 1 rank", "Weights 1.0 s X"]
     second = lines.index("Model other")
-    assert lines[second + 1 : second + 3] == ["Placement 7.0 s 2 replicas x 2 ranks", "Weights 3.0 s"]
+    assert lines[second + 1 : second + 3] == ["Placement 7.0 s 2 replicas x 2 ranks", "Weights 3.0 s X"]
     assert "http://127.0.0.1:77/v1 models demo, other" in " ".join(lines)
     assert '"model": "demo"' in text
     assert "`squadron chat --url http://127.0.0.1:77 --model demo`" in text

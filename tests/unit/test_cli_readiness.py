@@ -67,14 +67,14 @@ def test_the_logs_are_where_ray_was_told_to_keep_them(monkeypatch):
 def test_phases_are_the_slowest_of_each_and_the_rest_is_placement():
     output = io.StringIO()
     bodies = [
-        {"phases": {"weights": 2.0, "kv blocks": 0.1, "warm-up": 0.5}, "kv_tokens": 4096},
-        {"phases": {"weights": 1.0, "kv blocks": 0.4, "warm-up": 0.5}, "kv_tokens": 2048},
+        {"phases": {"weights": 2.0, "kv blocks": 0.1, "warm-up": 0.5}, "kv_tokens": 4096, "engine": "X, float32"},
+        {"phases": {"weights": 1.0, "kv blocks": 0.4, "warm-up": 0.5}, "kv_tokens": 2048, "engine": "X, float32"},
     ]
     PhaseLog(Console(file=output, width=100)).replicas(bodies, 10.0, "2 replicas x 1 ranks")
     lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
     assert lines == [
         "Placement 7.1 s 2 replicas x 1 ranks",
-        "Weights 2.0 s",
+        "Weights 2.0 s X, float32",
         "KV blocks 0.4 s 2,048 tokens fit in each replica",
         "Warm-up 0.5 s",
     ]
