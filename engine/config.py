@@ -98,9 +98,10 @@ class EngineConfig:
     def _checked_sizes(self, sizes: Collection[int]) -> tuple[int, ...]:
         """Return padded batch sizes in order, each once. Raises `ConfigError`."""
         name = "cudagraph_capture_sizes"
-        wrong = [size for size in sizes if type(size) is not int or size < 1]
+        wrong = isinstance(sizes, str) or any(type(size) is not int or size < 1 for size in sizes)
         if wrong or not sizes:
-            raise ConfigError(f"{name} must be one or more numbers from 1, such as 1,2,4,8, not {list(sizes)}", name)
+            given = sizes if isinstance(sizes, str) else list(sizes)
+            raise ConfigError(f"{name} must be one or more numbers from 1, such as 1,2,4,8, not {given!r}", name)
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
         if max(sizes) > most:
             raise ConfigError(

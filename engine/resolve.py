@@ -28,6 +28,7 @@ def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     check_capability(quantization_of(resolved, spec), device)
     if device == "cpu":
         check_attention_on_cpu(resolved, spec)
+        _check_no_graphs(resolved)
     return resolved
 
 
@@ -60,6 +61,12 @@ def _auto_dtype(spec: DecoderSpec, device: str) -> str:
     probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
     can = probe() if probe else {}
     return "bfloat16" if can.get("avx512_bf16") or can.get("amx_bf16") or can.get("bf16") else "float32"
+
+
+def _check_no_graphs(config: EngineConfig) -> None:
+    if config.cudagraph_capture_sizes is not None:
+        name = "cudagraph_capture_sizes"
+        raise ConfigError(f"{name} is for CUDA graphs, which device=cpu does not have; leave it out", name)
 
 
 def set_threads(size: int) -> None:

@@ -263,6 +263,7 @@ def test_auto_takes_what_works_and_a_forced_backend_is_refused_by_name(caplog):
         ({"attention_backend": "torch_varlen"}, "attention_backend", r"torch_varlen cannot be used.*=auto"),
         ({"attention_backend": "native", "kv_cache_dtype": "fp8"}, "kv_cache_dtype", r"use kv_cache_dtype=auto"),
         ({"attention_backend": "reference", "batch_invariant": True}, "batch_invariant", r"attention_backend=auto"),
+        ({"cudagraph_capture_sizes": (1, 8)}, "cudagraph_capture_sizes", r"device=cpu does not have; leave it out"),
     ],
 )
 def test_what_a_cpu_does_not_have_is_told_before_anything_is_loaded(settings, flag, message):
