@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionContext, AttentionSpec, LayerCache, StepTensors
+from engine.attention.base import AttentionBackend, AttentionContext, LayerCache, StepTensors
 from engine.attention.flash import unfit_for_flash
 from engine.attention.triton_fit import unfit_for_triton
+from engine.attention_choice import attention_spec
 from engine.config import EngineConfig
 from engine.forward import LOGIT_ROWS
 from engine.kv_cache import block_bytes
@@ -64,7 +65,7 @@ def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
     """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises `ShardingError`."""
     check_sharding(spec, config.tensor_parallel_size)
     decoder = build_blueprint(config, spec)
-    attention = attention_spec(config, spec, decoder)
+    attention = attention_spec(config, spec, decoder.attention_heads, META)
     heads, kv_heads = decoder.attention_heads
     weights = sum(weight.nbytes for weight in decoder.parameters())
     inside = [part.weight for part in decoder.layers.modules() if isinstance(part, ParallelLinear)]
@@ -104,7 +105,7 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     with META, torch.inference_mode():
         ids = torch.empty(step.num_tokens, dtype=torch.int32)
         empty = torch.empty(0)
-        backend = BlueprintAttention(attention_spec(config, spec, decoder))
+        backend = BlueprintAttention(attention_spec(config, spec, decoder.attention_heads, META))
         context = AttentionContext(backend, None, (LayerCache(empty, empty),) * layers)
         with LiveBytes() as inside:
             decoder(ids, ids, context)
@@ -164,24 +165,6 @@ class BlueprintAttention(AttentionBackend):
         window: int,
     ) -> Tensor:
         return query.new_empty(query.shape)
-
-
-def attention_spec(config: EngineConfig, spec: DecoderSpec, decoder: Decoder) -> AttentionSpec:
-    """Return what a decoder on `meta` asks of attention."""
-    heads, kv_heads = decoder.attention_heads
-    return AttentionSpec(
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.attention_scale,
-        windows=tuple(sorted(set(spec.sliding_windows))),
-        softcap=spec.attention_softcap,
-        block_size=config.block_size,
-        dtype=getattr(torch, config.dtype),
-        device=META,
-        fp8_cache=config.fp8_cache,
-        batch_invariant=config.batch_invariant,
-    )
 
 
 def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,16 +13,7 @@ int multiplies(void) { return SUPPORTED; }
 
 /* weights [outs][ins] to packed; ins is a multiple of DEPTH. */
 void pack(const elem *weights, elem *packed, int64_t outs, int64_t ins) {
-    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
-#pragma omp parallel for
-    for (long panel = 0; panel < panels; panel++)
-        for (long k = 0; k < depth; k++)
-            for (long n = 0; n < WIDE; n++)
-                for (long j = 0; j < DEPTH; j++) {
-                    const long out = panel * WIDE + n;
-                    packed[((panel * depth + k) * WIDE + n) * DEPTH + j] =
-                        out < outs ? weights[out * ins + k * DEPTH + j] : 0;
-                }
+    pack_panels((const char *)weights, (char *)packed, outs, ins, sizeof(elem));
 }
 
 /* One band of rows with one panel. */

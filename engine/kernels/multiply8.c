@@ -32,16 +32,7 @@ INLINE void widen(const int8_t *from, elem *to) {
 
 /* weights [outs][ins] to packed; ins is a multiple of DEPTH. */
 void pack8(const int8_t *weights, int8_t *packed, int64_t outs, int64_t ins) {
-    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
-#pragma omp parallel for
-    for (long panel = 0; panel < panels; panel++)
-        for (long k = 0; k < depth; k++)
-            for (long n = 0; n < WIDE; n++)
-                for (long j = 0; j < DEPTH; j++) {
-                    const long out = panel * WIDE + n;
-                    packed[((panel * depth + k) * WIDE + n) * DEPTH + j] =
-                        out < outs ? weights[out * ins + k * DEPTH + j] : 0;
-                }
+    pack_panels((const char *)weights, (char *)packed, outs, ins, sizeof(int8_t));
 }
 
 /* As multiply_rows, for at most MAX_ROWS rows and a whole panel of int8. */

@@ -35,6 +35,22 @@ INLINE vec times(const elem *x, const elem *weights, vec sum) {
 INLINE vec times(const elem *x, const elem *weights, vec sum) { return sum + load(x) * load(weights); }
 #endif
 
+/* weights [outs][ins] of `size` bytes each to panels, zeros behind the last of outs; ins is a multiple of DEPTH. */
+INLINE void pack_panels(const char *weights, char *packed, int64_t outs, int64_t ins, const long size) {
+    const long depth = ins / DEPTH, panels = (outs + WIDE - 1) / WIDE;
+#pragma omp parallel for
+    for (long panel = 0; panel < panels; panel++)
+        for (long k = 0; k < depth; k++)
+            for (long n = 0; n < WIDE; n++) {
+                const long out = panel * WIDE + n;
+                char *to = packed + ((panel * depth + k) * WIDE + n) * DEPTH * size;
+                if (out < outs)
+                    memcpy(to, weights + (out * ins + k * DEPTH) * size, DEPTH * size);
+                else
+                    memset(to, 0, DEPTH * size);
+            }
+}
+
 /* sums [rows][WIDE] (from 0 if `fresh`) += x [rows][stride] times `depth` steps of a panel. Vectors [from, to) of each
  * step of `next`, which is wanted after this, are fetched meanwhile; after the last panel that is beyond the weights,
  * where a fetch does nothing. */

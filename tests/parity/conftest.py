@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from parallel.rendezvous import Rendezvous
 from parallel.torch_group import connect
+from tests.parity.tiny_models import make
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +23,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Return a function that makes each kind of checkpoint once: (model, folder)."""
+    made = {}
+
+    def get(name: str) -> tuple[Any, Path]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = make(name, folder), folder
+        return made[name]
+
+    return get
 
 
 @pytest.fixture(scope="module")

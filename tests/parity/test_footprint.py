@@ -7,8 +7,9 @@ import torch
 
 from deploy.demo import demo_model_path
 from engine.attention.base import AttentionContext
+from engine.attention_choice import attention_spec
 from engine.config import EngineConfig
-from engine.footprint import BlueprintAttention, attention_spec, build_blueprint, footprint_of
+from engine.footprint import META, BlueprintAttention, build_blueprint, footprint_of
 from engine.live_bytes import LiveBytes
 from engine.loader import load_model
 from engine.model_folder import open_model
@@ -92,7 +93,7 @@ def test_the_layers_take_as_much_on_a_device_with_memory_as_on_one_without(folde
     config = resolve(settings(folders[name], 1), folder.spec)
     blueprint = build_blueprint(config, folder.spec)
     loaded = load_model(folder, folder.spec, config.context_len, SoloGroup(), torch.float32)
-    attention = BlueprintAttention(attention_spec(config, folder.spec, blueprint))
+    attention = BlueprintAttention(attention_spec(config, folder.spec, blueprint.attention_heads, META))
     assert peak(blueprint, attention) == peak(loaded, attention) > 500 * folder.spec.hidden_size * 4
 
 

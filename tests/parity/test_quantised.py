@@ -26,23 +26,9 @@ from parallel.quantise import FORMATS, quantised, scale_of
 from tests.parity.compressed import PROJECTIONS, SCHEMES, compress, scheme
 from tests.parity.stepping import Stepper
 from tests.parity.test_footprint import held_weights
-from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
+from tests.parity.tiny_models import CONFIGS, check_against, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return a function that makes each kind of checkpoint once: (model, folder)."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = make(name, folder), folder
-        return made[name]
-
-    return get
 
 
 def config(folder, **values):

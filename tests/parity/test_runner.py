@@ -22,21 +22,7 @@ from parallel.rendezvous import Rendezvous
 from parallel.torch_group import connect
 from tests.parity import failing_rank
 from tests.parity.stepping import Sequence, Stepper, sampling
-from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return a function that makes each kind of checkpoint once: (model, folder)."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            made[name] = make(name, folder), folder
-        return made[name]
-
-    return get
+from tests.parity.tiny_models import CONFIGS, check_against, prompts
 
 
 def config(folder, **values):
