@@ -27,7 +27,9 @@ QuantiseRows = Callable[[Tensor], tuple[Tensor, Tensor]]
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [rows, size] in e4m3 and the rows' scales [rows, 1] in fp32; x is about the product of both."""
     wide = x.float()
-    scale = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    # By a number of the host a GPU would not divide: it multiplies by the reciprocal, rounded.
+    scale = largest.div_(largest.new_full((1, 1), LARGEST)).clamp_(min=LEAST_SCALE)
     return (wide / scale).clamp_(-LARGEST, LARGEST).to(E4M3), scale
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.linear import NativeInt8Linear, NativeLinear
 from engine.kernels.native import native_library
@@ -88,6 +89,22 @@ def test_rows_of_activations_are_quantised_alone_and_hold_their_largest(x: Tenso
         alone, its_scale = quantise_rows(x[i : i + 1])
         assert torch.equal(alone.float()[0], rows.float()[i])
         assert torch.equal(its_scale[0], scales[i])
+
+
+def test_scales_are_quotients_on_a_gpu_too() -> None:
+    """By a number of the host torch's operations on CUDA multiply by its reciprocal instead, rounded."""
+    divisors = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "div" in str(function):
+                divisors.append(args[1])
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        quantise_rows(normal(3, 8))
+    assert len(divisors) == 2
+    assert all(isinstance(each, Tensor) and each.dim() for each in divisors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
