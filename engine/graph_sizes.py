@@ -8,6 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
+import numpy as np
+
 from engine.config import EngineConfig
 from engine.report import StepInputs
 
@@ -50,8 +52,11 @@ def graph_sizes(config: EngineConfig) -> GraphSizes:
 
 def decode_rows(inputs: StepInputs) -> int | None:
     """Return the sequences of a step in which each computes one token and wants its logits, None for another step."""
-    rows = inputs.num_reqs
-    return rows if rows == inputs.num_tokens == len(inputs.logits_indices) else None
+    rows, wanted = inputs.num_reqs, inputs.logits_indices
+    if not rows == inputs.num_tokens == len(wanted):
+        return None
+    # As many logits may also be siblings', drawn from one row, beside rows that want none.
+    return rows if (np.diff(wanted) > 0).all() else None
 
 
 def least(sizes: tuple[int, ...], rows: int) -> int | None:

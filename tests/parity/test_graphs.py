@@ -155,6 +155,23 @@ def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead):
     assert (core.stats().steps_ahead > 20) == ahead
 
 
+@pytest.mark.parametrize("beside", [{}, {"pooling": "last"}], ids=["a chunk of one token", "an embedding"])
+def test_siblings_draw_from_their_own_prompt_beside_one_that_draws_nothing(llama, beside):
+    """As many logits as tokens and sequences, but not one of each."""
+    told = []
+    for graphs in (True, False):
+        core, _, _ = engine_of(llama[1], graphs, max_num_batched_tokens=2)
+        core.add(Request("family", (9,), SamplingParams(n=2, max_tokens=4, ignore_eos=True), seed=1))
+        prompt = (7,) if beside else (5, 6, 7)
+        core.add(Request("beside", prompt, SamplingParams(max_tokens=2, ignore_eos=True), **beside))
+        told.append({})
+        while core.has_unfinished:
+            report = core.step()
+            for sequence, token in zip(report.sequences, report.token_ids, strict=True):
+                told[-1].setdefault((sequence.request.request_id, sequence.index), []).append(token)
+    assert told[0] == told[1]
+
+
 def test_two_ranks_say_from_graphs_what_they_say_without(two_ranks, llama):
     """In one padded size on both; greedy rows are gathered or drawn apart, as the executor asks."""
     _, folder = llama

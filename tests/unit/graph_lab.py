@@ -102,6 +102,7 @@ class BufferedExecutor(FakeExecutor):
             told = told_by(step, inputs, copies)
             self._check(full, told, inputs.num_reqs)
             return self._drew(super().execute(told, sampling))
+        assert inputs.logits_indices.tolist() == list(range(inputs.num_reqs)), "a graph gives a row its own logits"
         ids, copies = self.graphs.load(inputs, size)
         self._carry.fill(ids, carried)
         self._copy(copies.numpy())

@@ -73,6 +73,7 @@ def test_sizes_that_cannot_be_are_refused(settings, message):
         ([4, 9], [1, 2], [0, 2], None),
         ([0, 9], [1, 1], [1], None),  # a prompt of one token whose state is pooled
         ([4], [2], [0, 1], None),  # a prompt whose log-probabilities are wanted
+        ([0, 9], [1, 1], [0, 0], None),  # siblings draw from the last token of their prompt, beside a chunk of one
     ],
 )
 def test_only_steps_of_one_token_and_its_logits_for_each_sequence_are_decode_steps(computed, counts, wanted, rows):
