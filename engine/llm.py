@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast, get_args
+from typing import Any, Self, get_args
 
 from tqdm import tqdm
 
 from engine.batch_run import BatchRun
-from engine.config import EngineConfig, config_fields
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
 from engine.executor_start import ModelInfo, build_executor
 from engine.grammar.process import GrammarService
 from engine.interrupts import DeferredInterrupt
+from engine.llm_arguments import Message, Prompt, as_list, conversations, params_of, refuse_unknown
 from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
 from engine.request import Pooling, Request
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 BAR_DELAY = 1.0  # seconds: shorter runs need no progress bar
 
 
@@ -69,7 +67,7 @@ class LLM:
         Raises `ConfigError` naming the setting, `CheckpointError` naming what is wrong with the model, and
         `EngineDeadError` when a rank did not come up.
         """
-        _refuse_unknown(more)
+        refuse_unknown(more)
         self._may_sleep = enable_sleep_mode
         config = EngineConfig(
             model=str(model),
@@ -117,7 +115,7 @@ class LLM:
         `sleep` and `wake_up`, `EngineDeadError` when a rank died. Ctrl-C takes effect after the current step and
         leaves the LLM usable; a second one closes it at once.
         """
-        return self._run(self._tokenized(_as_list(prompts)), sampling_params, use_tqdm)
+        return self._run(self._tokenized(as_list(prompts)), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -132,7 +130,7 @@ class LLM:
         are extra variables of the template. Raises `InvalidRequestError` when the model has no template.
         """
         prompts: list[tuple[str | None, list[int]]] = []
-        for conversation in _conversations(messages):
+        for conversation in conversations(messages):
             text = self.tokenizer.render_chat(conversation, options=chat_template_kwargs)
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False, param="messages")))
         return self._run(prompts, sampling_params, use_tqdm)
@@ -146,7 +144,7 @@ class LLM:
         """
         if pooling not in get_args(Pooling):
             raise InvalidRequestError(f"pooling must be 'last' or 'mean', not {pooling!r}", "pooling")
-        asked = self._tokenized(_as_list(prompts))
+        asked = self._tokenized(as_list(prompts))
         nothing = SamplingParams(max_tokens=1, seed=0)
         requests = [replace(self._request(ids, nothing), pooling=pooling) for _, ids in asked]
         run = self._finish(requests, use_tqdm)
@@ -201,7 +199,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        params = [self.tokenizer.with_bad_words(one) for one in _params_of(sampling_params, len(prompts))]
+        params = [self.tokenizer.with_bad_words(one) for one in params_of(sampling_params, len(prompts))]
         requests = [self._request(ids, one) for (_, ids), one in zip(prompts, params, strict=True)]
         run = self._finish(requests, use_tqdm)
         return [
@@ -251,61 +249,10 @@ def _embedding(run: BatchRun, request: Request, text: str | None, number: int) -
     return EmbeddingOutput(text, list(request.prompt_token_ids), normalised(pooled), cached)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt, as text or token ids, becomes a list of one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(
-            f"prompts must be a string, a list of token ids, or a list of these, not {type(prompts).__name__}",
-            "prompts",
-            "invalid_type",
-        )
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Sequence[int]", prompts)]
-    for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-            raise InvalidRequestError(
-                f"prompts[{number}] must be a string or a list of token ids, not {type(prompt).__name__}",
-                f"prompts[{number}]",
-                "invalid_type",
-            )
-    return cast("Sequence[Prompt]", prompts)
-
-
-def _conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[Sequence[Message]]:
-    if messages and isinstance(messages[0], Mapping):
-        return [cast("Sequence[Message]", messages)]
-    return list(cast("Sequence[Sequence[Message]]", messages))
-
-
-def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if given is None:
-        given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if len(given) != count:
-        raise InvalidRequestError(
-            f"sampling_params must be one, or one per prompt: {count} prompts came with {len(given)}",
-            "sampling_params",
-        )
-    return given
-
-
 def _derived_seed(seed: int, number: int) -> int:
     """A seed of 63 bits for request `number` of an LLM with `seed`."""
     digest = blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _refuse_unknown(settings: Mapping[str, Any]) -> None:
-    for name in settings:
-        if name not in config_fields():
-            near = difflib.get_close_matches(name, config_fields(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(config_fields())
-            raise ConfigError(f"unknown setting {name}; {hint}", name)
 
 
 def _progress(total: int, wanted: bool) -> tqdm[Any]:
