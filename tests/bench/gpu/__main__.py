@@ -17,8 +17,6 @@ windows of steps (engine), after warm-ups; the value is the median, the spread (
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -29,19 +27,25 @@ from pathlib import Path
 
 import torch
 
-from tests.bench.gpu.bench import Bench, OutOfTime
+from tests.bench.gpu.bench import Bench, OutOfTime, told
 from tests.bench.gpu.catalogue import catalogue
+from tests.bench.gpu.child import run_group
 from tests.bench.gpu.figures import Part, chosen
 from tests.bench.gpu.machine import clocks, machine
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import SCALES
+from tests.bench.gpu.shapes import REAL
 from tests.bench.gpu.table import tables
 
 FAILED = 1
+INTERRUPTED = 130  # as shells say it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run; returns 1 when a figure failed, 2 for arguments that make no sense."""
+    """Run; returns 1 when a figure failed or has no row though there was time.
+
+    Arguments that make no sense end the process with 2, before anything is measured.
+    """
     parser = _parser()
     options = parser.parse_args(arguments)
     scale = SCALES[options.shapes]
@@ -52,12 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         wanted = chosen(parts, [name for name in options.only.split(",") if name])
         results = Results(options.results)
+        device = device_named(options.device)
+        _check(options, device)
     except ValueError as error:
-        parser.error(str(error))
-    device = device_named(options.device)
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     bench = Bench(results, scale, device, options.models, options.again, deadline)
     apart = device.type == "cuda" and not options.here
+    in_time = True
     try:
         for part in wanted:
             if apart:
@@ -65,8 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 _run_here(part, bench)
     except OutOfTime:
+        in_time = False
         print(f"the {options.minutes:g} minutes are over; run the same command again for the rest")
-    return _closing(wanted, results)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again for the rest", file=sys.stderr)
+        return INTERRUPTED
+    return _closing(wanted, results, in_time)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -74,22 +84,42 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="parts by the beginnings of their names")
-    parser.add_argument("--minutes", type=float, help="begin nothing new after so many minutes")
-    parser.add_argument("--again", action="store_true", help="measure what has a value too")
+    parser.add_argument("--minutes", type=float, help="stop after so many minutes, to go on another time")
+    parser.add_argument("--again", action="store_true", help="measure what has a value too, from the start")
     parser.add_argument("--results", type=Path, default=Path("gpu-results.json"))
     parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="print the tables of these")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: the GPU, if there is one")
+    parser.add_argument("--device", default="cuda", help="cuda (the first GPU, the default), cuda:1, cpu")
     parser.add_argument("--shapes", choices=SCALES, default="real")
     default = Path(tempfile.gettempdir()) / "squadron-gpu-models"
-    parser.add_argument("--models", type=Path, default=default, help="folder for checkpoints (25 GB), kept")
+    size = sum(shape.stored_weights for shape in REAL) * 2 / 1e9  # bf16
+    parser.add_argument("--models", type=Path, default=default, help=f"folder for checkpoints ({size:.0f} GB), kept")
     parser.add_argument("--here", action="store_true", help="measure in this process, also on a GPU")
     return parser
 
 
-def device_named(name: str | None) -> torch.device:
-    """Return the device by its name, a GPU with its number; None = the first GPU, or the CPU where there is none."""
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+def device_named(name: str) -> torch.device:
+    """Return the device by its name, a GPU with its number. Raises `ValueError` when it is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: there is no such device; known: cuda, cuda:1, cpu") from None
+    if device.type == "cpu":
+        return device
+    number, seen = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" or number >= seen:
+        works = (
+            "--device cuda:0" if seen else "--device cpu --shapes tiny, which proves the code and measures nothing"
+        )
+        raise ValueError(f"--device {name}: torch {torch.__version__} sees {seen} CUDA devices here; try {works}")
+    return torch.device("cuda", number)
+
+
+def _check(options: argparse.Namespace, device: torch.device) -> None:
+    """Raise `ValueError` for what would only be noticed after hours, or never."""
+    if options.minutes is not None and not options.minutes > 0:
+        raise ValueError(f"--minutes {options.minutes:g}: must be above 0, such as 9; without it there is no end")
+    if device.type == "cpu" and options.shapes == "real":
+        raise ValueError("--device cpu: real shapes would take it days and tell nothing of a GPU; add --shapes tiny")
 
 
 def _run_here(part: Part, bench: Bench) -> None:
@@ -112,44 +142,33 @@ def run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "tests.bench.gpu", "--here", "--only", part.name, "--device", str(bench.device)]
     command += ["--results", str(bench.results.path), "--models", str(bench.models), "--shapes", bench.scale.name]
     command += ["--again"] * bench.again + (["--minutes", str(left / 60)] if options.minutes else [])
+    names = [figure.name for figure in part.figures if bench.again or not bench.results.done(figure.name)]
     before = dict(bench.results.rows)
     try:
-        code = run_group(command, left if options.minutes else None)
+        ended = run_group(command, left if options.minutes else None)
     except subprocess.TimeoutExpired:
         raise OutOfTime from None
     finally:
         if bench.results.path.is_file():
             bench.results.reload()
-    if code not in (0, FAILED):
-        for figure in part.figures:
-            if bench.results.rows.get(figure.name) == before.get(figure.name) and not bench.results.done(figure.name):
-                bench.results.fail(figure, f"the process of this part ended with code {code}")
+    bench.check_time()  # else the process wrote every row, or died
+    for figure in part.figures:
+        if figure.name in names and bench.results.rows.get(figure.name) == before.get(figure.name):
+            told(bench.results.fail(figure, str(ended)[:300]))
 
 
-def run_group(command: Sequence[str], timeout: float | None) -> int:
-    """Run a command and return its code. Whatever ends the wait ends the command too, with all that it started.
-
-    Raises `subprocess.TimeoutExpired`.
-    """
-    # Nothing is fetched, so nothing need be waited for where there is no network.
-    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
-    try:
-        return process.wait(timeout)
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _closing(parts: Sequence[Part], results: Results) -> int:
-    """Say how it went. A figure that failed makes the command fail."""
+def _closing(parts: Sequence[Part], results: Results, in_time: bool) -> int:
+    """Say how it went. A figure that failed makes the command fail, and one that is left though there was time."""
     rows = [results.rows.get(figure.name) for part in parts for figure in part.figures]
     measured = sum(row is not None and row.value is not None for row in rows)
     failed = sum(row is not None and bool(row.error) for row in rows)
     skipped = sum(row is not None and bool(row.skipped) for row in rows)
-    print(f"{measured} measured, {failed} failed, {skipped} skipped, {rows.count(None)} left; {results.path}")
-    return FAILED if failed else 0
+    left = rows.count(None)
+    print(f"{measured} measured, {failed} failed, {skipped} skipped, {left} left; {results.path}")
+    return FAILED if failed or (left and in_time) else 0
 
 
 if __name__ == "__main__":
+    # So that what ends this process, such as `timeout`, ends the part's too, which would hold the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checkpoints of real shapes with random weights, made where they are measured, in seconds."""
+"""Checkpoints of real shapes with random weights, made where they are measured."""
 
 from __future__ import annotations
 

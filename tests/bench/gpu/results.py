@@ -46,14 +46,21 @@ class Results:
         self.path = path
         self.runs: list[dict[str, Any]] = []
         self.rows: dict[str, Row] = {}
+        if path.is_dir() or not path.parent.is_dir():
+            raise ValueError(f"{path}: no file can be there for results; try gpu-results.json")
         if path.is_file():
             self._read()
 
     @classmethod
     def merged(cls, paths: Sequence[Path]) -> Self:
-        """Return what several files hold, for reading only; of a figure that several have, the last one's."""
+        """Return what several files hold, for reading only; of a figure that several have, the last one's.
+
+        Raises `ValueError` for a path that is no file of results.
+        """
         whole = cls(Path(os.devnull))
         for path in paths:
+            if not path.is_file():
+                raise ValueError(f"--table {path}: there is no such file")
             one = cls(path)
             whole.rows |= {
                 name: Row(**asdict(row) | {"run": row.run + len(whole.runs)}) for name, row in one.rows.items()
@@ -136,6 +143,8 @@ class Results:
             data = json.loads(self.path.read_text(encoding="utf-8"))
             self.runs = data["runs"]
             self.rows = {row["name"]: Row(**row) for row in data["rows"]}
+        except OSError as error:
+            raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.path}: no file of results of this bench: {error!r}") from error
 
