@@ -94,7 +94,7 @@ def attend(
         block_stride, slot_stride, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED,
     )  # fmt: skip
 
-    found = total > 0
+    found = total != 0  # a NaN is found, too: it must come out, and no split of it be left out
     result = sums * tl.where(found, value_scale / tl.where(found, total, 1.0), 0.0)[:, None]
     heads = kv_heads * GROUP
     if SPLIT:

@@ -10,7 +10,7 @@ import triton.language as tl
 def combine(
     out,  # [num_tokens, heads, HEAD_DIM]
     parts,  # [num_tiles, heads, splits, HEAD_DIM] fp32
-    weight,  # [num_tiles, heads, splits] fp32, log2; -inf where a split has no keys
+    weight,  # [num_tiles, heads, splits] fp32, log2; -inf where a split has no keys, NaN of NaNs
     tiles,  # row of each tile, and 0, [num_tiles, 2]
     starts,  # [num_rows + 1]
     splits,
@@ -39,5 +39,5 @@ def combine(
         part = tl.load(parts + (base + split)[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0)
         total += tl.sum(share, 0)
         sums += tl.sum(part * share[:, None], 0)
-    result = tl.where(total > 0, sums / tl.where(total > 0, total, 1.0), 0.0)
+    result = tl.where(total != 0, sums / tl.where(total != 0, total, 1.0), 0.0)
     tl.store(out + (token * heads + head) * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=inside)

@@ -71,7 +71,7 @@ def _quantise_rows(
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + at, mask=at < size, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), axis=0), LIMIT), LEAST)
-    scaled = tl.minimum(tl.maximum(tl.div_rn(x, scale), -LIMIT), LIMIT)
+    scaled = tl.clamp(tl.div_rn(x, scale), -LIMIT, LIMIT, tl.PropagateNan.ALL)
     tl.store(found_ptr + row * size + at, scaled.to(tl.float8e4nv), mask=at < size)
     tl.store(scales_ptr + row, scale)
 

@@ -94,6 +94,18 @@ def test_norms_rotation_and_store_in_one_kernel(backend_of, dtype, normed, shape
     torch.testing.assert_close(lab.cache.keys, other.cache.keys, rtol=near, atol=near, equal_nan=True)
 
 
+def test_what_is_no_number_is_told_and_stays_in_its_row(backend_of):
+    """In a split that is left out it would be lost."""
+    s = on_gpu()
+    lab = Lab(s, DECODES)
+    lab.cache.keys[lab.tables[4, 0], 5, 0] = torch.nan
+    backend = backend_of(s)
+    out = backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), 0)
+    assert out[4, : s.group].isnan().all()
+    assert torch.isfinite(out[4, s.group :]).all()
+    assert torch.isfinite(out[[0, 1, 2, 3, 5, 6, 7]]).all()
+
+
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_recorded_decode_step_serves_what_comes_later(backend_of, rows):
     """Recorded with rows of padding alone, replayed with lengths, tables and slots that were filled in afterwards."""

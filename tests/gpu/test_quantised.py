@@ -59,6 +59,18 @@ def test_rows_are_quantised_to_the_bits_of_torch(shape, dtype):
     assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
 
 
+@needs_fp8
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(poison):
+    from engine.kernels.triton_quantised import quantise_rows_in_one_pass
+
+    x = some(3, 1024)
+    x[1, 7] = poison
+    found, scales = quantise_rows_in_one_pass(x)
+    assert (found.float() * scales)[1, 7].isnan()
+    assert torch.isfinite(found.float() * scales)[[0, 2]].all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

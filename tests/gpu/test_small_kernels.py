@@ -38,9 +38,11 @@ def close(found, expected, steps=2):
 def test_norms_and_the_residual(kernels, dtype, size, rows):
     triton, torchs = kernels
     x, weight = some(rows, size, dtype=dtype), some(size, dtype=dtype, seed=1)
-    close(triton.rms_norm(x, weight, EPS), torchs.rms_norm(x, weight, EPS))
+    # Sums in another order and roots that are off by a bit or two show where nothing is rounded afterwards.
+    steps = 16 if dtype is torch.float32 else 2
+    close(triton.rms_norm(x, weight, EPS), torchs.rms_norm(x, weight, EPS), steps)
     ours, theirs = some(rows, size, dtype=dtype, seed=2), some(rows, size, dtype=dtype, seed=2)
-    close(triton.add_rms_norm(ours, x, weight, EPS), torchs.add_rms_norm(theirs, x, weight, EPS))
+    close(triton.add_rms_norm(ours, x, weight, EPS), torchs.add_rms_norm(theirs, x, weight, EPS), steps)
     assert torch.equal(ours, theirs)
 
 

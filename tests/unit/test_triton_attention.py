@@ -98,6 +98,21 @@ def test_keys_of_long_decodes_are_split_and_joined(window):
     check(lab, backend, window)
 
 
+@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_no_number_is_told_and_stays_in_its_row(programs, poison):
+    """Without it, and without the split that it is in, there would be tokens that nobody could tell from good ones."""
+    lab = Lab(spec(), [(300, 1), (300, 1), (0, 20)])
+    lab.cache.keys[lab.tables[0, 0], 5, 0] = poison
+    lab.merged[:2, :4] = lab.merged[:2, :4].abs()
+    backend = split(lab, programs)
+    out = backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), 0)
+    assert out[0, :2].isnan().all()  # of the two heads that see it
+    assert torch.isfinite(out[0, 2:]).all()
+    assert torch.isfinite(out[1:]).all()
+
+
 def test_splits_follow_lengths_batch_and_gpu():
     backend = split(Lab(spec(), [(0, 1)]), programs=64)
     assert backend._splits(rows=1, longest=100) == 1  # too short

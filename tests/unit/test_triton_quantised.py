@@ -42,6 +42,16 @@ def test_rows_are_quantised_to_the_bits_of_torch(dtype, shape):
     assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_what_is_no_number_stays_none(poison):
+    x = some(3, 48)
+    x[1, 7] = poison
+    found, scales = quantise_rows_in_one_pass(x)
+    assert (found.float() * scales)[1, 7].isnan()
+    assert torch.isfinite(found.float() * scales)[[0, 2]].all()
+
+
 def test_rows_of_a_wider_tensor_are_read_where_they_lie():
     wide = some(4, 96)
     found, scales = quantise_rows_in_one_pass(wide[:, 32:64])
