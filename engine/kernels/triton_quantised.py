@@ -49,7 +49,7 @@ class TritonInt8Linear(Int8Linear):
         out = x.new_empty(rows, outs)
         tile = 16 if outs <= NARROW else 32
         if rows:
-            _multiply_int8[(triton.cdiv(outs, tile), triton.cdiv(rows, TILE_ROWS))](
+            _multiply_int8[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(outs, tile))](
                 x, self.weight, self.scale, bias, out, rows, outs, ins, x.stride(0),
                 ROWS=TILE_ROWS, OUTS=tile, INS=TILE_INS, BIAS=bias is not None, num_warps=4, num_stages=4,
             )  # fmt: skip
@@ -92,8 +92,9 @@ def _multiply_int8(
     INS: tl.constexpr,
     BIAS: tl.constexpr,
 ) -> None:
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    # Neighbouring programs share a tile of the weight, which comes from memory once then.
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
     step = tl.arange(0, INS)
     x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
     weight_row = weight_ptr + out[None, :].to(tl.int64) * ins
