@@ -102,7 +102,7 @@ def test_keys_of_long_decodes_are_split_and_joined(window):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_no_number_is_told_and_stays_in_its_row(programs, poison):
-    """Without it, and without the split that it is in, there would be tokens that nobody could tell from good ones."""
+    """Left out with its split it would give tokens that nobody could tell from good ones."""
     lab = Lab(spec(), [(300, 1), (300, 1), (0, 20)])
     lab.cache.keys[lab.tables[0, 0], 5, 0] = poison
     lab.merged[:2, :4] = lab.merged[:2, :4].abs()
