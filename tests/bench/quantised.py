@@ -5,13 +5,15 @@ weights then get the same tokens (teacher forcing), and their logits after each 
 and they answer by themselves, where one other token makes all later ones differ. fp8 is emulated: its arithmetic is
 that of the GPU (exact products of e4m3, summed in fp32), which is all that is said of it here.
 
-Speed, on this CPU: decode of one sequence and of eight, plain and int8 in turns in one process, the best of several
-rounds; on a random Qwen3-shaped model of 100M parameters, whose weights are far larger than the cache.
+Speed, on this CPU, which takes minutes: decode of one sequence and of eight, plain and int8 in turns in one process,
+the best of several rounds; on a random Qwen3-shaped model of 100M parameters, whose weights are far larger than the
+cache.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,6 +90,8 @@ def accuracy() -> Iterator[tuple[str, Distance]]:
     texts: list[Sequence] = []
     reference: list[Tensor] = []
     for dtype, quantization in KINDS:
+        name = dtype if quantization is None else f"{quantization}, activations in {dtype}"
+        _tell(f"{name}: {len(prompts)} answers")
         stepper = _stepper(dtype, quantization)
         own = stepper.generate(prompts, ANSWER)
         stepper.release(own)
@@ -96,7 +100,6 @@ def accuracy() -> Iterator[tuple[str, Distance]]:
         reference = reference or found
         pairs = [_common(mine.tokens, text.tokens, len(p)) for mine, text, p in zip(own, texts, prompts, strict=True)]
         together = sum(pairs) / (ANSWER * len(prompts))
-        name = dtype if quantization is None else f"{quantization}, activations in {dtype}"
         yield name, _distance(torch.cat(found), torch.cat(reference), together, _bytes(dtype, quantization))
 
 
@@ -105,13 +108,15 @@ def speed(threads: int, rounds: int) -> dict[str, float]:
     torch.set_num_threads(threads)
     best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
+        _tell("speed: making a model of 100M parameters")
         save_random_model(Path(folder))
         for dtype in ("float32", "bfloat16"):
             with (
                 LLM(folder, dtype=dtype, device="cpu") as plain,
                 LLM(folder, dtype=dtype, device="cpu", quantization="int8") as int8,
             ):
-                for _ in range(rounds):
+                for number in range(rounds):
+                    _tell(f"speed in {dtype}: round {number + 1} of {rounds}")
                     for batch in BATCHES:
                         for name, llm in (("plain", plain), ("int8", int8)):
                             key = f"{dtype} {name} {batch}"
@@ -176,6 +181,11 @@ def _decode(llm: LLM, batch: int) -> float:
     return batch * DECODED / (seconds(1 + DECODED) - first)
 
 
+def _tell(doing: str) -> None:
+    """Say what takes long, on stderr, where it is no part of the tables."""
+    print(doing, file=sys.stderr, flush=True)
+
+
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -189,7 +199,8 @@ def main() -> None:
     for name, found in accuracy():
         print(
             f"| {name} | {found.weight_bytes / 1e6:.1f} | {found.mean:.4f} | {found.most:.3f} | {found.spread:.2f} | "
-            f"{found.kl:.2e} | {found.same:.2%} | {found.together:.2%} |"
+            f"{found.kl:.2e} | {found.same:.2%} | {found.together:.2%} |",
+            flush=True,
         )
     print(f"\n| decode tokens/s, {options.threads} threads | sequences | plain | int8 | x |")
     print("| --- | ---: | ---: | ---: | ---: |")

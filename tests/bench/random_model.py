@@ -33,7 +33,9 @@ def make_load(vocab: int, sequences: int = 64, seed: int = 0) -> Load:
 def save_random_model(folder: Path, seed: int = 0) -> None:
     """Write the checkpoint, in fp32, and a tokenizer of as many words."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of its one file
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB,

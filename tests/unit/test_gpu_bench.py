@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.model_folder import open_model
 from tests.bench.gpu import __main__ as command
+from tests.bench.gpu import part_load
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.checkpoints import checkpoint
@@ -294,3 +296,29 @@ def test_clocks_are_asked_for_in_the_words_of_old_drivers_too(monkeypatch):
 
 def fail_to_find():
     raise FileNotFoundError("nvidia-smi")
+
+
+@pytest.mark.parametrize(
+    ("ended", "seconds", "expected", "note"),
+    [
+        ((6, 6), (10.0, 5.0), 12.0, "attention: sdpa; second run"),
+        ((6, 6), (80.0, 5.0), 0.75, "attention: sdpa; first run"),
+        (
+            (4, 6),
+            (150.0, 5.0),
+            0.4,
+            "attention: sdpa; first run, stopped after 150 s: the tokens of the 4 of 6 requests",
+        ),
+    ],
+)
+def test_transformers_may_warm_up_as_we_do(ended, seconds, expected, note, tmp_path, monkeypatch):
+    runs = [part_load.Run(count, 6, 10 * count, took) for count, took in zip(ended, seconds, strict=True)]
+    monkeypatch.setattr(part_load, "their_model", lambda *_: None)
+    monkeypatch.setattr(part_load, "_manager", lambda *_: nullcontext())
+    monkeypatch.setattr(part_load, "_generate", lambda *_: None)
+    monkeypatch.setattr(part_load, "_timed", lambda manager, bench, prefix: runs.pop(0))
+    monkeypatch.setattr(Bench, "folder", lambda *_: tmp_path)
+    one = bench(tmp_path)
+    one.run(catalogue(TINY)[[part.name for part in catalogue(TINY)].index("transformers-qwen3-0.6b")])
+    row = one.results.rows["transformers-qwen3-0.6b/tokens_per_s"]
+    assert row.value == pytest.approx(expected) and row.note.startswith(note)

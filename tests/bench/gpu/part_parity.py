@@ -23,6 +23,7 @@ from tests.bench.gpu.loads import random_prompts
 from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import free, session
 from tests.bench.gpu.shapes import Shape
+from tests.bench.gpu.theirs import their_model
 from tests.parity.stepping import Sequence, Stepper, sampling
 
 DTYPES = {"qwen3-0.6b": ("bfloat16", "float32"), "llama-3.2-1b": ("bfloat16",), "qwen3-8b": ("bfloat16",)}
@@ -142,10 +143,7 @@ def _our_logits(bench: Bench, folder: Path, dtype: str, prompts: list[list[int]]
 @torch.inference_mode()
 def _their_logits(bench: Bench, folder: Path, dtype: str, tokens: Tensor) -> Tensor:
     """Return transformers' logits of every token, [prompts, tokens, vocab] fp32."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    model = model.to(bench.device).eval()
+    model = their_model(folder, getattr(torch, dtype), bench.device)
     found = model(tokens, use_cache=False).logits.float()
     del model
     free(bench.device)
