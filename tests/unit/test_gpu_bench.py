@@ -306,7 +306,7 @@ def fail_to_find():
         (
             (4, 6),
             (150.0, 5.0),
-            0.4,
+            4 / 15,
             "attention: sdpa; first run, stopped after 150 s: the tokens of the 4 of 6 requests",
         ),
     ],
