@@ -18,6 +18,7 @@ from engine.attention.triton_fit import unfit_for_triton
 from engine.attention_choice import attention_spec
 from engine.config import EngineConfig
 from engine.forward import LOGIT_ROWS
+from engine.graph_sizes import graph_sizes
 from engine.kv_cache import block_bytes
 from engine.live_bytes import LiveBytes
 from engine.model_folder import check_sharding
@@ -43,6 +44,7 @@ class Footprint:
 
     parameters: of the whole model, over all ranks. weight_bytes: weights and tables. step_bytes: most that a step of
     `max_num_batched_tokens` prompt tokens and `max_num_seqs` sequences holds beside them, as eager torch runs it.
+    graph_bytes: what CUDA graphs hold of their own.
     layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
     num_heads, num_kv_heads: of this rank. block_bytes: of one KV block. no_attention: why no attention made for GPUs
@@ -52,6 +54,7 @@ class Footprint:
     parameters: int
     weight_bytes: int
     step_bytes: int
+    graph_bytes: int
     layer_products: int
     head_products: int
     read_bytes: int
@@ -69,18 +72,20 @@ def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
     heads, kv_heads = decoder.attention_heads
     weights = sum(weight.nbytes for weight in decoder.parameters())
     inside = [part.weight for part in decoder.layers.modules() if isinstance(part, ParallelLinear)]
+    no_attention = unfit_for_flash(attention) and unfit_for_triton(attention)
     lookup = 0 if spec.tied_embeddings else decoder.embedding.weight.nbytes
     return Footprint(
         parameters=sum(math.prod(rule.shape) for rule in ARCHITECTURES[spec.architecture].weights(spec)),
         weight_bytes=weights + _table_bytes(decoder),
         step_bytes=step_bytes(config, spec),
+        graph_bytes=0 if no_attention else graph_bytes(config, spec),
         layer_products=sum(weight.numel() for weight in inside),
         head_products=decoder.head.weight.numel(),
         read_bytes=weights - lookup,
         num_heads=heads,
         num_kv_heads=kv_heads,
         block_bytes=block_bytes(spec.num_layers, config.block_size, kv_heads, spec.head_dim, attention.cache_dtype),
-        no_attention=unfit_for_flash(attention) and unfit_for_triton(attention),
+        no_attention=no_attention,
     )
 
 
@@ -97,23 +102,52 @@ def build_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
 
 def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     """Return the most bytes of activations and logits at one time in the warm-up step of a GPU. config: resolved."""
-    layers = min(spec.num_layers, LAYERS_RUN)
-    short = replace(spec, num_layers=layers, sliding_windows=spec.sliding_windows[:layers])
-    decoder = build_blueprint(config, short)
+    decoder = _short_blueprint(config, spec)
     step = dummy_step(config.max_num_batched_tokens, config.max_num_seqs, config.context_len, config.block_size)
     rows = len(step.logits_indices)
+    hidden = _hidden(config, spec, min(rows, LOGIT_ROWS))
+    with torch.inference_mode(), LiveBytes() as logits:
+        decoder.logits(hidden)
+    copies = 1 if rows <= LOGIT_ROWS else 2  # pieces of the logits, and all of them joined
+    drawn = rows * spec.vocab_size * (4 * copies + SAMPLER_BYTES)
+    return max(_layers_bytes(decoder, config, spec, step.num_tokens), logits.peak, drawn)
+
+
+def graph_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
+    """Return the bytes of what CUDA graphs of decode steps compute in and of their logits. config: resolved.
+
+    All graphs share the memory of the largest. What the driver takes for each is not in it.
+    """
+    rows = graph_sizes(config).largest
+    if not rows:
+        return 0
+    decoder = _short_blueprint(config, spec)
+    hidden = _hidden(config, spec, rows)
+    kept = torch.empty(rows, decoder.head.share, dtype=torch.float32, device=META)
+    with torch.inference_mode(), LiveBytes() as logits:
+        decoder.own_logits(hidden, out=kept)
+    return kept.nbytes + max(_layers_bytes(decoder, config, spec, rows), logits.peak)
+
+
+def _short_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
+    layers = min(spec.num_layers, LAYERS_RUN)
+    return build_blueprint(config, replace(spec, num_layers=layers, sliding_windows=spec.sliding_windows[:layers]))
+
+
+def _hidden(config: EngineConfig, spec: DecoderSpec, rows: int) -> Tensor:
+    return torch.empty(rows, spec.hidden_size, dtype=getattr(torch, config.dtype), device=META)
+
+
+def _layers_bytes(decoder: Decoder, config: EngineConfig, spec: DecoderSpec, num_tokens: int) -> int:
+    """Return the most bytes at one time inside the layers of a decoder."""
     with META, torch.inference_mode():
-        ids = torch.empty(step.num_tokens, dtype=torch.int32)
+        ids = torch.empty(num_tokens, dtype=torch.int32)
         empty = torch.empty(0)
         backend = BlueprintAttention(attention_spec(config, spec, decoder.attention_heads, META))
-        context = AttentionContext(backend, None, (LayerCache(empty, empty),) * layers)
+        context = AttentionContext(backend, None, (LayerCache(empty, empty),) * len(decoder.layers))
         with LiveBytes() as inside:
             decoder(ids, ids, context)
-        hidden = torch.empty(rows, spec.hidden_size, dtype=backend.spec.dtype)
-        with LiveBytes() as after:
-            decoder.logits(hidden[:LOGIT_ROWS])
-    copies = 1 if rows <= LOGIT_ROWS else 2  # pieces of the logits, and all of them joined
-    return max(inside.peak, after.peak, rows * spec.vocab_size * (4 * copies + SAMPLER_BYTES))
+    return inside.peak
 
 
 class BlueprintGroup(Group):

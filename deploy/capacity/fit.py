@@ -99,7 +99,8 @@ def cache_budget(config: EngineConfig, found: Footprint, gpu: Gpu) -> int:
     """Return the bytes of one GPU that its KV cache gets, by the engine's own rule; negative where there are none."""
     total = gpu.total_bytes
     free = total - other_bytes(config) - found.weight_bytes
-    return gpu_budget(config, total, free, found.weight_bytes + found.step_bytes, found.weight_bytes)
+    peak = found.weight_bytes + found.step_bytes
+    return gpu_budget(config, total, free, peak, found.weight_bytes) - found.graph_bytes
 
 
 def other_bytes(config: EngineConfig) -> int:
@@ -110,9 +111,10 @@ def other_bytes(config: EngineConfig) -> int:
 def _too_large(config: EngineConfig, found: Footprint, gpu: Gpu) -> str:
     ranks = config.tensor_parallel_size
     split = f"tensor_parallel_size={ranks}: " if ranks > 1 else ""
+    graphs = f"CUDA graphs {gib(found.graph_bytes)}, " if found.graph_bytes else ""
     return (
-        f"{split}of each {gpu.name} the weights take {gib(found.weight_bytes)}, a step {gib(found.step_bytes)} and "
-        f"CUDA {gib(other_bytes(config))}, which leaves no KV cache of the "
+        f"{split}of each {gpu.name} the weights take {gib(found.weight_bytes)}, a step {gib(found.step_bytes)}, "
+        f"{graphs}and CUDA {gib(other_bytes(config))}, which leaves no KV cache of the "
         f"{gib(gpu.total_bytes * config.gpu_memory_utilization)} that gpu_memory_utilization="
         f"{config.gpu_memory_utilization:g} allows"
     )

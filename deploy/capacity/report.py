@@ -44,6 +44,7 @@ class CapacityPlan:
                 "allowed": fit.allowed_bytes,
                 "weights": found.weight_bytes,
                 "step": found.step_bytes,
+                "graphs": found.graph_bytes,
                 "other": fit.other_bytes,
                 "kv_cache": fit.kv_bytes,
                 "kv_block": found.block_bytes,
@@ -148,6 +149,7 @@ def _memory(fit: Fit) -> list[str]:
                 (f"--gpu-memory-utilization {config.gpu_memory_utilization:g}", gib(fit.allowed_bytes), ""),
                 ("weights", gib(found.weight_bytes), ""),
                 (f"a step of {config.max_num_batched_tokens:,} tokens", gib(found.step_bytes), ""),
+                *([("CUDA graphs", gib(found.graph_bytes), "estimate")] if found.graph_bytes else []),
                 ("CUDA" if config.tensor_parallel_size == 1 else "CUDA and NCCL", gib(fit.other_bytes), "estimate"),
                 ("KV cache", gib(fit.kv_bytes), f"{fit.kv_tokens:,} tokens of {token:,.1f} KiB"),
             ]

@@ -55,7 +55,8 @@ def refusal(model, gpu, load=None, **settings):
 @pytest.mark.parametrize(("ranks", "other"), [(1, CONTEXT_BYTES), (2, CONTEXT_BYTES + NCCL_BYTES)])
 def test_the_parts_of_a_gpu_come_to_what_may_be_used(ranks, other):
     found = held(tensor_parallel_size=ranks)
-    parts = found.footprint.weight_bytes + found.footprint.step_bytes + found.other_bytes + found.kv_bytes
+    sizes = found.footprint
+    parts = sizes.weight_bytes + sizes.step_bytes + sizes.graph_bytes + found.other_bytes + found.kv_bytes
     assert 0 <= found.allowed_bytes - parts < found.footprint.block_bytes
     assert found.other_bytes == other
     assert found.kv_tokens == (found.num_blocks - 1) * 256

@@ -6,7 +6,7 @@ import torch
 
 from engine import footprint
 from engine.config import EngineConfig
-from engine.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, step_bytes
+from engine.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, graph_bytes, step_bytes
 from engine.live_bytes import LiveBytes
 from engine.models.registry import architecture_of
 from engine.resolve import resolve_for
@@ -78,6 +78,17 @@ def test_two_layers_take_what_all_of_them_take(monkeypatch):
     of_two = step_bytes(config, spec)
     monkeypatch.setattr(footprint, "LAYERS_RUN", 7)
     assert step_bytes(config, spec) == of_two
+
+
+def test_graphs_take_their_logits_and_what_one_step_of_the_largest_computes_in():
+    for sizes, rows in ((None, 256), ((8, 64), 64)):
+        found = graph_bytes(*resolved(LLAMA_70B, cudagraph_capture_sizes=sizes))
+        logits = rows * 128256 * (4 + 2)  # in fp32 to draw from, in bf16 as they are multiplied
+        assert logits <= found <= 1.1 * logits, "layers hold less than that"
+    alone, shared = (graph_bytes(*resolved(LLAMA_70B, tensor_parallel_size=ranks)) for ranks in (1, 4))
+    assert 0.25 <= shared / alone < 0.35
+    assert footprint_of(*resolved(LLAMA_70B, enforce_eager=True)).graph_bytes == 0
+    assert footprint_of(*resolved(LLAMA_70B, block_size=8)).graph_bytes == 0, "there is no attention that has graphs"
 
 
 def test_the_sampler_takes_what_a_step_is_counted_with():
