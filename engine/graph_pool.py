@@ -159,15 +159,14 @@ class CudaGraphDevice:
         """See `GraphDevice`. The first run makes what kernels make at their first call, outside of the recording."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()
-        torch.cuda.synchronize(self._device)
-        free = torch.cuda.mem_get_info(self._device)[0]
         try:
+            with torch.cuda.stream(self._stream):
+                work()
+            torch.cuda.synchronize(self._device)
+            free = torch.cuda.mem_get_info(self._device)[0]
             graph = self._record(work)
-        except RuntimeError as error:
-            raise CaptureError((str(error) or type(error).__name__).splitlines()[0]) from error
         finally:
+            # What was queued reads the inputs of steps, also where it failed half-way.
             current.wait_stream(self._stream)
         self._taken += max(free - torch.cuda.mem_get_info(self._device)[0], 0)
         return graph
@@ -182,6 +181,12 @@ class CudaGraphDevice:
         self._taken = 0
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        try:
+            return self._recorded(work)
+        except RuntimeError as error:
+            raise CaptureError((str(error) or type(error).__name__).splitlines()[0]) from error
+
+    def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Other threads may copy or allocate meanwhile; only what this one does must be fit to be recorded.

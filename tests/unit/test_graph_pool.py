@@ -203,3 +203,11 @@ def test_a_recording_that_fails_is_ended_and_says_why(cuda):
     with pytest.raises(CaptureError, match=r"^cannot be recorded$"):
         device.capture(work)
     assert cuda.log[-2:] == ["end", "theirs waits"]
+
+
+def test_what_a_first_run_queued_before_it_failed_is_over_before_inputs_are_filled_in_again(cuda):
+    """Such as one for which memory ran out: the next step would overwrite what it still reads."""
+    device = CudaGraphDevice(torch.device("cpu"))
+    with pytest.raises(MemoryError):
+        device.capture(lambda: (_ for _ in ()).throw(MemoryError))
+    assert cuda.log[-1] == "theirs waits"
