@@ -129,9 +129,12 @@ class Show:
         killer = Killer(self.board, client, options.replicas, options.every, Random(options.seed))
         try:
             await killer.run(options.enough)
-        finally:
             stopping.set()
-        await asyncio.gather(*clients)
+            await asyncio.gather(*clients)
+        finally:  # whoever stops the demonstration breaks no answer
+            for one in clients:
+                one.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
 
     async def _terminal(self) -> None:
         def picture() -> None:

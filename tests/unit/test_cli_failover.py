@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from deploy.failover.board import Board, Kill, ReplicaSeen, StreamState
+from deploy.failover.command import FailoverOptions, Show
 from deploy.failover.killer import Killer
 from deploy.failover.streams import Question, ask_again_and_again, record
 from deploy.failover.view import line, screen
@@ -155,3 +156,24 @@ async def test_the_killer_kills_only_when_all_replicas_serve_and_ends_whole(monk
     assert all(kill.back is not None for kill in shown.kills)
     assert len(server.alive) == 2
     assert shown.migrations == 3
+
+
+async def test_answers_that_are_under_way_when_it_is_stopped_are_not_counted() -> None:
+    asked = asyncio.Event()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/completions":
+            asked.set()
+            await asyncio.Event().wait()
+        return httpx.Response(200, json={"ready": False, "replicas": [], "states": []})
+
+    show = Show(Console(file=io.StringIO()), FailoverOptions(streams=2))
+    before = asyncio.all_tasks()
+    async with httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(answer)) as http:
+        running = asyncio.create_task(show._stream_and_kill(http, [Question("demo", number, 3) for number in (0, 1)]))
+        await asked.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.all_tasks() == before, "a stream would break with the connection and be called failed"
+    assert show.board.failed == 0
