@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.report import Ints
+from engine.upload import upload
 from parallel.group import Group
 
 
@@ -27,7 +28,7 @@ class Carry:
         if not count:
             return
         in_order = bool((carried == np.arange(count)[:, None]).all())  # a decode step after another
-        pairs = None if in_order else _on_device(carried, input_ids.device)
+        pairs = None if in_order else upload([carried.T.astype(np.int64)], input_ids.device)[0]
         if self._drawn is None:
             ids = torch.empty(count, dtype=torch.int32, device=input_ids.device)
         else:
@@ -38,9 +39,3 @@ class Carry:
             input_ids[:count] = ids
         else:
             input_ids.index_copy_(0, pairs[0], ids)
-
-
-def _on_device(carried: Ints, device: torch.device) -> Tensor:
-    """Return rows and samples, [2, num_carried] int64."""
-    pairs = torch.from_numpy(carried.T.astype(np.int64))
-    return pairs.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pairs

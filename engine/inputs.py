@@ -40,8 +40,8 @@ class TokenLevel:
 class InputBuilder:
     """Turns schedules into `StepInputs` and `SamplingInputs`.
 
-    The arrays that a call returns belong to the builder, and the next call overwrites them; whoever prepares a step
-    while another runs keeps two builders.
+    The arrays that a call returns belong to the builder, and the next call overwrites them: executors have copied
+    what they need of them when `Executor.launch` returns.
     """
 
     def __init__(
