@@ -23,7 +23,7 @@ from tests.bench.gpu.figures import Figure, Part, chosen
 from tests.bench.gpu.limits import GIVEN, Limits, decode_limit, load_limit, prefill_flop
 from tests.bench.gpu.loads import nano_vllm
 from tests.bench.gpu.machine import clocks
-from tests.bench.gpu.part_decode import hidden_share, idle_share, prompt_length
+from tests.bench.gpu.part_decode import hidden_share, idle_share
 from tests.bench.gpu.part_parity import Outputs, agreement
 from tests.bench.gpu.part_toggles import TOGGLES
 from tests.bench.gpu.results import Results
@@ -32,6 +32,7 @@ from tests.bench.gpu.session import covered
 from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_06B, QWEN3_8B, REAL, tiny
 from tests.bench.gpu.table import number, tables
 
+NAMES = [shape.name for shape in REAL]
 COPY, PRODUCT = Figure("limits/copy", "copy", "TB/s"), Figure("limits/bf16", "product", "TFLOP/s")
 
 
@@ -242,12 +243,6 @@ def test_busy_time_counts_what_overlaps_once():
     assert covered([(5, 6), (0, 2), (1, 3), (2.5, 2.75)]) == 4
 
 
-def test_the_middle_of_what_is_timed_has_the_context_that_the_limit_is_for():
-    for batch in FULL.batches:
-        filled = prompt_length(FULL, batch) + batch * FULL.context // 8192 // 2
-        assert filled + FULL.warm + FULL.windows * FULL.steps // 2 == FULL.context
-
-
 def test_where_the_time_of_a_step_went():
     assert idle_share(10.0, 9.9) == pytest.approx(1)
     # 2 ms of the host beside 10 ms of the device: all hidden, half of it, none.
@@ -322,3 +317,46 @@ def test_transformers_may_warm_up_as_we_do(ended, seconds, expected, note, tmp_p
     one.run(catalogue(TINY)[[part.name for part in catalogue(TINY)].index("transformers-qwen3-0.6b")])
     row = one.results.rows["transformers-qwen3-0.6b/tokens_per_s"]
     assert row.value == pytest.approx(expected) and row.note.startswith(note)
+
+
+# Every line of what is to be shown on an H200, by figure: limit (as far as it was given) and aim.
+WANTED = {
+    **{f"parity-{name}/bfloat16/{what}": (None, "") for name in NAMES for what in ("mean_abs", "max_abs", "greedy")},
+    **{f"parity-{name}/bfloat16/agree_clear": (None, "100") for name in NAMES},
+    "load-qwen3-0.6b/tokens_per_s": (36_400, "27,000"),
+    "load-qwen3-8b/tokens_per_s": (13_000, "10,400"),
+    "transformers-qwen3-0.6b/tokens_per_s": (36_400, ""),
+    "transformers-qwen3-8b/tokens_per_s": (13_000, ""),
+    "decode-qwen3-0.6b/1/tokens_per_s": (3_284, "65 %"),
+    "decode-qwen3-0.6b/32/tokens_per_s": (27_800, ""),
+    "decode-qwen3-0.6b/256/tokens_per_s": (35_200, "80 to 85 %"),
+    "decode-qwen3-8b/1/tokens_per_s": (281, "85 %"),
+    "decode-qwen3-8b/32/tokens_per_s": (6_900, ""),
+    "decode-qwen3-8b/256/tokens_per_s": (20_500, "80 to 85 %"),
+    "prefill-qwen3-8b/fresh": (790, "75 %"),
+    "prefill-qwen3-8b/long": (790, "75 %"),
+    **{f"decode-{name}/{batch}/idle": (None, "under 1") for name in NAMES[::2] for batch in (1, 32, 256)},
+    **{f"decode-{name}/{batch}/hidden": (None, "100") for name in NAMES[::2] for batch in (1, 32, 256)},
+    **{f"attention/triton/{case}": (4.3, "") for case in ("1x1024/page-16", "256x8192/page-16", "32x8192/page-256")},
+    "start-qwen3-8b/first_token": (None, "under 6"),
+    "start-qwen3-8b/wake": (None, "under 0.5"),
+}
+
+
+def test_every_line_of_the_issue_is_a_figure():
+    figures = {figure.name: figure for part in catalogue(FULL) for figure in part.figures}
+    assert WANTED.keys() <= figures.keys()
+    for name, (limit, aim) in WANTED.items():
+        assert figures[name].aim == aim, name
+        assert limit is None or figures[name].limit(GIVEN) == pytest.approx(limit, rel=0.002), name
+
+
+def test_what_has_an_aim_comes_before_what_explains_it():
+    parts = catalogue(FULL)
+    assert parts[0].name == "limits"  # the shares of all others are of these
+    aims = [bool({figure.name for figure in part.figures} & WANTED.keys()) for part in parts[1:]]
+    assert aims == sorted(aims, reverse=True)
+    names = [part.name for part in parts]
+    assert max(map(names.index, ("load-qwen3-8b", "decode-qwen3-8b", "start-qwen3-8b", "attention"))) < min(
+        map(names.index, ("transformers-qwen3-0.6b", "parity-qwen3-8b", "products"))
+    )

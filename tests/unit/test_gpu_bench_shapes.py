@@ -35,7 +35,7 @@ def rows(tmp_path_factory):
     for shape in SCALE.shapes:
         checkpoint(shape, folder, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch, cuda_in_shapes():
-        patch.setattr(timing, "_by_events", lambda run: (run(), 1.0)[1])
+        patch.setattr(timing, "_by_events", lambda run, lead: (run(), 1.0)[1])
         patch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
         patch.setattr(torch, "compile", lambda operation, **_: operation)
         # How much the cache may take is read from a tensor, and these have no contents.

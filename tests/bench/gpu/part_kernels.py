@@ -153,7 +153,7 @@ def _draw_micros(bench: Bench, shape: Shape, kind: str, rows: int, top_k: int, t
     inputs = dummy_sampling(rows)
     inputs.top_k, inputs.top_p = np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32)
     calls = [lambda one=one: sample(one, inputs, draws) for one in logits]
-    times = seconds_per_call(calls, bench.device, bench.scale.repeats)
+    times = seconds_per_call(calls, bench.device, bench.scale.repeats, launches=True)
     return [1e6 * seconds for seconds in times]
 
 

@@ -25,7 +25,7 @@ from tests.bench.gpu.timing import synchronise
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Steps that all did the same, by window. wall: seconds per step. tokens: per step."""
+    """Steps that all did the same, by window. wall: seconds per step. tokens: per step, that reached the host."""
 
     wall: list[float]
     tokens: list[float]
@@ -78,19 +78,26 @@ class Session:
 
     def steady(self, warm: int, windows: int, steps: int) -> Steady:
         """Time `windows` windows of `steps` steps of what runs, after `warm` others."""
-        for _ in range(warm):
-            self.core.step()
+        self.skip(warm)
         found = Steady([], [])
         for _ in range(windows):
             reports = self._window(steps, found.wall)
             found.tokens.append(sum(len(report.token_ids) for report in reports) / steps)
         return found
 
+    def skip(self, steps: int) -> None:
+        """Compute so many steps."""
+        for _ in range(steps):
+            self.core.step()
+
     def _window(self, steps: int, wall: list[float]) -> list[StepReport]:
-        synchronise(self.device)
+        """From when one step's tokens are on the host to when the last one's are.
+
+        Nothing waits for the device in between: a step that is under way when a window begins counts as much in it as
+        the one that is under way when it ends in the next.
+        """
         began = time.perf_counter()
         reports = [self.core.step() for _ in range(steps)]
-        synchronise(self.device)
         wall.append((time.perf_counter() - began) / steps)
         return reports
 
@@ -124,9 +131,9 @@ def busy_seconds(session: Session, steps: int) -> float:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    synchronise(session.device)  # a step that is under way would be recorded beside those that begin here
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            session.core.step()
+        session.skip(steps)
         synchronise(session.device)
     spans = [event.time_range for event in recorded.events() if event.device_type == DeviceType.CUDA]
     return covered([(span.start, span.end) for span in spans]) / 1e6 / steps

@@ -9,6 +9,7 @@ import torch
 
 WARM_UPS = 3
 WARM_SECONDS = 0.2  # that a GPU works before it is timed: its clocks rise within less
+LEAD_CYCLES = 1_000_000  # half a millisecond that a GPU is kept busy while the host launches what is timed
 L2_BYTES = 50 << 20  # of an H100 or H200: inputs rotate through several times as much
 
 
@@ -24,21 +25,25 @@ def seconds_per_call(
     repeats: int,
     graph: bool = False,
     warm_seconds: float = WARM_SECONDS,
+    launches: bool = False,
 ) -> list[float]:
     """Return `repeats` samples of the seconds that one of `calls` takes, each over all of them in turn.
 
     calls: the same work on different inputs, so that no cache holds them. graph: replay them as one CUDA graph, so
     that launches take no time of the host; where they cannot be captured the error is raised. warm_seconds: least
-    time that a GPU does the same before.
+    time that a GPU does the same before. launches: begin with the host's launches; else the GPU has other work until
+    it has been told what to do.
     """
     run = _captured(calls) if graph and device.type == "cuda" else lambda: [call() for call in calls]
-    timed = _by_events if device.type == "cuda" else _by_clock
-    spent, enough = 0.0, warm_seconds if device.type == "cuda" else 0.0
+    on_gpu = device.type == "cuda"
+    lead = LEAD_CYCLES if on_gpu and not launches else 0
+    timed = _by_events if on_gpu else _by_clock
+    spent, enough = 0.0, warm_seconds if on_gpu else 0.0
     for _ in range(WARM_UPS):
-        spent += timed(run)
+        spent += timed(run, lead)
     while spent < enough:
-        spent += timed(run)
-    return [timed(run) / len(calls) for _ in range(repeats)]
+        spent += timed(run, lead)
+    return [timed(run, lead) / len(calls) for _ in range(repeats)]
 
 
 def rotations(num_bytes: float) -> int:
@@ -64,8 +69,10 @@ def _captured(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
     return replay
 
 
-def _by_events(run: Callable[[], object]) -> float:
+def _by_events(run: Callable[[], object], lead: int) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if lead:
+        torch.cuda._sleep(lead)
     begin.record()
     run()
     end.record()
@@ -73,7 +80,7 @@ def _by_events(run: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1000
 
 
-def _by_clock(run: Callable[[], object]) -> float:
+def _by_clock(run: Callable[[], object], _: int) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
