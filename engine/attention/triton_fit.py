@@ -8,10 +8,12 @@ import os
 import torch
 
 from engine.attention.base import AttentionSpec
+from engine.attention.tuned import padded
 from engine.kernels.triton_here import lacks, why_no_triton
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
+MAX_QUERIES = 32 << 10  # bytes of a KV head's group of queries, which a program holds beside tiles of keys and values
 LEAST_PAGE = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert float8_e4m3fn
@@ -41,6 +43,9 @@ def unfit_for_triton(spec: AttentionSpec) -> str | None:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if spec.group > MAX_GROUP:
         return f"{spec.group} query heads share a KV head, more than {MAX_GROUP}"
+    if padded(spec.group) * padded(spec.head_dim) * spec.dtype.itemsize > MAX_QUERIES:
+        kind = str(spec.dtype).removeprefix("torch.")
+        return f"{spec.group} query heads of size {spec.head_dim} in {kind} share a KV head, more than fit a program"
     if spec.block_size < LEAST_PAGE or spec.block_size & (spec.block_size - 1):
         return f"its pages are powers of two from {LEAST_PAGE} tokens, not {spec.block_size}; set block_size to 16"
     return None

@@ -67,10 +67,14 @@ def unmeasured(spec: AttentionSpec) -> Tuning:
     width = padded(spec.head_dim) * spec.dtype.itemsize  # bytes of a key
     group = padded(spec.group)
     keys = 64 if width <= 256 else 32 if width <= 512 else 16
-    # Products of float32 take three times the registers.
-    rows = 32 if spec.dtype is torch.float32 else 128 if width <= 128 else 64
-    decode = Tile(group, keys, 4, 2)
-    return Tuning(decode, Tile(max(rows, group), keys, 4, 2), waves=2)
+    rows = 128 if width <= 128 else 64
+    if spec.dtype is torch.float32:  # whose products take three times the registers
+        rows = 32 if width <= 512 else 16
+
+    def tile(rows: int) -> Tile:
+        return Tile(rows, keys, 8 if rows > 64 and width > 128 else 4, 2)
+
+    return Tuning(tile(group), tile(max(rows, group)), waves=2)
 
 
 def padded(size: int) -> int:

@@ -109,6 +109,8 @@ def test_a_gpu_gets_the_best_that_fits_and_the_log_says_why(
         ({"block_size": 8}, "set block_size to 16"),
         ({"dtype": torch.float64}, "float32, bfloat16 or float16"),
         ({"num_heads": 512, "num_kv_heads": 1}, "512 query heads"),
+        ({"num_heads": 128, "num_kv_heads": 1, "head_dim": 256}, "128 query heads of size 256 in bfloat16"),
+        ({"num_heads": 70, "num_kv_heads": 1, "head_dim": 80, "dtype": torch.float32}, "70 query heads of size 80"),
     ],
 )
 def test_it_says_why_it_cannot_be_used(gpu, values, reason):

@@ -15,6 +15,8 @@ CASES = [
     ("window and softcap", 90, QWEN3 | GEMMA),
     ("fp8 cache", 90, QWEN3 | {"fp8_cache": True}),
     ("fp32", 90, QWEN3 | {"dtype": torch.float32}),
+    ("largest group", 90, QWEN3 | {"num_heads": 128, "num_kv_heads": 1}),
+    ("largest head in fp32", 80, QWEN3 | {"head_dim": 256, "dtype": torch.float32}),
     ("odd head", 80, QWEN3 | {"num_heads": 14, "num_kv_heads": 2, "head_dim": 80, "block_size": 256}),
 ]
 
