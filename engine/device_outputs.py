@@ -73,6 +73,11 @@ class _Fetched(Pending):
         self._outputs = outputs
         self._arrived = arrived
 
+    @property
+    @override
+    def has_run(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
     @override
     def result(self) -> StepOutputs:
         if self._arrived is not None:

@@ -13,6 +13,11 @@ from engine.report import SamplingInputs, StepInputs, StepOutputs
 class Pending(ABC):
     """A step that was given to the device."""
 
+    @property
+    def has_run(self) -> bool:
+        """Whether `result` would not have to wait; asking costs little."""
+        return True
+
     @abstractmethod
     def result(self) -> StepOutputs:
         """Wait until the step has run and return what it brought. Asked for once, or never.

@@ -28,6 +28,8 @@ from parallel.packing import Buffer
 
 CPU_ALLOCATOR = "DefaultCPUAllocator"  # named by torch when the system gives it no memory
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
+LOOK = 20e-6  # seconds between two looks whether a GPU has run a step
+LOOK_AROUND = 0.5  # and whether all ranks are still there
 
 
 class Workers(Protocol):
@@ -117,6 +119,18 @@ class GangExecutor(Executor):
         with self._told(pack_wake(tag), "while it woke up") as runner:
             runner.wake(tag)
 
+    def wait_for(self, pending: Pending) -> None:
+        """Wait for a step while all ranks are there. Raises what `Workers.check` does when one has ended.
+
+        A GPU that waits for a rank that is gone waits for good, and so would the host with it.
+        """
+        due = time.monotonic() + LOOK_AROUND
+        while not pending.has_run:
+            time.sleep(LOOK)
+            if time.monotonic() > due:
+                self._workers.check()
+                due = time.monotonic() + LOOK_AROUND
+
     def check(self) -> None:
         """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
         reason = _death(self._workers)
@@ -168,6 +182,7 @@ class _GangPending(Pending):
     @override
     def result(self) -> StepOutputs:
         with self._gang.broken_told(self._when):
+            self._gang.wait_for(self._pending)
             outputs = self._pending.result()
         outputs.channel = self._told
         return outputs
