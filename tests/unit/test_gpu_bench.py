@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.figures import Figure, Part, chosen
 from tests.bench.gpu.limits import GIVEN, Limits, decode_limit, load_limit, prefill_flop
 from tests.bench.gpu.loads import nano_vllm
-from tests.bench.gpu.machine import clocks
 from tests.bench.gpu.part_decode import hidden_share, idle_share
 from tests.bench.gpu.part_parity import Outputs, agreement
 from tests.bench.gpu.part_toggles import TOGGLES
@@ -202,8 +200,9 @@ def test_every_figure_has_a_name_of_its_own_and_a_limit_above_zero(scale):
 
 def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     results = Results(tmp_path / "r.json")
-    results.begin({"date": "today", "gpu": "H200", "clocks": {"clocks.sm": "1980 MHz"}})
-    results.end({"clocks_after": {"clocks.sm": "1755 MHz"}})
+    found = {"date": "today", "commit": "abc+", "gpu": "H200", "versions": {"torch": "2.11"}}
+    results.begin(found | {"clocks": {"clocks.sm": "1980 MHz"}})
+    results.end({"clocks_during": {"clocks.sm": "1700 to 1980 MHz"}, "clocks_after": {"clocks.sm": "1755 MHz"}})
     parts = catalogue(FULL)
     figure = parts[0].figures[0]
     results.take(figure, [2.15, 2.15])
@@ -212,7 +211,9 @@ def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     assert f"| {figure.what} | 2.15 | TB/s | 4.3 | 50.0 % |  |  | 0.0 % |" in lines
     assert f"| {parts[0].figures[1].what} |  | TB/s | 4.3 |  |  |  |  |" in lines
     assert f"- {parts[0].figures[1].what}: failed: broken" in lines
-    assert lines[-2:] == ["- H200", "- run 0, today; before: clocks.sm 1980 MHz; after: clocks.sm 1755 MHz"]
+    assert "`--only limits`; run 0" in lines and f"`--only {parts[1].name}`" in lines
+    clocks = "before: clocks.sm 1980 MHz; while it worked: clocks.sm 1700 to 1980 MHz; after: clocks.sm 1755 MHz"
+    assert lines[-2:] == ["- H200; torch 2.11", f"- run 0, today, commit abc+; {clocks}"]
 
 
 def test_the_docs_have_a_cell_for_every_figure():
@@ -265,32 +266,6 @@ def test_json_rows_name_everything(tmp_path):
     results.take(COPY, [2.15])
     row = json.loads(results.path.read_text())["rows"][0]
     assert {"name", "value", "unit", "limit", "share", "n", "spread", "error"} <= row.keys()
-
-
-def test_clocks_are_asked_for_in_the_words_of_old_drivers_too(monkeypatch):
-    asked = []
-
-    def smi(arguments, **_):
-        asked.append(arguments[2])
-        if "clocks_event_reasons" in arguments[2]:
-            raise subprocess.CalledProcessError(2, arguments)
-        values = "NVIDIA H200, 580.1, P0, 1980 MHz, 3201 MHz, 1980 MHz, 120 W, 700 W, 35, Enabled, 0x0000\n"
-        return subprocess.CompletedProcess(arguments, 0, values)
-
-    monkeypatch.setattr(subprocess, "run", smi)
-    told = clocks(0)
-    assert len(asked) == 2
-    assert (told["clocks.sm"], told["power.limit"], told["clocks_throttle_reasons.active"]) == (
-        "1980 MHz",
-        "700 W",
-        "0x0000",
-    )
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: fail_to_find())
-    assert clocks(0) == {}
-
-
-def fail_to_find():
-    raise FileNotFoundError("nvidia-smi")
 
 
 @pytest.mark.parametrize(

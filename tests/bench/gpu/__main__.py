@@ -30,8 +30,9 @@ import torch
 from tests.bench.gpu.bench import Bench, OutOfTime, told
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.child import run_group
+from tests.bench.gpu.clocks import REASONS, clocks, watched
 from tests.bench.gpu.figures import Part, chosen
-from tests.bench.gpu.machine import clocks, machine
+from tests.bench.gpu.machine import machine
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import SCALES
 from tests.bench.gpu.shapes import REAL
@@ -128,9 +129,20 @@ def _run_here(part: Part, bench: Bench) -> None:
         torch.cuda.set_device(bench.device)
     print(f"== {part.title}", flush=True)
     bench.results.begin(machine(bench.device))
-    bench.run(part)
     if bench.on_gpu:
-        bench.results.end({"clocks_after": clocks(bench.device.index)})
+        _run_watched(part, bench)
+    else:
+        bench.run(part)
+
+
+def _run_watched(part: Part, bench: Bench) -> None:
+    before, index = bench.results.runs[-1]["clocks"], bench.device.index
+    during: dict[str, str] = {}
+    try:
+        with watched(index, next((name for name in REASONS if name in before), REASONS[0])) as during:
+            bench.run(part)
+    finally:
+        bench.results.end({"clocks_during": during, "clocks_after": clocks(index)})
 
 
 def run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:

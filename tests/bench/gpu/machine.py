@@ -1,4 +1,4 @@
-"""What a run was made on: GPU, clocks, versions, date. A figure means little without."""
+"""What a run was made on and of: GPU, clocks, versions, commit, date. A figure means little without."""
 
 from __future__ import annotations
 
@@ -6,30 +6,22 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.bench.gpu.clocks import clocks
+
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "flash-attn")
-ASKED = (
-    "name",
-    "driver_version",
-    "pstate",
-    "clocks.sm",
-    "clocks.mem",
-    "clocks.max.sm",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
-    "ecc.mode.current",
-)
-REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")  # as new drivers say it, and old ones
+ROOT = Path(__file__).parents[3]
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return date, versions, and of a GPU its kind and the state of its clocks."""
+    """Return date, commit, versions, and of a GPU its kind and the state of its clocks."""
     found: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
         "device": str(device),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda or "", **versions()},
     }
@@ -50,14 +42,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def clocks(index: int) -> dict[str, str]:
-    """Return what `nvidia-smi` says of clocks, power, heat and what holds clocks down; {} where there is none."""
-    for reasons in REASONS:
-        asked = (*ASKED, reasons)
-        command = ["nvidia-smi", f"--id={index}", f"--query-gpu={','.join(asked)}", "--format=csv,noheader"]
-        try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-        except (OSError, subprocess.SubprocessError):
-            continue
-        return dict(zip(asked, (value.strip() for value in run.stdout.split(",")), strict=False))
-    return {}
+def commit() -> str:
+    """Return the commit of this code, "+" after it where it was changed since; "" where nobody knows."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -20,8 +20,10 @@ def tables(parts: Sequence[Part], results: Results) -> str:
 
 
 def _table(part: Part, results: Results) -> Iterator[str]:
-    yield from (f"### {part.title}", "", f"`--only {part.name}`", "", HEAD, RULE)
     rows = {figure.name: results.rows.get(figure.name) for figure in part.figures}
+    runs = sorted({row.run for row in rows.values() if row is not None and row.value is not None})
+    where = f"; run {', '.join(map(str, runs))}" if runs else ""
+    yield from (f"### {part.title}", "", f"`--only {part.name}`{where}", "", HEAD, RULE)
     yield from (_line(figure, rows[figure.name]) for figure in part.figures)
     yield ""
     told = [(figure, rows[figure.name]) for figure in part.figures]
@@ -59,7 +61,8 @@ def _machines(results: Results) -> Iterator[str]:
     runs = {index: results.runs[index] for index in used if index < len(results.runs)}
     yield from dict.fromkeys(f"- {_device(run)}" for run in runs.values())
     for index, run in runs.items():
-        yield f"- run {index}, {run.get('date', '')}{_clocks(run)}"
+        commit = f", commit {run['commit']}" if run.get("commit") else ""
+        yield f"- run {index}, {run.get('date', '')}{commit}{_clocks(run)}"
 
 
 def _device(run: Mapping[str, Any]) -> str:
@@ -69,7 +72,8 @@ def _device(run: Mapping[str, Any]) -> str:
 
 
 def _clocks(run: Mapping[str, Any]) -> str:
-    told = [(when, _pairs(run.get(key, {}))) for when, key in (("before", "clocks"), ("after", "clocks_after"))]
+    keys = (("before", "clocks"), ("while it worked", "clocks_during"), ("after", "clocks_after"))
+    told = [(when, _pairs(run.get(key, {}))) for when, key in keys]
     return "".join(f"; {when}: {pairs}" for when, pairs in told if pairs)
 
 
