@@ -54,13 +54,16 @@ def test_ragged_steps(shapes, heads):
 
 @pytest.mark.parametrize("size", [16, 32, 256])
 def test_pages_of_any_power_of_two(size):
-    check(Lab(spec(block_size=size), [(40, 1), (250, 12), (0, 7)]))
+    # The last one's first query sees all but the last key of a tile, and others of its own that one, too.
+    check(Lab(spec(block_size=size), [(40, 1), (250, 12), (0, 7), (62, 9)]))
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_windows_and_softcaps(window, softcap):
-    lab = Lab(spec(windows=(0, window), softcap=softcap), [(70, 1), (0, 40), (50, 9), (3, 1)])
+    # The last two begin to see at the last key of a tile.
+    shapes = [(70, 1), (0, 40), (50, 9), (3, 1), (62 + window, 1), (62 + window, 9)]
+    lab = Lab(spec(windows=(0, window), softcap=softcap), shapes)
     check(lab, window=window)
 
 
