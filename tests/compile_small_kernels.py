@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import triton_draw as draw
+from engine.kernels import triton_filters as filters
 from engine.kernels import triton_kernels as small
 from engine.kernels import triton_linear as linear
 from engine.kernels import triton_quantised as quantised
@@ -42,8 +43,8 @@ def draws() -> Iterator[Kernel]:
     types |= dict.fromkeys(("top_ks", "survivors", "counts", "tokens", "rows", "bits"), "*i32") | {"keys": "*i64"}
     types |= dict.fromkeys(("row_stride", "vocab", "first_id", "num_ids", "num_runs", "num_words", "filtered"), "i32")
     yield draw.scan, types, {"RUNS": 64}, 8
-    yield draw.bound, types, {"BLOCK": 4096}, 8
-    yield draw.restrict, types, {"BLOCK": 4096, "RUNS": 64}, 8
+    yield filters.bound, types, {"BLOCK": 4096}, 8
+    yield filters.restrict, types, {"BLOCK": 4096, "RUNS": 64}, 8
     yield draw.race, types, {"BLOCK": 4096, "RACED": 512}, 8
     yield draw.forbid, types, {"BLOCK": 4096}, 8
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.draws import Longs, TokenDraws
-from engine.kernels import triton_draw as kernels
+from engine.kernels import triton_draw, triton_filters
 from engine.noise import row_keys
 from engine.report import Floats, SamplingInputs
 from engine.upload import upload
 from parallel.group import Group
 
-RUN: int = kernels.RUN.value
+RUN: int = triton_draw.RUN.value
 RUNS = 64  # runs that a program looks at together: 4,096 logits
 RACED = 512  # runs that `race` looks at together
 FORBIDDEN_IDS = 4096  # ids that a program of `forbid` looks at
@@ -43,7 +43,7 @@ class TritonDraws(TokenDraws):
     def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         vocab = logits.shape[1]
         grid = (len(rows), triton.cdiv(vocab, FORBIDDEN_IDS))
-        kernels.forbid[grid](
+        triton_draw.forbid[grid](
             logits, rows, bits, logits.stride(0), vocab, bits.shape[1], BLOCK=FORBIDDEN_IDS, num_warps=WARPS
         )
 
@@ -52,13 +52,13 @@ class TritonDraws(TokenDraws):
         rows = _Rows.of(logits, inputs)
         sizes = (logits.stride(0), rows.vocab, rows.num_runs)
         block = triton.next_power_of_2(rows.num_runs)
-        kernels.scan[len(logits), triton.cdiv(rows.num_runs, RUNS)](
+        triton_draw.scan[len(logits), triton.cdiv(rows.num_runs, RUNS)](
             logits, rows.temperature, rows.peaks, rows.masses, *sizes, RUNS=RUNS, num_warps=WARPS
         )
         if rows.filters is not None:
             _restrict(logits, rows, rows.filters, block)
         tokens = torch.empty_like(rows.temperature, dtype=torch.int32)
-        kernels.race[len(logits),](
+        triton_draw.race[len(logits),](
             logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes, 0, rows.vocab,
             int(rows.filters is not None), BLOCK=block, RACED=RACED, num_warps=WARPS,
         )  # fmt: skip
@@ -71,12 +71,12 @@ class TritonDraws(TokenDraws):
         own_runs, num_runs = share // RUN, triton.cdiv(vocab, RUN)
         sent_keys, sent_temperature = upload((keys, temperature), own.device)
         mine = torch.zeros(2, count, own_runs, device=own.device)
-        kernels.scan[count, triton.cdiv(own_runs, RUNS)](
+        triton_draw.scan[count, triton.cdiv(own_runs, RUNS)](
             own, sent_temperature, mine[0], mine[1], own.stride(0), share, own_runs, RUNS=RUNS, num_warps=WARPS
         )
         peaks, masses = group.all_gather(mine)[:, :, :num_runs].contiguous()
         tokens = torch.empty(count, dtype=torch.int32, device=own.device)
-        kernels.race[count,](
+        triton_draw.race[count,](
             own, sent_temperature, sent_keys, peaks, masses, peaks, tokens, own.stride(0), vocab, num_runs,
             group.rank * share, share, 0, BLOCK=triton.next_power_of_2(num_runs), RACED=RACED, num_warps=WARPS,
         )  # fmt: skip
@@ -119,7 +119,7 @@ def _restrict(logits: Tensor, rows: _Rows, filters: tuple[Tensor, ...], block: i
     survivors = torch.empty_like(rows.masses, dtype=torch.int32)
     counts, totals = torch.empty_like(rows.leasts, dtype=torch.int32), torch.empty_like(rows.leasts)
     shared = (rows.temperature, *filters, rows.peaks, rows.masses, survivors, counts, rows.leasts, totals)
-    kernels.bound[len(logits),](*shared, rows.num_runs, BLOCK=block, num_warps=WARPS)
-    kernels.restrict[len(logits),](
+    triton_filters.bound[len(logits),](*shared, rows.num_runs, BLOCK=block, num_warps=WARPS)
+    triton_filters.restrict[len(logits),](
         logits, *shared, logits.stride(0), rows.vocab, rows.num_runs, BLOCK=block, RUNS=RUNS, num_warps=WARPS
     )
