@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.bench.gpu.checkpoints import checkpoint
+from tests.bench.gpu.device import device_named
 from tests.bench.gpu.shapes import QWEN3_06B, REAL, tiny
 
 TIMEOUT = 600.0
@@ -64,9 +65,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
+    try:
+        device = device_named(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     with tempfile.TemporaryDirectory() as root:
-        folder = checkpoint(SHAPES[options.shape], Path(root), torch.device(options.device))
-        runs = [measure_cold_start(folder, options.device) for _ in range(options.runs)]
+        folder = checkpoint(SHAPES[options.shape], Path(root), device)
+        runs = [measure_cold_start(folder, str(device)) for _ in range(options.runs)]
     for name in runs[0]:
         print(name.ljust(14), *(f"{run[name]:8.3f}" for run in runs), " s")
 

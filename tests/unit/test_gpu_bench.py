@@ -173,7 +173,7 @@ def test_results_of_several_files_are_told_together(tmp_path):
         results.begin({"date": name})
         results.take(Figure(f"p/{name}", name, "s"), [value])
         results.take(Figure("p/both", "both", "s"), [value])
-    whole = Results.merged([tmp_path / "a", tmp_path / "b"])
+    whole = Results.merged([tmp_path / "a", tmp_path / "b"], "real")
     told = {name: (row.value, whole.runs[row.run]["date"]) for name, row in whole.rows.items()}
     assert told == {"p/a": (1.0, "a"), "p/both": (2.0, "b"), "p/b": (2.0, "b")}
     (tmp_path / "a").write_text("[]")

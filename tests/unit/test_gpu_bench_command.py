@@ -89,6 +89,36 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("run", "refuses"),
+    [
+        ({"shapes": "tiny", "device": "cpu"}, False),
+        ({"shapes": "tiny", "device": "cuda:0"}, True),
+        ({"shapes": "real", "device": "cpu"}, True),
+    ],
+)
+def test_figures_of_a_gpu_are_never_kept_beside_those_that_prove_the_code(run, refuses, tmp_path, capsys):
+    results = Results(tmp_path / "r.json")
+    results.begin(run)
+    results.take(Figure("p/a", "a", "s"), [1.0])
+    before = results.path.read_text()
+    if refuses:
+        told = refused(capsys, *TINY_ON_CPU, "--only", "limits", "--results", results.path)
+        assert f"holds figures of {run['shapes']} shapes on {run['device'][:4].rstrip(':')}" in told
+        assert results.path.read_text() == before
+    else:
+        command.main([*TINY_ON_CPU, "--only", "limits", "--results", str(results.path)])
+        assert [one["shapes"] for one in Results(results.path).runs] == ["tiny", "tiny"]
+
+
+def test_tables_are_of_one_size_of_shapes(tmp_path, capsys):
+    results = Results(tmp_path / "r.json")
+    results.begin({"shapes": "tiny", "device": "cpu"})
+    results.take(Figure("limits/copy", "a", "s"), [1.0])
+    assert f"{results.path}: holds figures of tiny shapes on cpu" in refused(capsys, "--table", results.path)
+    assert command.main(["--table", str(results.path), "--shapes", "tiny"]) == 0
+
+
+@pytest.mark.parametrize(
     ("name", "expected"),
     [("cpu", "cpu"), ("cuda", "cuda:0"), ("cuda:0", "cuda:0"), ("cuda:1", "cuda:1"), ("cuda:2", None), ("mps", None)],
 )
@@ -108,7 +138,7 @@ def measured(tmp_path, monkeypatch):
 
     def run(parts, play, *arguments):
         monkeypatch.setattr(command, "catalogue", lambda scale: parts)
-        monkeypatch.setattr(command, "device_named", lambda name: torch.device("cuda:0"))
+        monkeypatch.setattr(command, "device_named", lambda *_: torch.device("cuda:0"))
         monkeypatch.setattr(command, "run_group", play)
         file = tmp_path / "r.json"
         code = command.main(["--shapes", "tiny", "--results", str(file), *arguments])

@@ -4,14 +4,15 @@
     python -m tests.bench.gpu --minutes 9                      as many as fit; run it again to go on
     python -m tests.bench.gpu --only limits,decode             parts by the beginnings of their names
     python -m tests.bench.gpu --table gpu-results.json         the tables of docs/gpu.md
-    python -m tests.bench.gpu --device cpu --shapes tiny       proves the code where there is no GPU
+    python -m tests.bench.gpu --device cpu --shapes tiny --results tiny-results.json
+                                                               proves the code where there is no GPU
 
 Needs torch, triton, transformers, safetensors, tokenizers and numpy, and no network. On a GPU each part has a process
 of its own, so that neither an error of CUDA nor memory that is not given back reaches the next one. Every figure is
 written as soon as it is measured; those that have a value are not measured again without --again.
 
-Timing: CUDA events around many calls on inputs that rotate (calls: `timing`), the host's clock around synchronised
-windows of steps (engine), after warm-ups; the value is the median, the spread (largest - smallest) / median.
+Timing: CUDA events around many calls on inputs that rotate (kernels), the host's clock around windows of steps that
+follow each other (engine), after warm-ups; the value is the median, the spread (largest - smallest) / median.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.bench.gpu.bench import Bench, OutOfTime, told
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.child import run_group
 from tests.bench.gpu.clocks import REASONS, clocks, watched
+from tests.bench.gpu.device import device_named
 from tests.bench.gpu.figures import Part, chosen
 from tests.bench.gpu.machine import machine
 from tests.bench.gpu.results import Results
@@ -40,6 +42,7 @@ from tests.bench.gpu.table import tables
 
 FAILED = 1
 INTERRUPTED = 130  # as shells say it
+WITHOUT_GPU = "--device cpu --shapes tiny, which proves the code and measures nothing"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,12 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = catalogue(scale)
     try:
         if options.table is not None:
-            print(tables(parts, Results.merged(options.table)), end="")
+            print(tables(parts, Results.merged(options.table, scale.name)), end="")
             return 0
         wanted = chosen(parts, [name for name in options.only.split(",") if name])
         results = Results(options.results)
-        device = device_named(options.device)
+        device = device_named(options.device, WITHOUT_GPU)
         _check(options, device)
+        results.check(scale.name, device.type)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
@@ -87,32 +91,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", default="", metavar="NAME,...", help="parts by the beginnings of their names")
     parser.add_argument("--minutes", type=float, help="stop after so many minutes, to go on another time")
     parser.add_argument("--again", action="store_true", help="measure what has a value too, from the start")
-    parser.add_argument("--results", type=Path, default=Path("gpu-results.json"))
+    results = Path("gpu-results.json")
+    parser.add_argument("--results", type=Path, default=results, help=f"where rows are kept (default: {results})")
     parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="print the tables of these")
     parser.add_argument("--device", default="cuda", help="cuda (the first GPU, the default), cuda:1, cpu")
-    parser.add_argument("--shapes", choices=SCALES, default="real")
+    parser.add_argument("--shapes", choices=SCALES, default="real", help="real (the default), or tiny, for a CPU")
     default = Path(tempfile.gettempdir()) / "squadron-gpu-models"
     size = sum(shape.stored_weights for shape in REAL) * 2 / 1e9  # bf16
     parser.add_argument("--models", type=Path, default=default, help=f"folder for checkpoints ({size:.0f} GB), kept")
     parser.add_argument("--here", action="store_true", help="measure in this process, also on a GPU")
     return parser
-
-
-def device_named(name: str) -> torch.device:
-    """Return the device by its name, a GPU with its number. Raises `ValueError` when it is not here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: there is no such device; known: cuda, cuda:1, cpu") from None
-    if device.type == "cpu":
-        return device
-    number, seen = device.index or 0, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type != "cuda" or number >= seen:
-        works = (
-            "--device cuda:0" if seen else "--device cpu --shapes tiny, which proves the code and measures nothing"
-        )
-        raise ValueError(f"--device {name}: torch {torch.__version__} sees {seen} CUDA devices here; try {works}")
-    return torch.device("cuda", number)
 
 
 def _check(options: argparse.Namespace, device: torch.device) -> None:
@@ -128,7 +116,7 @@ def _run_here(part: Part, bench: Bench) -> None:
     if bench.on_gpu:
         torch.cuda.set_device(bench.device)
     print(f"== {part.title}", flush=True)
-    bench.results.begin(machine(bench.device))
+    bench.results.begin(machine(bench.device) | {"shapes": bench.scale.name})
     if bench.on_gpu:
         _run_watched(part, bench)
     else:

@@ -52,21 +52,30 @@ class Results:
             self._read()
 
     @classmethod
-    def merged(cls, paths: Sequence[Path]) -> Self:
+    def merged(cls, paths: Sequence[Path], shapes: str) -> Self:
         """Return what several files hold, for reading only; of a figure that several have, the last one's.
 
-        Raises `ValueError` for a path that is no file of results.
+        Raises `ValueError` for a path that is no file of results, or one of other shapes.
         """
         whole = cls(Path(os.devnull))
         for path in paths:
             if not path.is_file():
                 raise ValueError(f"--table {path}: there is no such file")
             one = cls(path)
+            one.check(shapes)
             whole.rows |= {
                 name: Row(**asdict(row) | {"run": row.run + len(whole.runs)}) for name, row in one.rows.items()
             }
             whole.runs += one.runs
         return whole
+
+    def check(self, shapes: str, device: str | None = None) -> None:
+        """Raise `ValueError` for other shapes or another kind of device, whose figures have the same names."""
+        for run in self.runs:
+            size, kind = run.get("shapes", shapes), run.get("device", "").partition(":")[0]
+            if size != shapes or (device and kind and kind != device):
+                works = "another file, or --shapes and --device"
+                raise ValueError(f"{self.path}: holds figures of {size} shapes on {kind}; try {works}")
 
     def reload(self) -> None:
         """Take what another process wrote."""
