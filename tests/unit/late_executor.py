@@ -32,7 +32,7 @@ class LateExecutor(FakeExecutor):
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         assert len(self.queue) < 2, "a third step was launched"
         assert not inputs.input_ids[inputs.carried[:, 0]].any(), "the host knows a token that it wants carried"
-        step = LateStep(self, copy.deepcopy(inputs), _snapshot(sampling))
+        step = LateStep(self, copy.deepcopy(inputs), snapshot(sampling))
         self.queue.append(step)
         return step
 
@@ -77,7 +77,7 @@ class LateStep(Pending):
         return self.outputs
 
 
-def _snapshot(sampling: SamplingInputs) -> SamplingInputs:
+def snapshot(sampling: SamplingInputs) -> SamplingInputs:
     """Return what a device would have been given: the arrays of the host are overwritten by the next step."""
     masks, whole = sampling.masks, copy.copy(sampling)
     whole.masks = None
