@@ -54,6 +54,7 @@ class TroubledMachine(MixedMachine):
         for _ in range(steps):
             self.driver.step()
         self.driver.core.wake_up()
+        self.driver.step()  # what was on its way is told now, if it was not before
 
     @rule()
     def ask_for_costs(self):
