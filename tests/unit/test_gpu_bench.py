@@ -248,7 +248,8 @@ def test_where_the_time_of_a_step_went():
     assert idle_share(10.0, 9.9) == pytest.approx(1)
     # 2 ms of the host beside 10 ms of the device: all hidden, half of it, none.
     assert [hidden_share(12.0, step, 10.0) for step in (10.0, 11.0, 12.0)] == pytest.approx([100, 50, 0])
-    assert hidden_share(10.0, 10.0, 10.0) == 100
+    with pytest.raises(NotHere, match="nothing to hide"):
+        hidden_share(10.0, 10.0, 10.0)
 
 
 def test_near_ties_do_not_count_against_greedy_agreement():

@@ -41,6 +41,7 @@ from tests.bench.gpu.shapes import REAL
 from tests.bench.gpu.table import tables
 
 FAILED = 1
+GRACE = 20.0  # seconds that a part has to end what it was at when the minutes were over
 INTERRUPTED = 130  # as shells say it
 WITHOUT_GPU = "--device cpu --shapes tiny, which proves the code and measures nothing"
 
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m tests.bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", metavar="NAME,...", help="parts by the beginnings of their names")
-    parser.add_argument("--minutes", type=float, help="stop after so many minutes, to go on another time")
+    parser.add_argument("--minutes", type=float, help="begin nothing new after so many, and end soon")
     parser.add_argument("--again", action="store_true", help="measure what has a value too, from the start")
     results = Path("gpu-results.json")
     parser.add_argument("--results", type=Path, default=results, help=f"where rows are kept (default: {results})")
@@ -145,7 +146,7 @@ def run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
     names = [figure.name for figure in part.figures if bench.again or not bench.results.done(figure.name)]
     before = dict(bench.results.rows)
     try:
-        ended = run_group(command, left if options.minutes else None)
+        ended = run_group(command, left + GRACE if options.minutes else None)
     except subprocess.TimeoutExpired:
         raise OutOfTime from None
     finally:

@@ -98,12 +98,15 @@ def _serial(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
         with _decoding(scale, opened, batch):
             return [1000 * one for one in opened.steady(scale.warm, scale.windows, scale.steps).wall]
 
-    def shares() -> tuple[float, float]:
-        serial, step, busy = (_measured(bench, shape, batch, what) for what in ("serial_step", "step", "device"))
-        return idle_share(serial, busy), hidden_share(serial, step, busy)
+    def idle() -> float:
+        return idle_share(*(_measured(bench, shape, batch, what) for what in ("serial_step", "device")))
+
+    def hidden() -> float:
+        return hidden_share(*(_measured(bench, shape, batch, what) for what in ("serial_step", "step", "device")))
 
     bench.measure(steps, _name(shape, batch, "serial_step"))
-    bench.measure(shares, *(_name(shape, batch, what) for what in ("serial_idle", "hidden")))
+    bench.measure(idle, _name(shape, batch, "serial_idle"))
+    bench.measure(hidden, _name(shape, batch, "hidden"))
 
 
 def _measured(bench: Bench, shape: Shape, batch: int, what: str) -> float:
@@ -120,10 +123,12 @@ def idle_share(step: float, busy: float) -> float:
 
 def hidden_share(serial: float, step: float, busy: float) -> float:
     """Return the percent of the host's time, which is what a step without overlap takes longer than the device works,
-    that a step with overlap does not take.
+    that a step with overlap does not take. Raises `NotHere` where there is nothing to hide.
     """
     host = serial - busy
-    return 100 * (serial - step) / host if host > 0 else 100.0
+    if host <= 0:
+        raise NotHere("a step without overlap took no longer than the device works: nothing to hide was seen")
+    return 100 * (serial - step) / host
 
 
 @contextmanager
