@@ -73,14 +73,17 @@ class Played:
 
     def step(self):
         self.steps += 1
-        return SimpleNamespace(token_ids=[1] * (1 + self.steps % 2))
+        return SimpleNamespace(token_ids=[1] * (3 if self.steps < 20 else 2))
 
 
 def test_windows_follow_each_other_without_waiting_for_the_device(monkeypatch):
     played = Played(monkeypatch)
-    found = Session(SimpleNamespace(_core=played), CUDA).steady(warm=2, windows=3, steps=4)
-    assert (found.wall, found.tokens, found.rates) == ([1.0] * 3, [1.5] * 3, [1.5] * 3)
+    opened = Session(SimpleNamespace(_core=played), CUDA)
+    found = opened.steady(3, warm=2, windows=3, steps=4)
+    assert (found.wall, found.tokens, found.rates) == ([1.0] * 3, [3] * 3, [3.0] * 3)
     assert (played.steps, played.waits) == (14, [])
+    with pytest.raises(RuntimeError, match="steps of 3 sequences drew 2 to 3 tokens"):
+        opened.steady(3, warm=2, windows=3, steps=4)
 
 
 def test_no_step_of_before_is_recorded(monkeypatch):

@@ -77,7 +77,7 @@ def _overlapped(bench: Bench, opened: Session, shape: Shape, batch: int) -> None
 
     def rates() -> tuple[list[float], list[float]]:
         with _decoding(scale, opened, batch):
-            steady = opened.steady(scale.warm, scale.windows, scale.steps)
+            steady = opened.steady(batch, scale.warm, scale.windows, scale.steps)
         return steady.rates, [1000 * one for one in steady.wall]
 
     def device() -> tuple[float, float]:
@@ -96,7 +96,7 @@ def _serial(bench: Bench, opened: Session, shape: Shape, batch: int) -> None:
 
     def steps() -> list[float]:
         with _decoding(scale, opened, batch):
-            return [1000 * one for one in opened.steady(scale.warm, scale.windows, scale.steps).wall]
+            return [1000 * one for one in opened.steady(batch, scale.warm, scale.windows, scale.steps).wall]
 
     def idle() -> float:
         return idle_share(*(_measured(bench, shape, batch, what) for what in ("serial_step", "device")))

@@ -94,7 +94,7 @@ def _rates(bench: Bench, shape: Shape, toggle: Toggle) -> list[list[float]]:
             for batch in _batches(scale):
                 prompt = prompt_length(scale, batch)
                 running = opened.fill(batch, prompt, longest - prompt)
-                found.append(opened.steady(scale.warm, scale.windows, scale.steps).rates)
+                found.append(opened.steady(batch, scale.warm, scale.windows, scale.steps).rates)
                 opened.clear(running)
     except ConfigError as error:
         raise NotHere(str(error)) from error

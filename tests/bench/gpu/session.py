@@ -28,7 +28,7 @@ class Steady:
     """Steps that all did the same, by window. wall: seconds per step. tokens: per step, that reached the host."""
 
     wall: list[float]
-    tokens: list[float]
+    tokens: list[int]
 
     @property
     def rates(self) -> list[float]:
@@ -76,13 +76,19 @@ class Session:
         while self.core.has_unfinished:
             self.core.step()
 
-    def steady(self, warm: int, windows: int, steps: int) -> Steady:
-        """Time `windows` windows of `steps` steps of what runs, after `warm` others."""
+    def steady(self, batch: int, warm: int, windows: int, steps: int) -> Steady:
+        """Time `windows` windows of `steps` steps of what runs, after `warm` others.
+
+        Raises `RuntimeError` when these were not steps in which `batch` sequences draw a token each.
+        """
         self.skip(warm)
         found = Steady([], [])
         for _ in range(windows):
             reports = self._window(steps, found.wall)
-            found.tokens.append(sum(len(report.token_ids) for report in reports) / steps)
+            counts = {len(report.token_ids) for report in reports}
+            if counts != {batch}:
+                raise RuntimeError(f"steps of {batch} sequences drew {min(counts)} to {max(counts)} tokens")
+            found.tokens.append(batch)
         return found
 
     def skip(self, steps: int) -> None:
