@@ -179,6 +179,11 @@ class _GangPending(Pending):
         self._pending = pending
         self._told = told
 
+    @property
+    @override
+    def has_run(self) -> bool:
+        return self._pending.has_run
+
     @override
     def result(self) -> StepOutputs:
         with self._gang.broken_told(self._when):

@@ -250,6 +250,8 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture(self, pool: GraphPool) -> None:
         pool.capture_at_start()
+        if self.group.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the runs before the recordings took is their stream's: no step finds it
         sizes = pool.captured
         if sizes:
             told = (len(sizes), sizes[-1], pool.bytes_taken / (1 << 20), len(pool.sizes.sizes))

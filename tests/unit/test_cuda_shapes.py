@@ -35,10 +35,10 @@ def runner(played):
     return made()
 
 
-def made(gpu: str = "cuda:0", **changes) -> ModelRunner:
+def made(gpu: str = "cuda:0", on_phase=lambda _: None, **changes) -> ModelRunner:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_blocks": 70, "max_model_len": 1024}
     wanted = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK, **sizes, **changes}
-    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup(gpu))
+    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup(gpu), on_phase=on_phase)
 
 
 def decode(num_seqs: int, length: int = 40) -> StepInputs:
@@ -94,6 +94,14 @@ def test_a_decode_step_draws_without_waiting_for_the_device(runner, played, chan
     outputs = runner.launch(decode(4), sampling(4, **changes)).result()
     assert outputs.token_ids.shape == (4,)
     assert played.waits == before
+
+
+def test_what_graphs_took_beside_their_own_memory_is_given_back_before_the_first_step(played, monkeypatch):
+    """The runs before the recordings are on a stream of their own, whose memory no step could use."""
+    log = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("given back"))
+    made(on_phase=log.append)
+    assert log[-2:] == ["graphs", "given back"]
 
 
 def test_what_a_gpu_runs_is_ours(runner, played):

@@ -51,6 +51,7 @@ def gang():
 def test_a_gpu_that_waits_for_a_rank_that_is_gone_is_not_waited_for(gang):
     executor, parts = gang
     pending = executor.launch(dummy_step(4, 1, 16, 4), dummy_sampling(1))
+    assert not pending.has_run
     with pytest.raises(EngineDeadError, match="group broke in step 1: rank 1 was killed"):
         pending.result()
     parts.runner.launch.return_value.result.assert_not_called()
