@@ -93,11 +93,14 @@ def test_each_filter_leaves_what_it_leaves_on_the_cpu(filters):
     assert 1 < len(set(found.tolist()) & kept) == len(set(found.tolist()))
 
 
-def test_top_p_is_exact_where_one_id_of_each_run_has_its_mass():
+@pytest.mark.parametrize(("filters", "kept"), [({"top_p": 0.9}, 9), ({"top_k": 2}, 2), ({"top_k": 4}, 4)], ids=str)
+def test_filters_are_exact_where_one_id_of_each_run_has_its_mass(filters, kept):
     logits = torch.full((640,), -20.0)
     logits[7::64] = torch.linspace(1.5, 1.0, 10)
-    found = agree(logits.expand(12, -1), sampling(12, temperature=1.0, positions=np.arange(12), top_p=0.9))
-    assert len(set(found.tolist())) > 5
+    found = agree(logits.expand(12, -1), sampling(12, temperature=1.0, positions=np.arange(12), **filters))
+    runs = {token // 64 for token in found.tolist()}
+    assert runs <= set(range(kept))
+    assert len(runs) > kept // 2
 
 
 def test_the_lowest_of_equals_is_taken():
