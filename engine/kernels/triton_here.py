@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -22,7 +24,24 @@ def why_no_triton(device: torch.device) -> str | None:
     # Triton compiles a small C program to launch each kernel by, on the machine that it runs on.
     if "CC" not in os.environ and not any(map(shutil.which, COMPILERS)):
         return "Triton needs a C compiler to launch kernels, and there is none; install gcc"
+    if not _found_elsewhere() and not python_header().exists():
+        return (
+            f"Triton needs Python's headers to launch kernels, and there is no {python_header()}; install python3-dev"
+        )
     return None
+
+
+def python_header() -> Path:
+    """Return where Triton looks for what that program includes."""
+    scheme = sysconfig.get_default_scheme()
+    # Debian's name for what pip installs; headers come with the system's Python.
+    plain = "posix_prefix" if scheme == "posix_local" else scheme
+    return Path(sysconfig.get_path("include", plain), "Python.h")
+
+
+def _found_elsewhere() -> bool:
+    """Whether the compiler is told to look elsewhere, too."""
+    return "CPATH" in os.environ or "C_INCLUDE_PATH" in os.environ
 
 
 def lacks(least: tuple[int, int], found: tuple[int, int], what: str = "it") -> str:

@@ -39,6 +39,12 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
+def no_headers(monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: "/nowhere")
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def test_triton_serves_gpus():
     assert type(select_kernels(64, torch.bfloat16, CUDA)) is TritonKernels
     assert type(select_draws(CUDA)) is TritonDraws
@@ -52,6 +58,7 @@ def test_triton_serves_gpus():
         (no_package, "triton is not installed"),
         (old_gpu, "needs compute capability 8.0"),
         (no_compiler, "install gcc"),
+        (no_headers, "no /nowhere/Python.h; install python3-dev"),
     ],
 )
 def test_where_something_lacks_torch_serves_and_the_log_says_why(monkeypatch, caplog, lacking, reason):
@@ -65,4 +72,10 @@ def test_where_something_lacks_torch_serves_and_the_log_says_why(monkeypatch, ca
 def test_a_compiler_may_be_named(monkeypatch):
     no_compiler(monkeypatch)
     monkeypatch.setenv("CC", "tcc")
+    assert why_not_triton(spec(device=CUDA)) is None
+
+
+def test_headers_may_lie_elsewhere(monkeypatch):
+    no_headers(monkeypatch)
+    monkeypatch.setenv("CPATH", "/opt/include")
     assert why_not_triton(spec(device=CUDA)) is None
