@@ -229,7 +229,7 @@ class Roster:
 
     def _num_in_flight(self, sequence: Sequence) -> int:
         """Return how many tokens of a sequence are counted that nobody knows yet."""
-        return sum(sequence in schedule.samples and sequence not in schedule.gone for schedule in self.in_flight)
+        return sum(schedule.draws_for(sequence) for schedule in self.in_flight)
 
     def _vacate(self, sequence: Sequence) -> None:
         """Take back what `sequence` holds, and have steps in flight bring it nothing any more.
@@ -239,7 +239,7 @@ class Roster:
         """
         self._rows.leave(sequence)
         for schedule in self.in_flight:
-            sequence.num_tokens -= sequence in schedule.samples and sequence not in schedule.gone
+            sequence.num_tokens -= schedule.draws_for(sequence)
             schedule.gone.add(sequence)
         self.prefilling.pop(sequence, None)
         self.tail_sharers.pop(sequence, None)

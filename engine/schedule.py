@@ -46,6 +46,7 @@ class Schedule:
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
     carried: Ints | None = None  # [num_carried, 2]
     gone: set[Sequence] = field(default_factory=set)
+    _drawing: set[Sequence] = field(default_factory=set)  # `samples`, once they were asked for
 
     @property
     def sample_positions(self) -> Ints:
@@ -56,6 +57,12 @@ class Schedule:
     def is_unwanted(self) -> bool:
         """Whether all that it computes for have left."""
         return bool(self.gone) and self.gone.issuperset(self.sequences) and self.gone.issuperset(self.samples)
+
+    def draws_for(self, sequence: Sequence) -> bool:
+        """Whether it draws a token that `sequence` is still there to get."""
+        if not self._drawing:
+            self._drawing.update(self.samples)
+        return sequence in self._drawing and sequence not in self.gone
 
     def kept_samples(self) -> Index:
         """Return the samples of those that are still there."""

@@ -6,6 +6,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.holds import Hold
+from engine.planner import Planner
 from engine.request import FinishReason
 from engine.scheduler import Scheduler
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
@@ -240,3 +241,30 @@ def test_a_step_that_nobody_wants_is_neither_reported_nor_in_the_way():
     driver.core.add(request("next", 3))
     report = driver.step()
     assert (report.step, len(report.token_ids)) == (position + 2, 1)
+
+
+def test_nobody_is_looked_for_among_all_that_draw(monkeypatch):
+    """While hundreds of prompts begin beside hundreds that decode, that would take longer than a step."""
+
+    class Unsearched(list):
+        def __contains__(self, one):
+            raise AssertionError("looked through")
+
+    plan = Planner.plan
+
+    def planned(self, *args):
+        schedule = plan(self, *args)
+        if schedule is not None:
+            schedule.samples = Unsearched(schedule.samples)
+        return schedule
+
+    monkeypatch.setattr(Planner, "plan", planned)
+    driver = overlapping(max_num_batched_tokens=5)
+    asked = [request(f"r{i}", 3 * i, seed=i, temperature=1.0, ignore_eos=True) for i in range(1, 5)]
+    for one in asked:
+        driver.core.add(one)
+    for _ in range(6):
+        driver.step()
+    driver.core.abort("r1")
+    driver.drain()
+    assert [driver.tokens[one.request_id, 0] for one in asked[1:]] == [expected(one) for one in asked[1:]]
