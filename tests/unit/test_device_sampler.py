@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from engine import race
 from engine.device_outputs import FAILED, STUCK
+from engine.kernels.triton_draw import RUN_INDEX, _gumbel
 from engine.kernels.triton_sampler import RUN, TritonDraws
-from engine.noise import row_keys
+from engine.noise import gumbel, row_keys
 from engine.sampler import sample
 from tests.parity.stepping import sampling
 from tests.unit.test_logit_rules import bits_of
@@ -107,6 +111,22 @@ def test_the_lowest_of_equals_is_taken():
     logits = torch.zeros(2, 200)
     logits[1, [70, 71, 190]] = 1.0
     assert agree(logits, sampling(2)).tolist() == [0, 70]
+
+
+@triton.jit
+def _noise(key, out, COUNT: tl.constexpr):
+    index = tl.arange(0, COUNT)
+    tl.store(out + index, _gumbel(tl.load(key).to(tl.uint64, bitcast=True), index.to(tl.uint64) + RUN_INDEX))
+
+
+@pytest.mark.parametrize("key", [0, 5, -1, -(2**63), 0x123456789ABCDEF])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # it wraps, as it should
+def test_the_noise_is_that_of_the_cpu(key):
+    """To its last bits, which tokens tell nothing of."""
+    keys, found = torch.tensor([key]), torch.empty(64, dtype=torch.float64, device=DEVICE)
+    _noise[(1,)](keys.to(DEVICE), found, COUNT=64)
+    expected = gumbel(keys, torch.arange(64)[None] + race.RUN_INDEX)[0]
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-13, atol=1e-13)
 
 
 def test_runs_are_those_of_the_sampler():
