@@ -189,14 +189,30 @@ class CudaGraphDevice:
     def _recorded(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Other threads may copy or allocate meanwhile; only what this one does must be fit to be recorded.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # Other threads may copy or allocate meanwhile; only what this one does must be fit to be recorded.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 work()
             except BaseException:
                 # What went wrong says more than what it did to the recording.
                 with suppress(RuntimeError):
-                    graph.capture_end()
+                    self._end(graph)
                 raise
-            graph.capture_end()
+            self._end(graph)
         return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording. Of one that CUDA cannot end torch's allocators are not told, and take it to go on.
+
+        What two streams used, as results are, would never be free again, and nothing else be recorded into the pool.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            allocator: Any = torch._C
+            device, pool = torch.cuda.current_device(), self._pool
+            self._pool = torch.cuda.graph_pool_handle()
+            with suppress(RuntimeError):  # where the end failed later, the allocator knows of it
+                allocator._cuda_endAllocateToPool(device, pool)
+                allocator._cuda_releasePool(device, pool)
+            raise

@@ -157,6 +157,9 @@ class FakeCuda:
     def synchronize(self, device):
         self.log.append("synchronize")
 
+    def current_device(self):
+        return 1
+
     def mem_get_info(self, device):
         return self.free, 0
 
@@ -203,6 +206,46 @@ def test_a_recording_that_fails_is_ended_and_says_why(cuda):
     with pytest.raises(CaptureError, match=r"^cannot be recorded$"):
         device.capture(work)
     assert cuda.log[-2:] == ["end", "theirs waits"]
+
+
+def fails(message):
+    def raises(*_):
+        raise RuntimeError(message)
+
+    return raises
+
+
+def test_a_recording_that_cuda_cannot_end_is_ended_for_torchs_allocator(cuda, monkeypatch):
+    """Torch does not: it would divert memory to the pool for good, and let nothing else be recorded into it."""
+    told = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(which), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: told.append(which), raising=False)
+    handles = iter(["first", "second", "third"])
+    cuda.graph_pool_handle = lambda: next(handles)
+    device = CudaGraphDevice(torch.device("cpu"))
+    whole = cuda.CUDAGraph
+    broken = whole()
+    broken.capture_end = fails("capture is invalidated")
+    cuda.CUDAGraph = lambda: broken
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="invalidated"):
+            device.capture(lambda: None)
+    assert told == [(1, "first"), (1, "first"), (1, "second"), (1, "second")]
+    cuda.CUDAGraph = whole
+    device.capture(lambda: None)
+    assert "begin in third" in cuda.log
+
+
+def test_a_recording_that_failed_after_its_end_is_not_ended_again(cuda, monkeypatch):
+    released = []
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", fails("not recording"), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *which: released.append(which), raising=False)
+    broken = cuda.CUDAGraph()
+    broken.capture_end = fails("no memory for the graph")
+    cuda.CUDAGraph = lambda: broken
+    with pytest.raises(CaptureError, match="no memory for the graph"):
+        CudaGraphDevice(torch.device("cpu")).capture(lambda: None)
+    assert released == []
 
 
 def test_what_a_first_run_queued_before_it_failed_is_over_before_inputs_are_filled_in_again(cuda):
