@@ -61,8 +61,8 @@ def instead_of_launching(capability: int) -> Iterator[list]:
 
 
 def show(case: str, name: str, kernel: object) -> None:
-    """Print what a kernel takes: registers per thread, bytes spilled per thread, bytes of shared memory; and whether
-    a quotient of it is off by a bit at times.
+    """Print what a kernel takes: registers per thread, bytes spilled per thread, bytes of shared memory; how many
+    instructions for the matrix units it has, and whether a quotient of it is off by a bit at times.
     """
     import triton
 
@@ -76,5 +76,6 @@ def show(case: str, name: str, kernel: object) -> None:
     stores, loads = (int(re.search(rf"(\d+) bytes spill {what}", said)[1]) for what in ("stores", "loads"))
     registers = int(re.search(r"Used (\d+) registers", said)[1])
     found = {"registers": registers, "spilled": max(stores, loads), "shared": kernel.metadata.shared}
+    found["products"] = len(re.findall(r"mma\.(?:sync|mma_async)", kernel.asm["ptx"]))
     found["inexact"] = "div.full.f32" in kernel.asm["ptx"]
     print(json.dumps({"case": case, "kernel": name, **found}))

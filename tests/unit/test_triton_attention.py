@@ -291,6 +291,12 @@ def test_kernels_compile_for_gpus_and_fit_them(launches):
         assert one["spilled"] <= 96, one
         # What is stored in fp8 is compared by its bits: an interpreter's quotients are exact anyway.
         assert not (one["kernel"] == "store" and one["inexact"]), one
+    # Keys that all queries of a tile see have code of their own, but for batch_invariant: bits depend on the code.
+    plain, invariant = (
+        min(one["products"] for one in launches if (one["case"], one["kernel"]) == (case, "attend"))
+        for case in ("bf16", "batch invariant")
+    )
+    assert plain == 2 * invariant > 0
     # One for prompts, two for decodes (split or not): whatever comes later, nothing is compiled while it is served.
     counts = Counter((one["case"], one["kernel"]) for one in launches)
     assert max(counts.values()) == 3

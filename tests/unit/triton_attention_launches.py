@@ -12,6 +12,7 @@ QWEN3 = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfl
 GEMMA = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "softcap": 50.0, "windows": (64,)}
 CASES = [
     ("bf16", 90, QWEN3),
+    ("batch invariant", 90, QWEN3 | {"batch_invariant": True}),
     ("window and softcap", 90, QWEN3 | GEMMA),
     ("fp8 cache", 90, QWEN3 | {"fp8_cache": True}),
     ("fp32", 90, QWEN3 | {"dtype": torch.float32}),
