@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.graph_pool import CaptureError, CudaGraphDevice
 from engine.llm import LLM
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
@@ -123,3 +124,21 @@ def test_graphs_of_all_sizes_stay_within_the_memory_that_was_asked_for(folder, c
         size = pool.bytes_taken >> 20
         print(f"\n{len(pool.captured)} graphs: {size} MiB; {used / total:.3f} of {SHARE} of the memory used")
     assert used < (SHARE + 0.01) * total
+
+
+def test_work_that_cannot_be_recorded_spoils_neither_the_next_graph_nor_memory():
+    gpu = torch.device("cuda:0")
+    recorder, ones, sums = CudaGraphDevice(gpu), torch.ones(4, device=gpu), torch.zeros(4, device=gpu)
+    with pytest.raises(CaptureError):
+        recorder.capture(lambda: ones.sum().item())
+    graph = recorder.capture(lambda: sums.add_(ones))
+    sums.zero_()
+    recorder.replay(graph)
+    assert sums.tolist() == [1.0] * 4
+    # As results do, which another stream brings to the host: their memory must be found again.
+    side, size = torch.cuda.Stream(gpu), 64 << 20
+    before = torch.cuda.memory_reserved(gpu)
+    for _ in range(20):
+        torch.empty(size, dtype=torch.uint8, device=gpu).record_stream(side)
+        torch.cuda.synchronize(gpu)
+    assert torch.cuda.memory_reserved(gpu) - before < 4 * size
