@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
+
 from engine.checksums import check_sums, summed_files
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -75,10 +77,26 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
     if size == 1:
         runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
         return SoloExecutor(runner), model_info(runner)
+    _check_gpus(config)
     rendezvous = Rendezvous.create()
     ring = SharedMemoryRing.create(readers=size - 1)
     workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
     return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
+
+
+def _check_gpus(config: EngineConfig) -> None:
+    """Raise `ConfigError` where ranks on this machine would share a GPU, over which NCCL does not work."""
+    device, size = config.device or "cpu", config.tensor_parallel_size
+    if device.startswith("cuda:"):
+        raise ConfigError(
+            f"device={device} is one GPU, and tensor_parallel_size={size} needs {size}; use device=cuda", "device"
+        )
+    count = torch.cuda.device_count() if device == "cuda" else size
+    if count < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs a GPU for each rank, and torch sees {count}; use at most {count}",
+            "tensor_parallel_size",
+        )
 
 
 def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[ModelFolder, EngineConfig]:

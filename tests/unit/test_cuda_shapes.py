@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
 from engine.runner import ModelRunner
@@ -151,6 +152,19 @@ def test_another_gpu_than_the_first_runs_its_own_kernels(played):
     for step in (dummy_step(100, 3, 1024, BLOCK), decode(3)):
         assert runner.launch(step, sampling(3)).result().token_ids.shape == (3,)
     assert played.device == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "message", "flag"),
+    [
+        ("cuda", "tensor_parallel_size=2 needs a GPU for each rank, and torch sees 1", "tensor_parallel_size"),
+        ("cuda:0", "device=cuda:0 is one GPU, .* tensor_parallel_size=2 needs 2; use device=cuda", "device"),
+    ],
+)
+def test_ranks_that_would_share_a_gpu_are_refused_before_they_start(played, device, message, flag):
+    with pytest.raises(ConfigError, match=message) as refused:
+        LLM("deploy/demo_model", device=device, tensor_parallel_size=2)
+    assert refused.value.flag == flag
 
 
 def test_an_engine_wakes_from_both_depths_of_sleep(played):
