@@ -93,6 +93,8 @@ PLANNED = (
     "num_kv_blocks",
     "kv_cache_dtype",
     "gpu_memory_utilization",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
 )
 # What concerns clients and copies of a service, of which a batch has none.
 OF_A_SERVICE = (

@@ -14,6 +14,12 @@ DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
+# What fields of a type take, and how that is told.
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "True or False"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,8 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self._checked_sizes(self.cudagraph_capture_sizes))
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
@@ -101,7 +109,8 @@ class EngineConfig:
         wrong = isinstance(sizes, str) or any(type(size) is not int or size < 1 for size in sizes)
         if wrong or not sizes:
             given = sizes if isinstance(sizes, str) else list(sizes)
-            raise ConfigError(f"{name} must be one or more numbers from 1, such as 1,2,4,8, not {given!r}", name)
+            works = "1,2,4,8 as a flag or [1, 2, 4, 8]"
+            raise ConfigError(f"{name} must be one or more numbers from 1, such as {works}, not {given!r}", name)
         most = min(self.max_num_seqs, self.max_num_batched_tokens)
         if max(sizes) > most:
             raise ConfigError(
@@ -145,6 +154,15 @@ class EngineConfig:
 def config_fields() -> tuple[str, ...]:
     """Names of all settings, in the order of the dataclass."""
     return tuple(f.name for f in fields(EngineConfig))
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    """Raise `ConfigError` where a value is not of the type that a field is declared with."""
+    declared, _, optional = annotation.partition(" | ")
+    kinds, such_as = TYPES.get(declared, ((object,), ""))
+    if (value is None and optional) or (isinstance(value, kinds) and (declared == "bool" or type(value) is not bool)):
+        return
+    raise ConfigError(f"{name} must be {such_as}, not {value!r}", name)
 
 
 def _at_least(name: str, value: int, low: int) -> None:

@@ -47,6 +47,8 @@ class Sleep:
         Raises `ConfigError` for an unknown tag before anything is woken, and what `Executor.wake` does, with the part
         that failed still asleep.
         """
+        if isinstance(tags, str):
+            raise ConfigError(f"tags must be a list such as {[tags]}, not {tags!r}", "tags")
         wanted = TAGS if tags is None else tuple(tags)
         unknown = [tag for tag in wanted if tag not in TAGS]
         if unknown:

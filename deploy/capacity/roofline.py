@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from deploy.capacity.fit import Fit, product_dtype
+from engine.quantization import quantization_of
+from parallel.int8 import FEW_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Roofline:
         self._rate = fit.gpu.flops(config.dtype)
         # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay.
         self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, spec))
+        quantization = quantization_of(config, spec)
+        self._in_int8 = quantization is not None and quantization.weights == "int8"
         self._bandwidth = fit.gpu.bytes_per_second
         self._windows = [window or config.context_len for window in spec.sliding_windows]
         self._attention = 4 * found.num_heads * spec.head_dim  # operations of one query and one key, in one layer
@@ -57,7 +63,7 @@ class Roofline:
         found = self._fit.footprint
         seen = sum(min(context, window) for window in self._windows)
         products = 2 * (self._in_layers + found.head_products) * sequences
-        moved = found.read_bytes + sequences * (seen * self._kv + self._written)
+        moved = self._weights(sequences) + sequences * (seen * self._kv + self._written)
         return self._time(products + self._attention * seen * sequences, moved)
 
     def _chunk(self, first: int, count: int) -> StepTime:
@@ -66,7 +72,13 @@ class Roofline:
         seen = sum(_seen(first, count, window) for window in self._windows)
         read = sum(min(first, window) for window in self._windows) * self._kv
         products = 2 * (self._in_layers * count + found.head_products)
-        return self._time(products + self._attention * seen, found.read_bytes + read + count * self._written)
+        return self._time(products + self._attention * seen, self._weights(count) + read + count * self._written)
+
+    def _weights(self, rows: int) -> int:
+        """Return the bytes of weights that a step of so many rows moves: int8 is widened for many, and read again."""
+        found, config = self._fit.footprint, self._fit.config
+        widened = self._in_int8 and rows > FEW_ROWS
+        return found.read_bytes + (2 * getattr(torch, config.dtype).itemsize * found.layer_products if widened else 0)
 
     @property
     def _written(self) -> int:

@@ -12,11 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from parallel.fp8 import E4M3, LARGEST, LEAST_SCALE, quantise_rows
-from parallel.int8 import Int8Linear
+from parallel.int8 import FEW_ROWS, Int8Linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # elements of a row that a program holds in registers
-FEW_ROWS = 64  # up to which a product is bound by reading the weight; beyond, dequantising it once costs less
 TILE_ROWS = 16  # the least that matrix units take
 TILE_INS = 128
 NARROW = 4096  # outputs up to which tiles are narrow, so that more multiprocessors have one

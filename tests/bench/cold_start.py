@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.device import device_named
 from tests.bench.gpu.shapes import QWEN3_06B, REAL, tiny
@@ -62,7 +60,7 @@ def main() -> None:
     """Print the phases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda", help="cuda (the first GPU, the default), cuda:1, cpu")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     try:

@@ -191,6 +191,15 @@ def test_fp8_reads_half_and_multiplies_at_the_rate_of_its_units():
         held(gpu="A10", quantization="fp8")
 
 
+def test_int8_is_read_as_it_is_by_few_rows_and_widened_for_many():
+    found = held(quantization="int8")
+    few, many = (Roofline(found).decode(rows, 10) for rows in (64, 65))
+    assert few.memory == pytest.approx((found.footprint.read_bytes + 64 * 11 * 131072) / 4.8e12)
+    widened = 4 * found.footprint.layer_products  # written in bfloat16, and read again
+    assert (many.memory - few.memory) * 4.8e12 == pytest.approx(widened + 11 * 131072)
+    assert Roofline(held()).decode(65, 10).memory < many.memory, "then plain weights are sooner read"
+
+
 def test_a_large_batch_of_decodes_is_bound_by_products():
     found = held()
     step = Roofline(found).decode(4096, 10)

@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig, parse_config
 from deploy import cli
 from deploy.flag_texts import OPEN_DEFAULTS
 from deploy.flags import CHOICES, in_flags, load_settings, merge_settings, settings
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 SETTINGS = {setting.name: setting for setting in settings()}
@@ -204,3 +205,22 @@ def test_the_serve_config_file_of_the_demo_is_one_that_serve_and_we_understand()
     assert callable(getattr(importlib.import_module(module), name))
     config = parse_config(app.args)
     assert (config.model, config.replicas, config.tensor_parallel_size) == ("demo", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"enforce_eager": "false"}, "enforce_eager must be True or False, not 'false'"),
+        ({"async_scheduling": 1}, "async_scheduling must be True or False, not 1"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be a whole number, not '2'"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs must be a whole number, not 2.5"),
+        ({"max_model_len": True}, "max_model_len must be a whole number, not True"),
+        ({"block_size": None}, "block_size must be a whole number, not None"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number, not '0.9'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(setting, message):
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        EngineConfig("model", **setting)
+    assert refused.value.flag == next(iter(setting))
+    EngineConfig("model", gpu_memory_utilization=1, step_timeout=5, max_model_len=None, async_scheduling=None)

@@ -112,6 +112,8 @@ def test_what_cannot_be_done_is_refused_before_anything_changes():
     driver.core.sleep(1)
     with pytest.raises(ConfigError, match=r"level 1; call wake_up\(\) first"):
         driver.core.sleep(2)
+    with pytest.raises(ConfigError, match=r"tags must be a list such as \['kv_cache'\], not 'kv_cache'"):
+        driver.core.wake_up("kv_cache")
     with pytest.raises(ConfigError, match="tags must be among weights, kv_cache, not 'kv'"):
         driver.core.wake_up(["kv_cache", "kv"])
     driver.core.wake_up(["weights"])

@@ -74,7 +74,7 @@ class Results:
         for run in self.runs:
             size, kind = run.get("shapes", shapes), run.get("device", "").partition(":")[0]
             if size != shapes or (device and kind and kind != device):
-                works = "another file, or --shapes and --device"
+                works = f"another file, or --shapes {size}" + (f" --device {kind}" if kind else "")
                 raise ValueError(f"{self.path}: holds figures of {size} shapes on {kind}; try {works}")
 
     def reload(self) -> None:
