@@ -32,7 +32,10 @@ def attention_spec(
 
 
 def check_attention_on_cpu(config: EngineConfig, spec: DecoderSpec) -> None:
-    """Raise `ConfigError` for a backend, a cache or an invariance that a CPU does not have. config: resolved."""
+    """Raise `ConfigError` for a backend, a cache or an invariance that a CPU does not have. config: resolved.
+
+    What remains is found out by compiling, which nobody who only checks a config should wait for.
+    """
     varies = config.batch_invariant and config.attention_backend == "reference"
     if config.attention_backend in FOR_GPUS or config.fp8_cache or varies:
         size = config.tensor_parallel_size

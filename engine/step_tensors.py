@@ -16,7 +16,8 @@ from engine.report import Ints, SamplingInputs, StepInputs
 def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Tensor]:
     """Return the step on the device, and its block copies, [num_copies, 2].
 
-    The tensors share one buffer that is this step's own, so the arrays of `inputs` may be reused or read-only.
+    The tensors share one buffer that is this step's own, so the arrays of `inputs` may be reused or read-only. Waits
+    for a GPU, whose engine has `engine.step_buffers` instead.
     """
     arrays = (
         inputs.input_ids,
@@ -28,9 +29,7 @@ def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Te
         inputs.logits_indices,
         inputs.copy_blocks,
     )
-    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
     flat = packed.split([array.size for array in arrays])
     ids, positions, slots, starts, lens, tables, logits, copies = flat
     layout = StepLayout(

@@ -16,6 +16,7 @@ from engine.attention.tuned import Tile, Tuning, padded, tuning_of
 from engine.kernels.triton_attend import attend
 from engine.kernels.triton_combine import combine
 from engine.kernels.triton_store import norm_rotate_store, store
+from engine.upload import upload
 
 LEAST_SPLIT = 128  # keys of a split below which its start and end cost more than it saves
 MOST_SPLITS = 64
@@ -78,9 +79,7 @@ class TritonAttention(AttentionBackend):
         single = lengths[tiles[:, 0]] == 1
         count = int(single.sum())
         # Those with the most keys first, so that none of them is what the others have to be waited for.
-        listed = torch.from_numpy(np.concatenate((tiles[single], tiles[~single][::-1])))
-        if self.spec.device.type == "cuda":
-            listed = listed.pin_memory().to(self.spec.device, non_blocking=True)
+        (listed,) = upload([np.concatenate((tiles[single], tiles[~single][::-1]))], self.spec.device)
         prompts = self._prompts(listed[count:])
         return _Metadata(step, (prompts, self._decode(listed[:count], longest)) if count else (prompts,))
 

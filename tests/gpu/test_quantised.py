@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,10 +119,18 @@ def test_an_engine_generates_with_quantised_weights(tmp_path, quantization):
     from engine.config import EngineConfig
     from engine.runner import ModelRunner
     from parallel.group import SoloGroup
+    from tests.parity.stepping import Stepper
     from tests.parity.tiny_models import make
 
     make("llama", tmp_path)
     config = EngineConfig(
         str(tmp_path), device="cuda", dtype="bfloat16", quantization=quantization, num_kv_blocks=64, max_num_seqs=8
     )
-    ModelRunner(config, SoloGroup("cuda:0"))  # its warm-up runs prompts, and captures graphs of decode steps
+    prompt, found = list(range(5, 17)), []
+    for eager in (False, True):
+        runner = ModelRunner(replace(config, enforce_eager=eager), SoloGroup("cuda:0"))
+        assert (runner._forward.graphs is None or not runner._forward.graphs.pool.captured) == eager
+        (sequence,) = Stepper(runner).generate([prompt], 9)
+        found.append(sequence.tokens[len(prompt) :])
+    assert found[0] == found[1], "one sequence is padded to one: a graph runs the same kernels"
+    assert len(found[0]) == 9
