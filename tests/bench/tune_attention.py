@@ -19,7 +19,7 @@ import torch
 from engine.attention.base import AttentionSpec
 from engine.attention.tuned import Tile, Tuning, padded, shape_of, unmeasured
 from tests.bench.gpu.machine import machine
-from tests.bench.gpu.part_attention import Case, calls_of
+from tests.bench.gpu.part_attention import Case, calls_of, plain_spec
 from tests.bench.gpu.timing import rotations, seconds_per_call
 
 REPEATS = 5
@@ -35,18 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("torch sees no CUDA device here: nothing can be tuned", file=sys.stderr)
         return 1
-    spec = AttentionSpec(
-        num_heads=asked.heads,
-        num_kv_heads=asked.kv_heads,
-        head_dim=asked.head_dim,
-        scale=asked.head_dim**-0.5,
-        windows=(0,),
-        softcap=0.0,
-        block_size=asked.block_size,
-        dtype=getattr(torch, asked.dtype),
-        device=torch.device("cuda:0"),
-        fp8_cache=asked.fp8,
-    )
+    heads, dtype = (asked.heads, asked.kv_heads, asked.head_dim), getattr(torch, asked.dtype)
+    spec = plain_spec(*heads, asked.block_size, dtype, torch.device("cuda:0"), asked.fp8)
     tuning = tune(spec)
     found = machine(spec.device)
     print(f"    # {found['date']}, {found['versions']}, clocks {found['clocks']}")

@@ -139,6 +139,15 @@ def undisturbed_prompt(one: Request) -> tuple[list[TokenLogprob], list[float] | 
     return _undisturbed_prompts[one.prompt_token_ids, one.params, one.seed, one.pooling]
 
 
+# What `add` draws beside the prompt's beginning and the parameters.
+of_a_request = {
+    "own": st.lists(st.integers(1, 3), max_size=2),
+    "seed": st.integers(0, 2),
+    "priority": st.integers(0, 2),
+    "salt": st.sampled_from([b"", b"", b"tenant"]),
+}
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Adds, steps, aborts, migrates and forgets; blocks are so few that much is preempted and evicted."""
 
@@ -167,11 +176,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(
         target=ids,
         shared=st.sampled_from([1, 2, 4, 8, 8, 12, 16, 19]),
-        own=st.lists(st.integers(1, 3), max_size=2),
         asked=params,
-        seed=st.integers(0, 2),
-        priority=st.integers(0, 2),
-        salt=st.sampled_from([b"", b"", b"tenant"]),
+        **of_a_request,
     )
     def add(self, shared, own, asked, seed, priority, salt):
         prompt = PROMPT[:shared] + tuple(own)

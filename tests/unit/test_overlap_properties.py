@@ -3,14 +3,12 @@
 Same tokens as without, none lost, none extra, one end each, and no block found before it was computed.
 """
 
-from dataclasses import replace
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from tests.unit.engine_driver import request
-from tests.unit.test_engine_state_machine import PROMPT, EngineMachine, shapes
+from tests.unit.test_engine_state_machine import PROMPT, EngineMachine, of_a_request, shapes
 
 # What no step waits for: the others, of `EngineMachine`, hold up every step while they live.
 free_params = st.fixed_dictionaries(
@@ -78,15 +76,11 @@ class OverlapMachine(MixedMachine):
     @rule(
         target=EngineMachine.ids,
         shared=st.sampled_from([1, 2, 4, 8, 12, 19]),
-        own=st.lists(st.integers(1, 3), max_size=2),
         asked=free_params,
-        seed=st.integers(0, 2),
-        priority=st.integers(0, 2),
-        salt=st.sampled_from([b"", b"", b"tenant"]),
+        **of_a_request,
     )
     def add(self, shared, own, asked, seed, priority, salt):
-        one = request(f"r{len(self.accepted)}", PROMPT[:shared] + tuple(own), seed, **asked)
-        return self.submit(replace(one, priority=priority, cache_salt=salt))
+        return super().add(shared, own, asked, seed, priority, salt)
 
     @rule(data=st.data(), asked=free_params, seed=st.integers(0, 2), shared=st.sampled_from([1, 2, 5]))
     def take_over(self, data, asked, seed, shared):

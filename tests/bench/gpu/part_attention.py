@@ -104,24 +104,32 @@ def _rates(bench: Bench, shape: Shape, case: Case) -> list[float]:
     return [flop / seconds / 1e12 for seconds in times]
 
 
+def plain_spec(
+    heads: int, kv_heads: int, head_dim: int, page: int, dtype: torch.dtype, device: torch.device, fp8: bool
+) -> AttentionSpec:
+    """Return attention without windows or a softcap."""
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        windows=(0,),
+        softcap=0.0,
+        block_size=page,
+        dtype=dtype,
+        device=device,
+        fp8_cache=fp8,
+    )
+
+
 def _backend(bench: Bench, shape: Shape, case: Case) -> AttentionBackend:
     """Return the backend. Raises `NotHere` with its own reason where it cannot be used."""
     if case.backend not in ATTENTION_BACKENDS:
         raise NotHere(f"this version has no attention backend {case.backend}")
     if case.fp8 and not bench.on_gpu:
         raise NotHere("an fp8 cache needs a CUDA device")
-    spec = AttentionSpec(
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        scale=shape.head_dim**-0.5,
-        windows=(0,),
-        softcap=0.0,
-        block_size=case.page,
-        dtype=torch.bfloat16,
-        device=bench.device,
-        fp8_cache=case.fp8,
-    )
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    spec = plain_spec(*heads, case.page, torch.bfloat16, bench.device, case.fp8)
     try:
         return select_backend(case.backend, spec)
     except ConfigError as error:
