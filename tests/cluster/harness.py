@@ -53,10 +53,15 @@ def eventually(check: Callable[[], Any], what: str, timeout: float = 30.0) -> An
 def start_ray(report_seconds: int = 2, **more: Any) -> None:
     """Start a Ray of our own with everything pinned that its defaults would take from the machine.
 
-    report_seconds: how often Ray tells its agent all figures. Its 10 s are what a test would have to wait for; less
-    makes gaps in Serve's own figures, which it is told as seldom. more: further arguments of `ray.init`.
+    report_seconds: how often Ray tells its agent all figures; its 10 s are what a test would have to wait for. The
+    agent forgets a gauge after two of these, and Serve says its own again every 10 s: it is told to keep up, or they
+    would come and go. more: further arguments of `ray.init`.
     """
-    os.environ.update(AS_SERVED | OPEN | {"RAY_metrics_report_interval_ms": str(report_seconds * 1000)})
+    told = {
+        "RAY_metrics_report_interval_ms": str(report_seconds * 1000),
+        "RAY_SERVE_STATUS_GAUGE_REPORT_INTERVAL_S": str(report_seconds / 2),
+    }
+    os.environ.update(AS_SERVED | OPEN | told)
     ray.init(
         address="local",
         num_cpus=16,
