@@ -14,7 +14,7 @@ from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
 from cluster.placement import AppPlacement, Placement, plan_placement
-from engine.checkpoint import CONFIG_FILES
+from engine.checkpoint import CONFIG_FILES, check_weight_files
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.model_folder import check_sharding, open_model
@@ -50,6 +50,16 @@ def make_plan(config: ClusterConfig) -> Plan:
 def make_plans(app: AppConfig) -> list[Plan]:
     """Check all models. Raises what `make_plan` does, naming the place of the model where there are several."""
     return [make_plan(config) if not app.listed else _planned(i, config) for i, config in enumerate(app.models)]
+
+
+def check_folders(app: AppConfig) -> None:
+    """Look for the weights of models that are folders of this machine. Raises `CheckpointError` naming what lacks.
+
+    For a Ray on this machine; where a cluster is joined, other machines read them.
+    """
+    for folder in [Path(resolve_model(config.model)) for config in app.models]:
+        if folder.is_dir():
+            check_weight_files(folder)
 
 
 def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:

@@ -21,6 +21,7 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
 from deploy.flag_texts import HELP, OPEN_DEFAULTS
+from deploy.vllm_flags import INSTEAD, join_sizes
 from engine.config import (
     ATTENTION_BACKENDS,
     DEVICES,
@@ -115,16 +116,20 @@ OF_A_SERVICE = (
 
 
 class ServeCommand(TyperCommand):
-    """A command whose complaint about an unknown flag asks "did you mean"."""
+    """A command that says of an unknown flag what to do here, if it is one of vLLM's, or else asks "did you mean"."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as usual; name the nearest flag when one is unknown."""
+        """Parse as usual, sizes in vLLM's spelling too; say what helps when a flag is unknown."""
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, join_sizes(args))
         except Exception as error:
-            # Typer exports no class for unknown options; this attribute is what tells them from other errors.
+            # Typer exports no class for unknown options; these attributes are what tells them from other errors.
             near = getattr(error, "possibilities", None)
-            if near:
+            instead = INSTEAD.get(getattr(error, "option_name", ""))
+            if instead:
+                error.message = f"{error.message}. {instead}."  # type: ignore[attr-defined]  # see above
+                error.possibilities = None  # type: ignore[attr-defined]
+            elif near:
                 error.message = f"{error.message}. Did you mean {near[0]}?"  # type: ignore[attr-defined]  # see above
                 error.possibilities = None  # type: ignore[attr-defined]
             raise

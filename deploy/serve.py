@@ -23,7 +23,7 @@ from cluster.logs import JSON
 from cluster.placement import plan_app
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.client import client_for, is_guarded
-from deploy.dry_run import make_plans
+from deploy.dry_run import check_folders, make_plans
 from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.joined_ray import JoinedRay
@@ -101,6 +101,7 @@ class Server:
         """Bring everything up, a line per phase. Raises `SquadronError` or `ParallelError`."""
         if self._options.ray_address is None:
             make_plans(self._app)
+            check_folders(self._app)
             self._app = _with_ports(self._app)
         elif self._config.grpc_port == 0:
             raise ConfigError(

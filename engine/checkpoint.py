@@ -81,6 +81,12 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(set(tensor_files(folder).values()))
 
 
+def check_weight_files(folder: Path) -> None:
+    """Read the headers of the folder's weight files. Raises `CheckpointError` when one is missing or truncated."""
+    for name in weight_files(folder):
+        open_safetensors(folder / name)
+
+
 def open_safetensors(path: Path) -> Any:
     """Open one file. Raises `CheckpointError` when it is missing, truncated or no safetensors file."""
     try:

@@ -5,12 +5,14 @@ import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
+from cluster.model_names import resolve_model
 from cluster.placement import plan_app
 from deploy import cli
 from deploy.address import connect_host, curl, free_port, is_loopback
@@ -18,6 +20,7 @@ from deploy.dry_run import describe_plans, make_plan, make_plans
 from deploy.environment import Environment, prepare_local_ray
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import check_capacity
+from engine.checkpoint import SINGLE_FILE
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 
@@ -81,6 +84,18 @@ def test_dry_run_does_not_print_the_key():
 def test_what_the_model_cannot_do_is_refused_before_anything_starts(settings, error, words):
     with pytest.raises(error, match=words):
         make_plan(parse_config({"model": "demo", "device": "cpu"} | settings))
+
+
+@pytest.mark.parametrize(("weights", "words"), [(None, "is there"), (b"cut", "truncated or damaged")])
+def test_a_folder_without_whole_weights_is_refused_before_ray_is_started(tmp_path, weights, words):
+    demo = Path(resolve_model("demo"))
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((demo / name).read_bytes())
+    if weights is not None:
+        (tmp_path / SINGLE_FILE).write_bytes(weights)
+    result = squadron("serve", str(tmp_path))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert str(tmp_path) in result.stderr and SINGLE_FILE in result.stderr and words in result.stderr
 
 
 def test_a_size_that_cannot_be_split_names_the_flag():

@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig, parse_config
 from deploy import cli
 from deploy.flag_texts import OPEN_DEFAULTS
 from deploy.flags import CHOICES, in_flags, load_settings, merge_settings, settings
+from deploy.vllm_flags import INSTEAD
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -152,6 +153,23 @@ def test_an_unknown_flag_asks_did_you_mean(run, typo, meant):
     code, output = run("serve", "demo", typo, "2")
     assert code == 2
     assert f"Did you mean {meant}?" in output
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_a_flag_of_vllm_that_is_none_of_ours_says_what_to_do_here(run, name):
+    code, output = run("serve", "demo", f"{name}=1")
+    assert code == 2
+    assert f"No such option: {name}. {INSTEAD[name]}." in " ".join(output.split())
+    assert {flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", INSTEAD[name])} - {"revision"} <= set(
+        SETTINGS
+    )
+
+
+@pytest.mark.parametrize("given", [["1", "8", "64"], ["1,8", "64"], ["1,8,64"]])
+def test_capture_sizes_are_taken_in_the_spelling_of_vllm(run, served, given):
+    assert run("serve", "--cudagraph-capture-sizes", *given, "demo", "--replicas", "2")[0] == 0
+    config = served[0][0]
+    assert (config.model, config.replicas, config.cudagraph_capture_sizes) == ("demo", 2, (1, 8, 64))
 
 
 def test_an_unknown_key_in_the_file_names_file_and_nearest_key(tmp_path):
