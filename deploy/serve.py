@@ -242,10 +242,16 @@ class Server:
             return
         free_port(self._config.host, self._config.port)
         self._started_serve = True
-        serve.start(
-            http_options={"host": self._config.host, "port": self._config.port},
-            logging_config=logging_config(self._config.log_format),
-        )
+        try:
+            serve.start(
+                http_options={"host": self._config.host, "port": self._config.port},
+                logging_config=logging_config(self._config.log_format),
+            )
+        except (RayError, TimeoutError) as error:
+            raise StartError(
+                f"Serve's proxy did not come up: {type(error).__name__}; "
+                "start again, with less other work on this machine or --verbose to see Serve's log"
+            ) from error
 
     def _find_proxy(self) -> None:
         """Serve runs in the joined cluster already, and keeps the address that it was started with."""

@@ -6,20 +6,24 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from ray.exceptions import ActorDiedError
 
 from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
 from cluster.model_names import resolve_model
 from cluster.placement import plan_app
 from deploy import cli
+from deploy import serve as serving
 from deploy.address import connect_host, curl, free_port, is_loopback
 from deploy.dry_run import describe_plans, make_plan, make_plans
 from deploy.environment import Environment, prepare_local_ray
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import check_capacity
+from deploy.readiness import StartError
 from engine.checkpoint import SINGLE_FILE
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
@@ -115,6 +119,18 @@ def test_a_taken_port_is_refused_by_name_and_zero_finds_a_free_one():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.77"):
         free_port("192.0.2.77", 0)
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("HTTP proxies not available after 60s.")])
+def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
+    def start(**_):
+        raise error
+
+    monkeypatch.setattr(serving.serve, "status", lambda: SimpleNamespace(applications={}, proxies={}))
+    monkeypatch.setattr(serving.serve, "start", start)
+    server = serving.Server(parse_app({"model": "demo", "port": free_port("127.0.0.1", 0)}), serving.Options())
+    with pytest.raises(StartError, match=f"proxy did not come up: {type(error).__name__}; start again"):
+        server._start_serve()
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@
 - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S, value: "0.5"}
 - {name: RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, value: "1.5"}
+- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "20"}
 - {name: RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S, value: "0.5"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: "cluster.ingress.guard:proxy_middlewares"}
 {{- with .Values.extraEnv }}
