@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cuda (the first GPU, the default), cuda:1, cpu")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
+    if options.runs < 1:
+        parser.error(f"--runs must be 1 or more, not {options.runs}")
     try:
         device = device_named(options.device)
     except ValueError as error:
@@ -75,4 +78,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # So that what ends this process, such as `timeout`, ends the engine's too, and leaves no checkpoint.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main()
