@@ -24,8 +24,9 @@ from deploy.environment import LOCAL_RAY
 
 APP = "squadron"
 OPEN = {"RAY_AUTH_MODE": "disabled"}
-# What `squadron serve` sets for processes that die or hang.
-AS_SERVED = {name: value for name, value in LOCAL_RAY.items() if name.startswith(("RAY_SERVE_", "RAY_kill_"))}
+# What `squadron serve` sets for processes that die or hang, and for their share of the machine.
+SERVED = ("RAY_SERVE_", "RAY_kill_", "RAY_worker_")
+AS_SERVED = {name: value for name, value in LOCAL_RAY.items() if name.startswith(SERVED)}
 
 
 def free_port() -> int:

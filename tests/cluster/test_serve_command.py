@@ -124,6 +124,12 @@ def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Co
     assert all(ports == 1 for ports in open_to_all.values()), open_to_all
 
 
+def test_its_processes_get_no_smaller_share_of_a_busy_machine_than_others(served: Command) -> None:
+    workers = [process for process in served.descendants() if process.name().startswith("ray::")]
+    assert len(workers) > 4
+    assert {process.nice() for process in workers} == {psutil.Process().nice()}
+
+
 def test_a_killed_replica_and_the_next_one_are_a_line_each(served: Command) -> None:
     (replica,) = httpx.get(f"{url_of(served)}/ready", timeout=5).json()["replicas"]
     os.kill(replica["pids"][-1], signal.SIGKILL)
