@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from deploy.local_ray import kill_all
 from tests.chaos.batch_driver import TALLY
 
 CREATED = "1700000000"
@@ -111,8 +112,7 @@ class BatchProcess:
         self.process.kill()
         self.process.wait()
         _, alive = psutil.wait_procs(self._seen, timeout=30)
-        for one in alive:
-            one.kill()
+        kill_all(alive)
         if alive:
             raise AssertionError(f"processes outlived their driver: {[_name(one) or one for one in alive]}")
 

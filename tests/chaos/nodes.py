@@ -11,13 +11,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 
 import psutil
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
+from deploy.local_ray import descendants, kill_all
 from tests.chaos.invariants import Invariants, alive
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike
@@ -86,9 +86,7 @@ async def scenario(cluster: Cluster, app: App) -> None:
 
 def end_all() -> None:
     """End every process that was started here; without a GCS nobody else could."""
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_all(descendants())
 
 
 def main() -> None:

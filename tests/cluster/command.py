@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from deploy.local_ray import kill_all
 from tests.cluster.harness import eventually
 
 START_SECONDS = 120.0
@@ -67,8 +68,7 @@ class Command:
     def kill(self) -> None:
         """End everything, whatever state the test left it in."""
         if self.process.poll() is None:
-            for process in [*self.descendants(), psutil.Process(self.process.pid)]:
-                process.kill()
+            kill_all([*self.descendants(), psutil.Process(self.process.pid)])
         self.wait()
         self.process.stdout.close()
 

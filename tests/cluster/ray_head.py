@@ -13,6 +13,7 @@ import httpx
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from deploy.local_ray import kill_all
 from tests.cluster.harness import eventually, free_port
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,8 +77,7 @@ class RayHead:
         children = psutil.Process(self._process.pid).children(recursive=True)
         self._process.terminate()
         _, alive = psutil.wait_procs([*children, psutil.Process(self._process.pid)], timeout=GRACE_SECONDS)
-        for process in alive:
-            process.kill()
+        kill_all(alive)
         self._process.wait()
         self._folder.cleanup()
 

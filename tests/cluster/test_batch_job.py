@@ -5,6 +5,7 @@ import json
 import pytest
 from ray.job_submission import JobStatus
 
+from deploy.local_ray import kill_all
 from tests.chaos.batch import BatchProcess, rows, until, write_rows
 from tests.cluster.command import Command
 from tests.cluster.harness import eventually, free_port
@@ -36,8 +37,7 @@ def test_a_job_that_is_killed_goes_on_when_it_is_submitted_again(head, tmp_path)
     assert until(lambda: any(path.stat().st_size > 4000 for path in ledger.glob("rows-*.log")), 120)
     drivers = head.processes(first)
     assert drivers
-    for process in drivers:
-        process.kill()
+    kill_all(drivers)
     assert head.until_ended(first) == JobStatus.FAILED
     assert not killed.exists()
 

@@ -18,6 +18,7 @@ import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from deploy.local_ray import kill_all
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.cluster.command import LEAK_SECONDS, Command, url_of
 from tests.cluster.harness import eventually
@@ -152,8 +153,7 @@ def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
             model="demo", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
         )
         next(stream)
-        for router in running(served, "ServeReplica:squadron:Router"):
-            router.kill()
+        kill_all(running(served, "ServeReplica:squadron:Router"))
         # Cut, or told by Serve's proxy: HAProxy's way to routers that have only just come back.
         with pytest.raises(openai.APIError):
             for _ in stream:
