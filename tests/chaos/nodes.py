@@ -21,7 +21,7 @@ from deploy.local_ray import descendants, kill_all
 from tests.chaos.invariants import Invariants, alive
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, deploy, eventually, free_port, kill, replica_processes
+from tests.cluster.harness import App, answers, deploy, eventually, free_port, kill, replica_processes
 
 STREAMS = 12
 TOKENS = 160
@@ -65,7 +65,8 @@ async def lose_a_raylet(cluster: Cluster, app: App, oracle: list[Stream]) -> Non
 
 async def lose_the_gcs(app: App, oracle: list[Stream]) -> None:
     """Kill Ray's control store: who serves goes on to serve, streams that run and requests that come."""
-    (gcs,) = [process for process in psutil.Process().children() if process.name().startswith("gcs_server")]
+    told = answers(psutil.Process().children(), psutil.Process.name)
+    (gcs,) = [process for process, name in told if name.startswith("gcs_server")]
     await check_disturbed(app, oracle, lambda: kill(gcs))
     await check_disturbed(app, oracle, lambda: None)
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.bench.batch_kills import MODEL, Besieger
 from tests.chaos.batch import DRIVER, FULL, RANK, REPLICA, TORN, BatchProcess, rows, until, write_rows
+from tests.cluster.harness import gone
 
 
 @pytest.mark.timeout(600)
@@ -39,7 +40,7 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
         process.process.send_signal(2)
         assert process.wait() == 130
         assert "--resume goes on from here" in process.text
-        assert not [one for one in started if one.is_running() and one.status() != "zombie"]
+        assert [one for one in started if not gone(one.pid)] == []
     finally:
         process.kill()
     refused = BatchProcess(*arguments, home=tmp_path)

@@ -9,12 +9,13 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all, read_stream
 from tests.chaos.strike import Strike
 from tests.cluster.command import Command, url_of
-from tests.cluster.harness import eventually, gone
+from tests.cluster.harness import answers, eventually, gone
 
 STREAMS = 4
 TOKENS = 1200  # so that they run for longer than it takes to close the door
@@ -68,8 +69,7 @@ def test_nothing_outlives_a_killed_serve_process(served: Command) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 8, "structured_outputs": {"choice": ["a", "b"]}}
     assert httpx.post(f"{url_of(served)}/v1/completions", json=body, timeout=60).status_code == 200
     started = served.descendants()
-    titles = " ".join(" ".join(process.cmdline()) for process in started)
-    assert "Replica" in titles
+    assert any("Replica" in " ".join(words) for _, words in answers(started, psutil.Process.cmdline))
     os.kill(served.process.pid, signal.SIGKILL)
     killed = time.monotonic()
     eventually(lambda: all(gone(process.pid) for process in started), "all processes have ended", ORPHAN_SECONDS)

@@ -6,11 +6,11 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import psutil
@@ -22,6 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 from cluster.app import build
 from deploy.environment import LOCAL_RAY
 
+T = TypeVar("T")
 APP = "squadron"
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 # What `squadron serve` sets for processes that die or hang, and for their share of the machine.
@@ -150,12 +151,20 @@ def apply_file(*applications: dict[str, Any]) -> None:
 
 def processes(title: str) -> list[psutil.Process]:
     """Return live processes of our own Ray whose title contains `title`, oldest first."""
+    told = answers(psutil.Process().children(recursive=True), lambda one: (" ".join(one.cmdline()), one.status()))
+    found = [one for one, (words, status) in told if title in words and status != psutil.STATUS_ZOMBIE]
+    return sorted(found, key=lambda one: one.create_time())
+
+
+def answers(
+    asked: Iterable[psutil.Process], question: Callable[[psutil.Process], T]
+) -> list[tuple[psutil.Process, T]]:
+    """What processes tell of themselves, but for those that end meanwhile, as idle workers of Ray do."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in asked:
         with suppress(psutil.NoSuchProcess):
-            if title in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return sorted(found, key=lambda p: p.create_time())
+            found.append((process, question(process)))
+    return found
 
 
 def replica_processes() -> list[psutil.Process]:

@@ -21,7 +21,7 @@ from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from deploy.local_ray import kill_all
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.cluster.command import LEAK_SECONDS, Command, url_of
-from tests.cluster.harness import eventually
+from tests.cluster.harness import answers, eventually
 
 KEY = "sk-haproxy"
 BEARER = {"Authorization": f"Bearer {KEY}"}
@@ -59,12 +59,8 @@ def port_of(command: Command) -> int:
 
 def running(command: Command, title: str) -> list[psutil.Process]:
     """Its processes with `title` in their command lines, oldest first."""
-    found = []
-    for process in command.descendants():
-        with suppress(psutil.NoSuchProcess):
-            if title in " ".join(process.cmdline()):
-                found.append((process.create_time(), process.pid, process))
-    return [process for *_, process in sorted(found)]
+    found = [one for one, words in answers(command.descendants(), psutil.Process.cmdline) if title in " ".join(words)]
+    return sorted(found, key=lambda one: (one.create_time(), one.pid))
 
 
 def listeners(process: psutil.Process) -> list[str]:

@@ -20,7 +20,7 @@ from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from deploy.private_ray import on_loopback, running_rays
 from tests.chaos.batch import write_rows
 from tests.cluster.command import LEAK_SECONDS, START_SECONDS, Command, url_of
-from tests.cluster.harness import eventually
+from tests.cluster.harness import answers, eventually
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,8 @@ def test_a_batch_joins_the_ray_that_it_started_for_itself(served: Command, home:
 
 def _ray_addresses(served: Command) -> list[str]:
     """Where the control store of its Ray listens, which is not told to others."""
-    (store,) = [process for process in served.descendants() if process.name() == "gcs_server"]
+    told = answers(served.descendants(), psutil.Process.name)
+    (store,) = [process for process, name in told if name == "gcs_server"]
     listening = [one.laddr for one in store.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     return [f"127.0.0.1:{laddr.port}" for laddr in listening]
 
@@ -115,19 +116,21 @@ def _ray_addresses(served: Command) -> list[str]:
 def test_only_loopback_is_listened_on_but_for_serves_own_guarded_port(served: Command) -> None:
     """Serve binds one port of each replica to all interfaces, for which it demands Ray's token (FAULTS)."""
     open_to_all: dict[int, int] = {}
-    for process in served.descendants():
-        for connection in process.net_connections("tcp"):
+    told = answers(served.descendants(), lambda one: (" ".join(one.cmdline()), one.net_connections("tcp")))
+    for process, (words, connections) in told:
+        for connection in connections:
             address = connection.laddr.ip if connection.status == psutil.CONN_LISTEN else "127.0.0.1"
             if not address.removeprefix("::ffff:").startswith("127."):
                 open_to_all[process.pid] = open_to_all.get(process.pid, 0) + 1
-                assert "ServeReplica" in " ".join(process.cmdline()), f"{process.cmdline()} listens on {address}"
+                assert "ServeReplica" in words, f"{words} listens on {address}"
     assert all(ports == 1 for ports in open_to_all.values()), open_to_all
 
 
 def test_its_processes_get_no_smaller_share_of_a_busy_machine_than_others(served: Command) -> None:
-    workers = [process for process in served.descendants() if process.name().startswith("ray::")]
+    told = answers(served.descendants(), lambda one: (one.name(), one.nice()))
+    workers = [niceness for _, (name, niceness) in told if name.startswith("ray::")]
     assert len(workers) > 4
-    assert {process.nice() for process in workers} == {psutil.Process().nice()}
+    assert set(workers) == {psutil.Process().nice()}
 
 
 def test_a_killed_replica_and_the_next_one_are_a_line_each(served: Command) -> None:
