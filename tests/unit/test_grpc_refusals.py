@@ -140,7 +140,7 @@ async def test_bad_input_is_refused_by_the_fields_name(model, loop_source, case)
     assert (refusal.status, refusal.param) == (status, param), refusal
     assert refusal.message
     assert not refusal.retryable
-    assert seconds < 1
+    assert seconds < 5, "it waited for something"
     assert len(loop_source.requests) == asked, "it cost the engine something"
 
 
