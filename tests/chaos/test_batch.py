@@ -40,7 +40,7 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
         process.process.send_signal(2)
         assert process.wait() == 130
         assert "--resume goes on from here" in process.text
-        assert [one for one in started if not gone(one.pid)] == []
+        assert until(lambda: all(gone(one.pid) for one in started), 5), [one for one in started if not gone(one.pid)]
     finally:
         process.kill()
     refused = BatchProcess(*arguments, home=tmp_path)
