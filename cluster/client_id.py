@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+# On answers, for the guard around Serve's proxy: what the server calls the request.
+SERVERS_NAME = "x-squadron-request-id"
 _CLIENT_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic.dataclasses import dataclass
 
 from cluster.autoscaling.policy import ScalingSettings
+from cluster.dispatch_config import EXACT, MIGRATIONS
 from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
@@ -80,9 +81,13 @@ class ModelConfig(EngineConfig):
     min_replicas / max_replicas: bounds of autoscaling, which there is where `max_replicas` is given; `replicas` are
         started first. With 0 the last replica goes when nothing has come for a while, and the next request waits for
         another, at most `cold_start_timeout` seconds.
+    no_replica_timeout: seconds that a request that has run waits for another replica where all are lost, then 503
+        (`replica_lost`); None = as long as a start may take, `cold_start_timeout`.
     upscale_delay_s / downscale_delay_s / downscale_to_zero_delay_s: seconds that more or fewer replicas must have
         been wanted without a break, and none at all.
     routing_policy: how a router chooses the replica of a request (`POLICIES`).
+    stream_migration: where a stream goes on whose replica is lost (`MIGRATIONS`): `exact`, where the same code
+        computes with the same weights in the same way, or `same-weights`, where the rest may differ by rounding.
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
         `tool_choice` "auto" is refused, while forced calls need none.
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
@@ -104,7 +109,9 @@ class ModelConfig(EngineConfig):
     downscale_delay_s: Annotated[float, Field(ge=0)] = 300.0
     downscale_to_zero_delay_s: Annotated[float, Field(ge=0)] | None = None
     cold_start_timeout: Seconds = 120.0
+    no_replica_timeout: Seconds | None = None
     routing_policy: str = "kv_aware"
+    stream_migration: Annotated[str, _one_of(MIGRATIONS)] = EXACT
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     embedding_pooling: Annotated[str, _one_of(POOLINGS)] = "last"
@@ -150,6 +157,7 @@ class ClusterConfig(ModelConfig):
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
+    strict_fields: refuse fields that only hint and have no use here, in place of naming them in `x-squadron-ignored`.
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
@@ -180,6 +188,7 @@ class ClusterConfig(ModelConfig):
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -13,13 +15,14 @@ from ray.serve.handle import DeploymentHandle
 from cluster.announcement import Announcement
 from cluster.discovery import ReplicaWatch
 from cluster.dispatcher import Dispatcher
-from cluster.link import LOST, LinkError
+from cluster.link import LOST, LinkError, OtherProtocolError
 from cluster.links.tcp import connect
 from cluster.tasks import is_cancelled
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.25
+MOST_RETRY_SECONDS = 4.0  # between two tries of a replica that takes no link
 COLD_PATIENCE = 1.0  # seconds until a call is made anew that waits for a first replica
 LEASE_PATIENCE = 5.0  # seconds; a replica that has stopped may have been asked, and another have come since
 
@@ -29,7 +32,8 @@ class ReplicaDirectory:
 
     vocabulary: what the router's tokens are of; while an update goes on there may be replicas of another, which get
     nothing from this router. on_demand: the deployment is autoscaled, so no lease call is pending while there is
-    nothing to find.
+    nothing to find. rouse: asked until a first replica is found: whether to look for one although nobody waits for
+    it. A call that is pending has Serve start one where there is none.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class ReplicaDirectory:
         dispatcher: Dispatcher,
         vocabulary: str = "",
         on_demand: bool = False,
+        rouse: Callable[[], bool] = lambda: True,
     ) -> None:
         self._router_id = router_id
         self._vocabulary = vocabulary
@@ -48,12 +53,17 @@ class ReplicaDirectory:
         self._watch = ReplicaWatch(asyncio.get_running_loop(), self._members_changed)
         self._members: frozenset[str] = frozenset()
         self._announced: dict[str, Announcement] = {}
-        self._leaving: set[str] = set()  # no longer in Serve's set, and still in use
-        self._foreign: set[str] = set()  # of another vocabulary
+        self._leaving: set[str] = set()  # no longer in Serve's set, or about to leave it, and still in use
+        self._going: set[str] = set()  # said that they are to go, and are still in Serve's set
+        self._foreign: set[str] = set()  # of another vocabulary or protocol
+        self._unlinked: dict[str, str] = {}  # why a replica that was found has no link
+        self._refusals: Counter[str] = Counter()  # of links to a replica, one after the other
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_demand = on_demand
         self._found_one = False
+        self._rouse = rouse
         self._look = asyncio.Event()
+        dispatcher.call_when_leaving(self._said_to_go)
         if on_demand:
             dispatcher.call_when_waiting(self._look.set)
         self._spawn(self._search())
@@ -62,6 +72,11 @@ class ReplicaDirectory:
     def announcements(self) -> list[Announcement]:
         """Replicas leased now."""
         return list(self._announced.values())
+
+    @property
+    def unlinked(self) -> Mapping[str, str]:
+        """Why replicas that were found have no link, by their ids."""
+        return self._unlinked
 
     async def close(self) -> None:
         """Let go of all replicas."""
@@ -95,8 +110,7 @@ class ReplicaDirectory:
             self._watch.known.add(announcement.replica_id)
             self._found_one = True
             if announcement.vocabulary != self._vocabulary:
-                logger.info("replica %s is of another model, and left to its routers", announcement.replica_id)
-                self._foreign.add(announcement.replica_id)
+                self._leave(announcement.replica_id, "it is of another model, and left to its routers")
                 lease.cancel()
                 continue
             self._spawn(self._hold(announcement, lease))
@@ -107,20 +121,39 @@ class ReplicaDirectory:
         try:
             link = await connect(announcement.address, self._router_id)
             try:
-                if replica_id in self._members:  # else it left while the link was made
+                self._unlinked.pop(replica_id, None)
+                del self._refusals[replica_id]
+                if link.welcome.draining:
+                    self._going.add(replica_id)
+                elif replica_id in self._members:  # else it left while the link was made
                     self._announced[replica_id] = announcement
                     self._dispatcher.add_link(link)
                     self._let_leave()
                     await _either(_lease_ended(lease), link.wait_closed())
             finally:
                 link.close(LOST, "the lease has ended")
+        except OtherProtocolError as error:
+            self._leave(replica_id, str(error))
         except LinkError as error:
-            logger.warning("no link to replica %s: %s", replica_id, error)
+            self._tell_unlinked(replica_id, str(error))
+            self._refusals[replica_id] += 1
         finally:
             self._announced.pop(replica_id, None)
             lease.cancel()
             # A replica whose link keeps breaking is tried again, but not in a tight loop.
-            asyncio.get_running_loop().call_later(RETRY_SECONDS, self._forget, replica_id)
+            pause = min(RETRY_SECONDS * 2 ** self._refusals[replica_id], MOST_RETRY_SECONDS)
+            asyncio.get_running_loop().call_later(pause, self._forget, replica_id)
+
+    def _leave(self, replica_id: str, why: str) -> None:
+        """Have nothing to do with a replica for as long as it is there."""
+        self._foreign.add(replica_id)
+        self._tell_unlinked(replica_id, why)
+
+    def _tell_unlinked(self, replica_id: str, why: str) -> None:
+        """Log why a replica has no link, once however often it is tried."""
+        if self._unlinked.get(replica_id) != why:
+            logger.warning("no link to replica %s: %s", replica_id, why)
+        self._unlinked[replica_id] = why
 
     async def _until_wanted(self) -> None:
         """Return when a lease call has something to find, or should be seen to wait.
@@ -128,13 +161,15 @@ class ReplicaDirectory:
         A call that waits counts as demand: with none ever pending Serve would not start a first replica, with one
         always pending it would never leave the deployment without.
         """
-        while self._on_demand and self._found_one and not (self._members - self._watch.known or self._awaited):
+        while self._on_demand and not self._is_wanted():
             self._look.clear()
-            await self._look.wait()
+            with suppress(TimeoutError):  # what `rouse` goes by changes without a word
+                async with asyncio.timeout(None if self._found_one else RETRY_SECONDS):
+                    await self._look.wait()
 
-    @property
-    def _awaited(self) -> bool:
-        return not self._members and self._dispatcher.queue().requests > 0
+    def _is_wanted(self) -> bool:
+        awaited = not self._members and self._dispatcher.queue().requests > 0
+        return bool(self._members - self._watch.known) or awaited or (not self._found_one and self._rouse())
 
     @property
     def _patience(self) -> float:
@@ -142,27 +177,38 @@ class ReplicaDirectory:
         return LEASE_PATIENCE if self._members or not self._on_demand else COLD_PATIENCE
 
     def _forget(self, replica_id: str) -> None:
-        self._watch.known.discard(replica_id)
+        if replica_id not in self._foreign | self._going:
+            self._watch.known.discard(replica_id)
         self._leaving.discard(replica_id)
         self._look.set()
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Take note of Serve's set of replicas."""
-        self._leaving = (self._leaving | self._members) - ids
+        self._leaving = (self._leaving | self._members) - (ids - self._going)
         self._members = ids
-        self._watch.known -= self._foreign - ids
+        self._watch.known -= (self._foreign | self._going - self._announced.keys()) - ids
         self._foreign &= ids
+        self._going &= ids
+        for gone in self._unlinked.keys() - ids:
+            del self._unlinked[gone], self._refusals[gone]
         self._let_leave()
         self._look.set()
+
+    def _said_to_go(self, replica_id: str) -> None:
+        """Take note that a replica says it is to go, maybe before Serve does."""
+        self._going.add(replica_id)
+        self._leaving.add(replica_id)
+        self._let_leave()
 
     def _let_leave(self) -> None:
         """Send nothing new to replicas that Serve took out of the set, which may go when they are done.
 
-        Not while those in the set are all of another vocabulary, or not linked yet: in an update to another tokenizer
-        this router serves until a new one does, and Serve stops it then. Where the set is empty it has no use for
-        them, and what comes after may need their place.
+        Not while those in the set are all of another vocabulary or protocol, or not linked yet: in an update to
+        another tokenizer this router serves until a new one does, and Serve stops it then. Where the set is empty it
+        has no use for them, and what comes after may need their place.
         """
-        if self._members and not self._members & self._announced.keys():
+        staying = self._members - self._going
+        if staying and not staying & self._announced.keys():
             return
         for replica_id in self._leaving:
             self._dispatcher.remove_replica(replica_id)

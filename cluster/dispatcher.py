@@ -11,15 +11,16 @@ from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
 from cluster.admission.figures import QueueFigures, together
 from cluster.admission.room import ReplicaRoom
 from cluster.attempts import Attempts
+from cluster.blame import Blame
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.fleet import Fleet, ReplicaView
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.inquiries import Explanation, Inquiries, explanation
-from cluster.link import CLOSED, DAMAGED, PEER_ALIVE, ReplicaLink
+from cluster.link import CLOSED, DAMAGED, DETOURS, ReplicaLink
 from cluster.member import LiveRequest, Member
-from cluster.messages import Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
+from cluster.messages import Begun, Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
 from cluster.progress import Progress
 from cluster.routing.cache_reports import CacheReports
 from cluster.token_log import TokenLog
@@ -28,6 +29,7 @@ from engine.flight import FlightRecorder, Wait
 from engine.request import Request
 
 logger = logging.getLogger(__name__)
+UNLIKELY = 0.25  # suspicion of a request that waited while its replica broke a link off
 
 
 class Dispatcher:
@@ -49,21 +51,25 @@ class Dispatcher:
         self._config = config or DispatcherConfig()
         self._on_link_lost = on_link_lost
         self._loop = asyncio.get_running_loop()
-        self._fleet = Fleet(self._config, self, rng or Random())
+        rng = rng or Random()
+        self._blame = Blame(self._config.quarantine_deaths, self._config.no_replica_timeout, self._loop.time)
+        self._fleet = Fleet(self._config, self, rng, self._blame)
         self._live: dict[str, LiveRequest] = {}
         self._flight = FlightRecorder(self._loop.time)
-        self._attempts = Attempts(self._config, self._fleet, self.counters, self._flight)
+        self._attempts = Attempts(self._config, self._fleet, self.counters, self._flight, self._blame, rng)
         self._progress = Progress(
             self._live,
             self._fleet,
             self._attempts,
             self.counters,
+            self._blame,
             self._config.max_pending_tokens,
             self._loop.time,
         )
         self._inquiries = Inquiries(self._attempts.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
+        self._on_leaving: Callable[[str], None] = self.remove_replica
         self._queue_before: Callable[[], QueueFigures] = QueueFigures
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -71,11 +77,16 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """Whether some replica takes requests and reported progress lately."""
-        return not self._closing and self._fleet.has_ready()
+        return not self._closing and self._fleet.pool.has_ready()
+
+    @property
+    def has_replica(self) -> bool:
+        """Whether some replica takes requests, be its steps as slow as they may."""
+        return self.room() is not None
 
     def room(self) -> ReplicaRoom | None:
-        """Return what the ready replicas hold; None where whoever comes should hear at once what is wrong."""
-        return None if self._closing else self._fleet.room()
+        """Return what the replicas hold that take requests, of those that move if any do; None without a replica."""
+        return None if self._closing else self._fleet.pool.room()
 
     @property
     def caches(self) -> CacheReports:
@@ -100,9 +111,17 @@ class Dispatcher:
         """Have `callback` called whenever a request has to wait for a replica."""
         self._attempts.on_waiting = callback
 
+    def call_when_leaving(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`."""
+        self._on_leaving = callback
+
     def queue(self) -> QueueFigures:
         """Return what waits, here for a replica and in front of this; replicas are told."""
         return together([self._queue_before(), self._attempts.queue()])
+
+    def submitted(self) -> int:
+        """Return the stream key that no submit so far has reached; replicas are told."""
+        return self._attempts.next_stream
 
     @property
     def num_waiting(self) -> int:
@@ -150,16 +169,21 @@ class Dispatcher:
 
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
+        self._blame.is_alive(link.incarnation)
         self._fleet.add(link)
         self._attempts.place_waiting()
 
     def remove_replica(self, replica_id: str) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
 
-        What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`). Unknown ids are passed over.
+        What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`). One that fell silent before, and
+        was not found again, is taken for dead.
         """
         member = self._fleet.get(replica_id)
         if member is None:
+            self._fleet.has_left(replica_id)
+            self._blame.has_gone(replica_id)
+            self._attempts.place_waiting()
             return
         member.draining = True
         self._attempts.retire_if_idle(member)
@@ -216,36 +240,45 @@ class Dispatcher:
                 self._progress.on_report(member, message)
             case Heartbeat(incarnation=incarnation):
                 if incarnation == member.incarnation:
+                    self._progress.on_heartbeat(member, message)
                     self._fleet.note_heartbeat(member, message)
+            case Begun(streams=streams):
+                self._progress.on_begun(member, streams)
             case Rejected():
                 self._progress.on_rejected(member, message)
             case Explained():
                 self._inquiries.on_answer(member, message)
             case Draining():
-                member.draining = True
-                self._attempts.retire_if_idle(member)
+                self._on_leaving(member.replica_id)
             case _:
                 self._fleet.lose(member, DAMAGED, f"a {type(message).__name__} is not expected here")
 
     def on_lost(self, member: Member, code: str, message: str) -> None:
         """Move what ran on a lost replica elsewhere (called by the fleet)."""
-        died = code not in PEER_ALIVE
         stranded = list(member.live.values())
         logger.info("replica %s is lost with %d requests: %s: %s", member.replica_id, len(stranded), code, message)
         self.counters.links_lost[code] += 1
+        self._blame.link_ended(member, code)
+        queued = {live for live in stranded if live.attempt is not None and not live.attempt.begun}
         for live in stranded:
-            if died and live.attempt is not None and not live.attempt.progressed:
-                live.strikes += 1
             self._attempts.detach(live, code)
+        reason = f"replica {member.replica_id} is lost: {code}"
         for live in stranded:
-            self._attempts.move(live, f"replica {member.replica_id} is lost: {code}")
+            if code in DETOURS:
+                self._attempts.redirect(live, reason, UNLIKELY if live in queued else 1.0)
+            else:
+                self._attempts.move(live, reason)
         if self._on_link_lost is not None:
             self._loop.call_soon(self._on_link_lost, member.replica_id, code)
+
+    def on_room(self) -> None:
+        """Go on with what waited (called by the fleet)."""
+        self._attempts.place_waiting()
 
     def on_overstay(self, member: Member) -> None:
         """Go on elsewhere with what still runs on a draining replica, where that can be (called by the fleet)."""
         for live in list(member.live.values()):
-            if self._fleet.has_successor(live):
+            if self._fleet.pool.has_successor(live):
                 self._attempts.withdraw(live, "draining")
                 self._attempts.move(live, f"replica {member.replica_id} is to go")
 
@@ -280,6 +313,7 @@ class Dispatcher:
         """End the request for good: its consumer has left, served or not."""
         self._attempts.end(live, "" if live.log.finished else "cancelled")
         self._deadlines.forget(live)
+        self._blame.forget(live)
         del self._live[live.request_id]
         outcome = "completed" if live.log.finished else "aborted"
         if live.log.error is not None:

@@ -23,12 +23,16 @@ logger = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
 COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
+BEGIN_WAIT = 0.05  # seconds that a step waits at most until it is told what it tries again
 MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
 
 
 class Core(Protocol):
     """What the thread needs of `engine.core.EngineCore`; only the thread calls it."""
+
+    def call_on_begin(self, told: Callable[[list[Request]], None]) -> None:
+        """Have `told` called, before each step, with the requests that it is the first for."""
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Take in a request and the grammar that its output must match. Raises `InvalidRequestError`."""
@@ -69,6 +73,9 @@ class Core(Protocol):
 
 class EngineListener(Protocol):
     """Who hears of what the engine did. Called on the event loop."""
+
+    def on_begin(self, request_ids: list[str]) -> None:
+        """The step that is run now is the first that computes something for these requests."""
 
     def on_report(self, report: StepReport) -> None:
         """One step was run."""
@@ -145,6 +152,7 @@ class EngineThread:
         self._costs_due = 0.0
         self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        core.call_on_begin(self._begin)
 
     @property
     def stats(self) -> EngineStats:
@@ -263,6 +271,22 @@ class EngineThread:
         else:
             return
         self._publish(lambda: self._listener.on_rejected(request.request_id, refusal))
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Tell what the step at hand begins, before it is run.
+
+        With a request that is tried again, until it is told: that may be what ends the process at once, and who sent
+        it must know then that it had begun.
+        """
+        request_ids, told = [request.request_id for request in requests], threading.Event()
+
+        def tell() -> None:
+            self._listener.on_begin(request_ids)
+            told.set()
+
+        self._publish(tell)
+        if any(request.retried for request in requests):
+            told.wait(BEGIN_WAIT)
 
     def _die(self, reason: str) -> None:
         self._dead = True

@@ -23,6 +23,7 @@ STATUS_BY_CODE = {
     "out_of_memory": 503,
     "shutting_down": 503,
     "internal_error": 500,
+    "prompt_logprobs_out_of_memory": 500,
     "request_quarantined": 500,
     "deadline_exceeded": 504,
 }

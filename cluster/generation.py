@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,19 +34,28 @@ class TokenChunk:
     embedding: tuple[float, ...] | None = None
 
 
+def nobody() -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallContext:
     """What an ingress knows of a call that decides none of its tokens.
 
     session_id: what requests of one conversation share (`x-session-id`), "" without.
-    waited: seconds that it has stood in line before it was handed on. fingerprint: of the model that alone may run
-    it, as replicas tell theirs; None = any that is there. trace: of the call, None where it is not traced.
+    waited: seconds that it has stood in line before it was handed on. patience: seconds that it may still wait where
+    no replica is there; None = as long as any new request may. fingerprint: of the model that alone may run it, as
+    replicas tell theirs; None = any that is there. trace: of the call, None where it is not traced.
+    on_end: called once the request needs no replica any more, though what it brought may still wait to be taken;
+    perhaps more than once.
     """
 
     session_id: str = ""
     waited: float = 0.0
+    patience: float | None = None
     fingerprint: str | None = None
     trace: CallTrace | None = None
+    on_end: Callable[[], None] = nobody
 
 
 NO_CONTEXT = CallContext()

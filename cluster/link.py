@@ -1,7 +1,8 @@
 """One long-lived stream between a router and a replica: the interface that every transport implements.
 
 LinkError(SquadronError)
-├── LinkRefusedError      no link was made: nobody there, wrong secret, other protocol version
+├── LinkRefusedError      no link was made: nobody there, wrong secret
+│   └── OtherProtocolError   the replica speaks another version of the protocol, and will as long as it lives
 ├── LinkClosedError       the link is over; `code` says why
 └── MessageTooLargeError  one message exceeds what a link carries; the link goes on
 """
@@ -22,6 +23,8 @@ In = TypeVar("In", bound=Message)
 CLOSED = "closed"
 DRAINED = "drained"
 SLOW_CONSUMER = "slow_consumer"
+REFUSED = "refused"
+OTHER_PROTOCOL = "other_protocol"
 DAMAGED = "damaged"
 SUPERSEDED = "superseded"
 SILENT = "silent"
@@ -30,6 +33,8 @@ LOST = "lost"
 STALLED = "stalled"
 ENDS = (CLOSED, DRAINED, SLOW_CONSUMER, DAMAGED, SUPERSEDED, SILENT, ENGINE_DEAD, LOST, STALLED)
 PEER_ALIVE = frozenset({CLOSED, DRAINED, SLOW_CONSUMER, DAMAGED, SUPERSEDED, SILENT})
+# Those that may come again at once, and for ever: neither a death, nor a silence, nor an end in good order.
+DETOURS = frozenset({CLOSED, SLOW_CONSUMER, DAMAGED})
 
 
 class LinkError(SquadronError):
@@ -37,7 +42,11 @@ class LinkError(SquadronError):
 
 
 class LinkRefusedError(LinkError):
-    """No link was made: nobody listens, the secret is wrong, or the peer speaks another protocol version."""
+    """No link was made: nobody listens, the secret is wrong, or as below."""
+
+
+class OtherProtocolError(LinkRefusedError):
+    """No link was made: the replica speaks another version of the protocol, and will as long as it lives."""
 
 
 class LinkClosedError(LinkError):
@@ -92,7 +101,11 @@ class Link(ABC, Generic[Out, In]):
 
     @abstractmethod
     async def receive(self) -> In:
-        """Return the next message, one caller at a time. Raises `LinkClosedError` when the link is over."""
+        """Return the next message, one caller at a time.
+
+        Raises `LinkClosedError` when the link is over, as with bytes that are no message; and `DamagedSubmitError`
+        for one submit that cannot be read, after which the link goes on.
+        """
 
     @abstractmethod
     def close(self, code: str = CLOSED, message: str = "") -> None:

@@ -10,12 +10,14 @@ from msgspec import Meta
 from engine.flight import Wait
 from engine.sampling_params import MAX_N
 
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
-Name = Annotated[str, Meta(max_length=256)]
-Text = Annotated[str, Meta(max_length=4096)]
-Seconds = Annotated[float, Meta(ge=0)]
+MAX_COUNT = 2**63 - 1
+MAX_NAME = 256
 MAX_TEXT = 4096
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Choice = Annotated[int, Meta(ge=0, lt=MAX_N)]
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unknown_fields=True):
@@ -102,7 +104,7 @@ class LogprobRow(Packed, frozen=True):
 class PromptRow(Packed, frozen=True):
     """Log-probabilities of prompt tokens of an attempt, from the one at position `first` on.
 
-    Columns, one entry per token: its own (logprobs), and the alternatives, best first.
+    Columns, one entry per token: its own (logprobs, ranks), and the alternatives, best first.
     """
 
     stream: Count
@@ -110,9 +112,10 @@ class PromptRow(Packed, frozen=True):
     logprobs: list[float]
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
+    ranks: list[Count]
 
     def __post_init__(self) -> None:
-        if not len(self.logprobs) == len(self.top_ids) == len(self.top_logprobs):
+        if not len(self.logprobs) == len(self.top_ids) == len(self.top_logprobs) == len(self.ranks):
             raise ValueError("the columns of a prompt's log-probabilities differ in length")
 
 

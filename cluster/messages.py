@@ -3,7 +3,7 @@
 A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
 router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
 Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain. Coming down: Welcome, Report,
-Rejected, Heartbeat, Draining, Explained.
+Rejected, Heartbeat, Draining, Explained, Begun.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta, field
 
 from cluster.message_parts import (
+    MAX_COUNT,
     BlockUpdate,
     Choice,
     Costs,
@@ -31,11 +32,19 @@ from cluster.message_parts import (
 )
 from engine.errors import SquadronError
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 9
 
 
 class DamagedMessageError(SquadronError):
     """Bytes on a link that are no message of the protocol: the link must be closed."""
+
+
+class DamagedSubmitError(DamagedMessageError):
+    """A `Submit` that cannot be read, but for its stream key: that request must be refused, and the link goes on."""
+
+    def __init__(self, message: str, stream: int) -> None:
+        super().__init__(message)
+        self.stream = stream
 
 
 class Hello(Packed, tag=1, frozen=True):
@@ -54,7 +63,7 @@ class Submit(Packed, tag=2, frozen=True):
     scored: prompt tokens whose log-probabilities are known from there.
     timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
     tenant: whose account it is charged to. story: what it has waited for in the router, earlier attempts included.
-    trace: of the attempt, where the router traces it.
+    trace: of the attempt, where the router traces it. retried: whether it is not the first attempt.
     """
 
     stream: Count
@@ -71,6 +80,7 @@ class Submit(Packed, tag=2, frozen=True):
     tenant: Name = ""
     story: tuple[Waited, ...] = ()
     trace: TraceContext | None = None
+    retried: bool = False
 
 
 class Abort(Packed, tag=3, frozen=True):
@@ -87,12 +97,16 @@ class FinishChoice(Packed, tag=4, frozen=True):
 
 
 class Ping(Packed, tag=5, frozen=True):
-    """The router is alive, and this waits in it: see `QueueFigures`."""
+    """The router is alive, and this waits in it: see `QueueFigures`.
+
+    submitted: no submit that follows on the link has a stream key below; one that did not come by now was lost.
+    """
 
     queued_requests: Count = 0
     queued_tokens: Count = 0
     queue_age: Annotated[float, Meta(ge=0)] = 0.0
     drain_rate: Annotated[float, Meta(ge=0)] = 0.0
+    submitted: Count = 0
 
 
 class Resync(Packed, tag=6, frozen=True):
@@ -113,7 +127,7 @@ class Explain(Packed, tag=7, frozen=True):
 class Welcome(Packed, tag=11, frozen=True):
     """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
 
-    fingerprint: of the model and its arithmetic (`engine.fingerprint`); a stream goes on only where it is the same.
+    fingerprint: of the model and its arithmetic (`engine.fingerprint.replica_fingerprint`).
     """
 
     replica_id: Name
@@ -162,19 +176,20 @@ class Report(Packed, tag=12, frozen=True):
 
 
 class Rejected(Packed, tag=13, frozen=True):
-    """A submit that the replica does not run. `elsewhere`: the replica drains, others may well take it."""
+    """A submit that the replica does not run, and no other would."""
 
     stream: Count
     code: Name
     message: Text
     param: Name | None = None
-    elsewhere: bool = False
 
 
 class Heartbeat(Packed, tag=14, frozen=True):
-    """The replica is alive although it had nothing to report.
+    """The replica is alive, and this runs there for the router, whether or not there is anything to report.
 
-    block_updates: those sent on this link so far. others: as in `Report`.
+    block_updates: those sent on this link so far. others: as in `Report`. running: stream keys of the choices that
+    have not ended. submitted: all submits with stream keys below have come here, or never will; what of them is not
+    in `running` has ended, and all that was to be said of it went before this message.
     """
 
     incarnation: Count
@@ -182,10 +197,12 @@ class Heartbeat(Packed, tag=14, frozen=True):
     block_updates: Count = 0
     others: Count = 0
     costs: Costs | None = None
+    submitted: Count = 0
+    running: list[int] = field(default_factory=list)
 
 
 class Draining(Packed, tag=15, frozen=True):
-    """The replica finishes what it has and takes nothing new."""
+    """The replica is to go: it finishes what it has, and should get nothing new."""
 
 
 class Explained(Packed, tag=16, frozen=True):
@@ -195,9 +212,24 @@ class Explained(Packed, tag=16, frozen=True):
     events: list[Waited]
 
 
+class Begun(Packed, tag=17, frozen=True):
+    """The step that is run now is the first that computes something for the attempts submitted under `streams`.
+
+    Said before the step is run: what it was run for is then known even if the replica does not live to report it.
+    """
+
+    streams: list[Count]
+
+
 Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain
-Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained
+Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained | Begun
 Message = Up | Down
+
+# How msgpack begins an array of so many elements (here: bytes of its header), and unsigned integers.
+_ARRAY_HEADERS = dict.fromkeys(range(145, 160), 1) | {0xDC: 3, 0xDD: 5}
+_FIXINT = 0x7F
+_UINT_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_SUBMIT = b"\x02"
 
 _ENCODER = msgspec.msgpack.Encoder()
 _UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
@@ -210,11 +242,32 @@ def encode(message: Message) -> bytes:
 
 
 def decode_up(frame: bytes) -> Up:
-    """Return the message that a router sent. Raises `DamagedMessageError`."""
+    """Return the message that a router sent. Raises `DamagedMessageError` or, of a submit, `DamagedSubmitError`."""
     try:
         return _UP.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise DamagedMessageError(f"damaged message from a router: {error}") from error
+        reason, stream = f"damaged message from a router: {error}", _stream_of_submit(frame)
+        if stream is not None:
+            raise DamagedSubmitError(reason, stream) from error
+        raise DamagedMessageError(reason) from error
+
+
+def _stream_of_submit(frame: bytes) -> int | None:
+    """Return the stream key of what begins as a submit does, None of anything else.
+
+    By hand: what follows may be nested too deep for any reader, or end too soon.
+    """
+    array = _ARRAY_HEADERS.get(frame[0]) if frame else None
+    if array is None or frame[array : array + 1] != _SUBMIT:
+        return None
+    key = frame[array + 1 :]
+    if key and key[0] <= _FIXINT:
+        return key[0]
+    size = _UINT_BYTES.get(key[0]) if key else None
+    if size is None or len(key) <= size:
+        return None
+    stream = int.from_bytes(key[1 : 1 + size], "big")
+    return stream if stream <= MAX_COUNT else None
 
 
 def decode_down(frame: bytes) -> Down:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.flight_dump import log_folder
 from cluster.group_start import start_group
 from cluster.life.start import Start
 from cluster.life.start_register import StartRegister, living_actors, version_of
+from cluster.life.stop_notice import call_when_told_to_stop, stop_flag
 from cluster.logs import log_to_serve, rank_fields
 from cluster.orphans import watch_parent
 from cluster.replica_host import ReplicaHost
@@ -45,6 +47,9 @@ class Replica:
             raise ReplicaStartError.of(error, title) from error
         if self._config.metrics_compat is not None:
             show_to_dashboard()
+        # Routers are told at once and by the replica itself: Serve's word of it takes the way by its controller.
+        notice = call_when_told_to_stop(self._host.core.drain, stop_flag())
+        self._stop_notice = asyncio.get_running_loop().create_task(notice)
         start.ready()
 
     async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster.admission.figures import QueueFigures, together
+from cluster.aside import Aside
 from cluster.autoscaling.speed import StepSpeed
-from cluster.cached_blocks import CachedBlocks
+from cluster.cached_blocks import CachedBlocks, Changes
 from cluster.engine_thread import Core, EngineMaker, EngineThread
 from cluster.figures.steps import StepFigures
 from cluster.grammar_start import Grammars
@@ -20,11 +21,12 @@ from cluster.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkC
 from cluster.message_parts import Costs, Load
 from cluster.messages import (
     Abort,
+    Begun,
+    DamagedSubmitError,
     Draining,
     Explain,
     Explained,
     FinishChoice,
-    Heartbeat,
     Ping,
     Resync,
     Submit,
@@ -37,6 +39,7 @@ from cluster.translation import clipped, costs_of, load_of, waited
 from engine.errors import InvalidRequestError
 from engine.flight import FlightRecorder
 from engine.report import EngineStats, StepReport
+from engine.wordless import wordless
 
 if TYPE_CHECKING:
     from cluster.tracing.engine_spans import EngineSpans
@@ -77,9 +80,11 @@ class ReplicaCore:
         self._runs = Runs()
         self._cached = CachedBlocks()
         self._num_sessions = 0
+        self._draining = False
         self._clock = clock
         self._spans = spans
-        self._intake = Intake(self._engine, self._runs, self.figures, grammars, clock, spans)
+        self._aside = Aside()
+        self._intake = Intake(self._engine, self._runs, self.figures, grammars, clock, spans, self._aside)
         self._speed = StepSpeed()
         self._engine.start()
         self._ticker = self._loop.create_task(self._tick())
@@ -130,10 +135,14 @@ class ReplicaCore:
         return self._engine.is_healthy(deadline)
 
     def drain(self) -> None:
-        """Take nothing new and tell all routers so; what runs goes on."""
-        self._intake.draining = True
+        """Tell all routers, those that come later too, that this replica is to go. What runs goes on.
+
+        What they send nonetheless is run: it was on its way, or they have nobody else who speaks their tokens.
+        """
+        self._draining = True
+        logger.info("replica %s is to go: %d routers are told", self.facts.replica_id, len(self._sessions))
         for session in self._sessions.values():
-            session.send(Draining(), self._loop.time())
+            session.send(Draining())
 
     async def drained(self) -> None:
         """Wait until nothing runs here."""
@@ -155,7 +164,7 @@ class ReplicaCore:
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
         if self._spans is not None:
-            self._spans.abandon(CLOSED, self._clock())
+            self._aside.do(self._spans.abandon, CLOSED, self._clock())
 
     async def serve(self, link: RouterLink) -> None:
         """Serve one router until its link ends; its requests are ended with it."""
@@ -165,9 +174,7 @@ class ReplicaCore:
         session = self._begin_session(link)
         try:
             while True:
-                message = await link.receive()
-                session.last_heard = self._loop.time()
-                self._handle(session, message)
+                await self._take(session)
         except LinkClosedError as error:
             logger.info("replica %s: router %s left: %s", self.facts.replica_id, link.router_id, error)
         finally:
@@ -176,17 +183,28 @@ class ReplicaCore:
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""
         now = self._loop.time()
-        self._speed.note(report.num_tokens, report.seconds)
-        self._runs.distribute(report)
-        self.figures.note(report)
-        blocks = self._cached.note(report.events)
+        self._aside.do(self._speed.note, report.num_tokens, report.seconds)
+        for run in self._runs.distribute(report):
+            self._intake.break_off(run)
+        self._aside.do(self.figures.note, report)
+        blocks = self._aside.do(self._cached.note, report.events)
         load = load_of(report.stats, 0.0)
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if blocks is not None or session.has_rows:
-                told = self._others(session), blocks, self._costs_for(session, now)
-                session.flush(report.step, load, now, *told)
+                self._flush(session, report.step, load, now, blocks)
         if self._spans is not None:  # last: no token waits for that
-            self._spans.note(report, self._engine.flight)
+            self._aside.do(self._spans.note, report, self._engine.flight)
+
+    def on_begin(self, request_ids: list[str]) -> None:
+        """Tell each router which of its attempts are computed from now on."""
+        self._aside.do(self._tell_begun, request_ids)
+
+    def _tell_begun(self, request_ids: list[str]) -> None:
+        begun: dict[RouterSession, list[int]] = {}
+        for run in filter(None, map(self._runs.get, request_ids)):
+            begun.setdefault(run.session, []).append(run.stream)
+        for session, streams in begun.items():
+            session.send(Begun(streams))
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
         """Tell the one router that asked."""
@@ -201,7 +219,7 @@ class ReplicaCore:
             return
         self.dead_reason = clipped(reason)
         if self._spans is not None:
-            self._spans.abandon(ENGINE_DEAD, self._clock())
+            self._aside.do(self._spans.abandon, ENGINE_DEAD, self._clock())
         for session in list(self._sessions.values()):
             self._end_session(session, ENGINE_DEAD, self.dead_reason)
         if self._on_dead is not None:
@@ -215,7 +233,7 @@ class ReplicaCore:
         now = self._loop.time()
         session = RouterSession(link, self._num_sessions, self.incarnation, now)
         self._sessions[link.router_id] = session
-        session.send(self.facts.welcome(self.incarnation, self._intake.draining), now)
+        session.send(self.facts.welcome(self.incarnation, self._draining))
         if len(self._cached):
             self._tell_blocks(session, now)
         return session
@@ -223,7 +241,7 @@ class ReplicaCore:
     def _tell_blocks(self, session: RouterSession, now: float) -> None:
         """Tell a router all that the prefix cache holds."""
         for changes in self._cached.snapshot():
-            session.flush(0, self._load(), now, self._others(session), changes)
+            session.flush(0, self._load(), self._others(session), changes)
 
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
@@ -231,6 +249,34 @@ class ReplicaCore:
             self._intake.abort(run)
         if self._sessions.get(session.link.router_id) is session:
             del self._sessions[session.link.router_id]
+
+    async def _take(self, session: RouterSession) -> None:
+        """Act on a router's next message; one that cannot be acted on harms its own request alone."""
+        try:
+            message = await session.link.receive()
+        except DamagedSubmitError as error:
+            session.last_heard = self._loop.time()
+            logger.error("replica %s: a Submit cannot be read", self.facts.replica_id, exc_info=wordless(error))
+            self._intake.refuse_broken(session, error.stream)
+            return
+        session.last_heard = self._loop.time()
+        try:
+            self._handle(session, message)
+        except Exception as error:
+            told = self.facts.replica_id, type(message).__name__, session.link.router_id
+            cause = wordless(error)
+            logger.error("replica %s: a %s of router %s could not be handled", *told, exc_info=cause)
+            if isinstance(message, Submit):
+                self._intake.refuse_broken(session, message.stream)
+
+    def _flush(self, session: RouterSession, step: int, load: Load, now: float, blocks: Changes | None) -> None:
+        """Send a router its report; where that fails its link ends, since rows are lost."""
+        try:
+            session.flush(step, load, self._others(session), blocks, self._costs_for(session, now))
+        except Exception as error:
+            told = self.facts.replica_id, session.link.router_id
+            logger.error("replica %s: no report can be sent to router %s", *told, exc_info=wordless(error))
+            self._end_session(session, DAMAGED, "a report could not be sent")
 
     def _handle(self, session: RouterSession, message: Up) -> None:
         match message:
@@ -243,11 +289,12 @@ class ReplicaCore:
             case Explain(ticket, name, tenant):
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
-                session.send(Explained(ticket, events), self._loop.time())
+                session.send(Explained(ticket, events))
             case Resync():
                 self._tell_blocks(session, self._loop.time())
-            case Ping(requests, tokens, age, rate):
+            case Ping(requests, tokens, age, rate, submitted):
                 session.queue = QueueFigures(requests, tokens, age, rate)
+                session.highest_stream = max(session.highest_stream, submitted - 1)
             case _:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
 
@@ -274,13 +321,12 @@ class ReplicaCore:
                 for session in self._sessions.values():
                     session.last_heard = now
             for session in list(self._sessions.values()):
-                self._attend(session, now)
+                self._aside.do(self._attend, session, now)
             expected = now + self._times.heartbeat / 2
             await asyncio.sleep(self._times.heartbeat / 2)
 
     def _attend(self, session: RouterSession, now: float) -> None:
         if now - session.last_heard > self._times.router_timeout:
             self._end_session(session, SILENT, "the router has been silent for too long")
-        elif now - session.last_sent >= self._times.heartbeat:
-            others, costs = self._others(session), self._costs_for(session, now)
-            session.send(Heartbeat(self.incarnation, self._load(), session.num_block_updates, others, costs), now)
+        elif now - session.last_beat >= self._times.heartbeat:
+            session.beat(self._load(), now, self._others(session), self._costs_for(session, now))

@@ -44,8 +44,9 @@ class ReplicaFacts:
 class ReplicaTimes:
     """Times in seconds.
 
-    heartbeat: silence after which a router is told that all is well. router_timeout: silence of a router after
-    which it is taken for dead and its requests are ended. costs: between two looks of a router at the accounts.
+    heartbeat: how often a router is told that all is well, and what runs here for it. router_timeout: silence of a
+    router after which it is taken for dead and its requests are ended. costs: between two looks of a router at the
+    accounts.
     """
 
     heartbeat: float = 0.5

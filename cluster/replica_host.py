@@ -25,7 +25,7 @@ from cluster.replica_facts import ReplicaFacts
 from cluster.tracing.start import replica_spans
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.fingerprint import model_fingerprint, vocabulary_fingerprint
+from engine.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
 from engine.grammar.process import GrammarService
 from engine.heap import settle_heap
 from engine.tokenizer import Tokenizer
@@ -163,6 +163,8 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         block_size=info.config.block_size,
         num_kv_blocks=info.num_kv_blocks - 1,
         eos_token_ids=info.eos_token_ids,
-        fingerprint=model_fingerprint(config.model, info.config.dtype, info.config.quantization),
+        fingerprint=replica_fingerprint(
+            model_fingerprint(config.model, info.config.dtype, info.config.quantization), info.arithmetic
+        ),
         token_budget=info.config.max_num_batched_tokens,
     )

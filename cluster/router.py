@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -26,10 +28,12 @@ from cluster.ingress.serve_mode import check_ingress
 from cluster.life.app_body import app_body
 from cluster.life.app_memory import AppMemory
 from cluster.life.app_watch import AppWatch, look
+from cluster.life.control_store import FAILURES
 from cluster.life.deployed_app import BuiltOf, DeployedApp
 from cluster.life.figures import StartCollector
 from cluster.life.other_routers import OtherRouters
 from cluster.life.rollback import Rollback
+from cluster.life.shared_quotas import SharedQuotas
 from cluster.life.start_gate import StartGate
 from cluster.logs import log_to_serve
 from cluster.metrics import Metrics
@@ -46,6 +50,8 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tracing.start import router_tracing
 from engine.errors import SquadronError
 from engine.heap import settle_heap
+
+logger = logging.getLogger(__name__)
 
 
 @serve.ingress()
@@ -79,7 +85,9 @@ class Router:
         context = serve.get_replica_context()
         self._others = OtherRouters(context.app_name, context.deployment)
         deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
-        self._rollback = Rollback(deployed, AppMemory(context.app_name))
+        memory = AppMemory(context.app_name)
+        self._rollback = Rollback(deployed, memory)
+        self._new = self._deployed_now(memory, built_of)
         self._watch = AppWatch(partial(look, context.app_name), self._rollback.look)
         self._watch.start()
 
@@ -87,8 +95,21 @@ class Router:
         """Return the front end (called by Serve on this replica's event loop)."""
         config, tenancy = self._config, Tenancy(self._keys)
         metrics = Metrics(vllm=config.metrics_compat is not None)
-        each = zip(self._configs, self._served, self._replicas, strict=True)
-        self._live = [LiveModel(self._router_id, *one, metrics) for one in each]
+        if config.api_key_file is not None:  # without one there are no quotas
+            quotas = SharedQuotas(self._others.app, self._router_id, tenancy.quotas, asyncio.get_running_loop())
+            quotas.start()
+        self._live = [
+            LiveModel(
+                self._router_id,
+                config,
+                served,
+                replicas,
+                metrics,
+                self._sharing,
+                partial(self._rouse, config, replicas.deployment_name),
+            )
+            for config, served, replicas in zip(self._configs, self._served, self._replicas, strict=True)
+        ]
         models = Models([live.front for live in self._live])
         metrics.register(StartCollector(self._deployments(), lambda: self._watch.picture))
         app = build_app(
@@ -116,6 +137,26 @@ class Router:
         settings = [asdict(config) | {"api_key": None, "api_key_file": None} for config in self._configs]
         return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
 
+    def _deployed_now(self, memory: AppMemory, built_of: BuiltOf) -> set[str]:
+        """Return the deployments that may go without replicas, and whose first ones are yet to be started."""
+        new = set()
+        for config, replicas in zip(self._configs, self._replicas, strict=True):
+            name = replicas.deployment_name
+            try:
+                if config.scales_to_zero and memory.is_first(name, built_of.versions.get(name, ""), self._router_id):
+                    new.add(name)
+            except FAILURES as error:
+                logger.warning("it is not known whether %s was deployed just now: %r", name, error)
+        return new
+
+    def _rouse(self, config: ClusterConfig, deployment: str) -> bool:
+        """Whether to look for replicas although nobody asks: not where all were taken away since nobody did."""
+        if not config.scales_to_zero or deployment in self._new:
+            return True
+        picture = self._watch.picture
+        known = None if picture is None or picture.app is None else picture.app.deployments.get(deployment)
+        return known is not None and known.present > 0
+
     def _deployments(self) -> list[tuple[str, str]]:
         return [
             (live.front.model_id, one.deployment_name) for live, one in zip(self._live, self._replicas, strict=True)
@@ -123,6 +164,9 @@ class Router:
 
     def _serving(self) -> tuple[int, int]:
         return sum(one.front.ready() for one in self._live), len(self._live)
+
+    def _sharing(self) -> int:
+        return self._others.sharing(self._watch.picture, self._config.routers)
 
     def _ready(self) -> dict[str, Any]:
         who = {"router": self._router_id, "guarded": self._ingress.guarded}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.admission.figures import QueueFigures
 from cluster.link import LinkClosedError, RouterLink
 from cluster.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, PooledRow, PromptRow
-from cluster.messages import Down, Report
+from cluster.messages import Down, Heartbeat, Report
 from engine.report import TokenLogprob
 from engine.request import Sequence
 
@@ -37,7 +37,8 @@ class Lane:
 class RouterSession:
     """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`.
 
-    num_block_updates: changes of the prefix cache that were told.
+    num_block_updates: changes of the prefix cache that were told. highest_stream: of the submits that came, or can
+    come no more.
     """
 
     def __init__(self, link: RouterLink, number: int, incarnation: int, now: float) -> None:
@@ -46,7 +47,7 @@ class RouterSession:
         self.runs: dict[int, Run] = {}
         self.highest_stream = -1
         self.last_heard = now
-        self.last_sent = now
+        self.last_beat = now
         self.costs_due = now
         self.queue = QueueFigures()  # what waits in the router
         self.streams: list[int] = []
@@ -76,7 +77,6 @@ class RouterSession:
         self,
         step: int,
         load: Load,
-        now: float,
         others: int,
         blocks: tuple[list[int], list[int], bool] | None = None,
         costs: Costs | None = None,
@@ -110,11 +110,17 @@ class RouterSession:
         self.streams, self.indices, self.tokens = [], [], []
         self.finishes, self.logprobs, self.cached = [], [], []
         self.prompts, self.pooled = [], []
-        self.send(report, now)
+        self.send(report)
 
-    def send(self, message: Down, now: float) -> None:
+    def beat(self, load: Load, now: float, others: int, costs: Costs | None = None) -> None:
+        """Say that all is well, and what runs here for this router. Arguments as of `flush`."""
+        self.last_beat = now
+        running = [lane.key for run in self.runs.values() for lane in run.lanes.values()]
+        updates, submitted = self.num_block_updates, self.highest_stream + 1
+        self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running))
+
+    def send(self, message: Down) -> None:
         """Send `message`. On a link that is over nothing is sent: whoever reads the link hears of its end."""
-        self.last_sent = now
         if not self.link.closed:
             try:
                 self.link.send(message)

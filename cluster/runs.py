@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
 
+from cluster.log_lines import about_request
 from cluster.message_parts import FinishRow
 from cluster.router_session import Lane, RouterSession, Run
 from cluster.translation import clipped, pooled_row, prompt_row, usage_of
-from engine.report import Finish, StepReport
+from engine.report import Finish, Floats, PromptLogprobs, StepReport
 from engine.request import Request, Sequence
+from engine.wordless import wordless
+
+logger = logging.getLogger(__name__)
 
 
 class Runs:
@@ -50,10 +57,14 @@ class Runs:
         self._by_id[run.engine_id] = run
         self._quiet.clear()
 
-    def distribute(self, report: StepReport) -> None:
-        """Put one step's rows and ends into the reports of the routers that asked for them."""
+    def distribute(self, report: StepReport) -> list[Run]:
+        """Put one step's rows and ends into the reports of the routers that asked for them.
+
+        Returns the runs that this failed for, which must be broken off: some of their rows are missing.
+        """
         lanes = self._lanes
         logprobs = report.logprobs
+        broken: dict[Sequence, Exception] = {}
         for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
             lane = lanes.get(sequence) or self._lane(sequence)
             if lane is None:
@@ -65,15 +76,47 @@ class Runs:
             session.tokens.append(token)
             lane.count += 1
             if row in logprobs:
-                session.add_logprobs(logprobs[row])
-        for told in report.prompt_logprobs:
-            if (lane := lanes.get(told.sequence) or self._lane(told.sequence)) is not None:
-                lane.session.prompts.append(prompt_row(lane.key, told))
-        for sequence, state in report.pooled:
-            if (lane := lanes.get(sequence) or self._lane(sequence)) is not None:
-                lane.session.pooled.append(pooled_row(lane.key, state))
-        for finish in report.finished:
-            self._finish(finish)
+                try:
+                    session.add_logprobs(logprobs[row])
+                except Exception as error:
+                    broken[sequence] = error
+                    for column in (session.streams, session.indices, session.tokens):
+                        column.pop()
+        if report.finished or report.prompt_logprobs or report.pooled:
+            self._distribute_rest(report, broken)
+        return self._runs_of(broken)
+
+    def _distribute_rest(self, report: StepReport, broken: dict[Sequence, Exception]) -> None:
+        """Put in what is not told for each token. broken: gains the sequences that this fails for."""
+        tell: list[tuple[Sequence, Callable[[], None]]] = [
+            *[(one.sequence, partial(self._tell_prompt, one)) for one in report.prompt_logprobs],
+            *[(sequence, partial(self._tell_pooled, sequence, state)) for sequence, state in report.pooled],
+            *[(finish.sequence, partial(self._finish, finish)) for finish in report.finished],
+        ]
+        for sequence, told in tell:
+            if sequence not in broken:
+                try:
+                    told()
+                except Exception as error:
+                    broken[sequence] = error
+
+    def _runs_of(self, broken: dict[Sequence, Exception]) -> list[Run]:
+        runs: dict[str, Run] = {}
+        for sequence, error in broken.items():
+            engine_id = sequence.request.request_id
+            cause, extra = wordless(error), about_request(engine_id)
+            logger.error("request %s: its share of a step cannot be told", engine_id, exc_info=cause, extra=extra)
+            if (run := self._by_id.get(engine_id)) is not None:
+                runs[engine_id] = run
+        return list(runs.values())
+
+    def _tell_prompt(self, told: PromptLogprobs) -> None:
+        if (lane := self._lanes.get(told.sequence) or self._lane(told.sequence)) is not None:
+            lane.session.prompts.append(prompt_row(lane.key, told))
+
+    def _tell_pooled(self, sequence: Sequence, state: Floats) -> None:
+        if (lane := self._lanes.get(sequence) or self._lane(sequence)) is not None:
+            lane.session.pooled.append(pooled_row(lane.key, state))
 
     def drop_lane(self, lane: Lane) -> None:
         """Forget one choice; its run goes on with the others."""

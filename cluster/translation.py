@@ -31,6 +31,7 @@ def submit_message(
     now: float = 0.0,
     story: Sequence[Event] = (),
     trace: TraceContext | None = None,
+    retried: bool = False,
 ) -> Submit:
     """Return the message that starts an attempt of `request`; `resume` and `scored` take the place of its own.
 
@@ -51,6 +52,7 @@ def submit_message(
         request.tenant,
         tuple(waited(event, now) for event in story),
         trace,
+        retried,
     )
 
 
@@ -77,6 +79,7 @@ def submitted_request(submit: Submit, engine_id: str, now: float = 0.0) -> Reque
         num_scored_tokens=submit.scored,
         deadline=None if submit.timeout is None else now + submit.timeout,
         tenant=submit.tenant,
+        retried=submit.retried,
     )
 
 
@@ -89,6 +92,7 @@ def prompt_row(stream: int, told: PromptLogprobs) -> PromptRow:
         [entry.logprob for entry in entries],
         [[token_id for token_id, _ in entry.top] for entry in entries],
         [[value for _, value in entry.top] for entry in entries],
+        [entry.rank for entry in entries],
     )
 
 
@@ -96,8 +100,10 @@ def prompt_logprobs(row: PromptRow, prompt: tuple[int, ...]) -> list[TokenLogpro
     """Return what a replica told of the tokens of `prompt`; fewer than told if the prompt ends before."""
     tokens = prompt[row.first : row.first + len(row.logprobs)]
     return [
-        TokenLogprob(token, value, tuple(zip(ids, values, strict=True)))
-        for token, value, ids, values in zip(tokens, row.logprobs, row.top_ids, row.top_logprobs, strict=False)
+        TokenLogprob(token, value, tuple(zip(ids, values, strict=True)), rank)
+        for token, value, ids, values, rank in zip(
+            tokens, row.logprobs, row.top_ids, row.top_logprobs, row.ranks, strict=False
+        )
     ]
 
 
@@ -168,6 +174,6 @@ def block_key(digest: bytes) -> int:
     return int.from_bytes(digest[:HASH_KEY_BYTES], "little")
 
 
-def clipped(text: str) -> str:
-    """Return `text`, cut to what a message may carry."""
-    return text[:MAX_TEXT]
+def clipped(text: str, length: int = MAX_TEXT) -> str:
+    """Return `text`, cut to what a message may carry; what UTF-8 has no bytes for becomes a question mark."""
+    return text[:length].encode(errors="replace").decode()

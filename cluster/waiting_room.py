@@ -15,11 +15,26 @@ class WaitingRoom:
         self._loop = loop
         self._give_up = give_up
         self._timers: dict[LiveRequest, asyncio.TimerHandle] = {}
+        self._since: dict[LiveRequest, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._timers)
 
     def enter(self, live: LiveRequest, seconds: float) -> None:
         """Let a request wait; one that waits already keeps its place and its time."""
         if live not in self._timers:
-            self._timers[live] = self._loop.call_later(seconds, self._give_up, live)
+            self._since[live] = self._loop.time()
+            self.stay(live, seconds)
+
+    def stay(self, live: LiveRequest, seconds: float) -> None:
+        """Let a request that waits do so for `seconds` from now, in its place."""
+        if live in self._timers:
+            self._timers[live].cancel()
+        self._timers[live] = self._loop.call_later(seconds, self._give_up, live)
+
+    def since(self, live: LiveRequest) -> float:
+        """Return when a request that waits began to."""
+        return self._since[live]
 
     def holds(self, live: LiveRequest) -> bool:
         """Whether a request waits here."""
@@ -27,6 +42,7 @@ class WaitingRoom:
 
     def leave(self, live: LiveRequest) -> None:
         """Let a request go, if it is here."""
+        self._since.pop(live, None)
         timer = self._timers.pop(live, None)
         if timer is not None:
             timer.cancel()

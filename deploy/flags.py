@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
 from cluster.config import FAILURE_ACTIONS, INGRESSES, LOG_FORMATS, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
+from cluster.dispatch_config import MIGRATIONS
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import POLICIES
@@ -45,6 +46,7 @@ CHOICES = {
     "reasoning_parser": REASONING_PARSERS.names(),
     "embedding_pooling": POOLINGS,
     "routing_policy": tuple(POLICIES),
+    "stream_migration": MIGRATIONS,
     "ingress": INGRESSES,
     "update_failure_action": FAILURE_ACTIONS,
     "metrics_compat": METRICS_COMPATS,
@@ -109,6 +111,8 @@ OF_A_SERVICE = (
     "downscale_delay_s",
     "downscale_to_zero_delay_s",
     "cold_start_timeout",
+    "no_replica_timeout",
+    "stream_migration",
     "drain_timeout",
     "max_surge_percent",
     "update_failure_action",

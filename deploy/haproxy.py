@@ -17,6 +17,7 @@ import psutil
 from cluster.config import ClusterConfig
 from deploy.address import free_port, is_loopback
 from engine.errors import ConfigError
+from engine.machine import cores
 
 # HAProxy's sockets lie below, in a folder named by the node, and a path of a socket has 107 characters at most.
 MOST_FOLDER_CHARACTERS = 28
@@ -49,7 +50,7 @@ class HAProxySetup:
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port("127.0.0.1", 0)),
-            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(MOST_THREADS, os.cpu_count() or 1)),
+            "RAY_SERVE_HAPROXY_NBTHREAD": str(min(MOST_THREADS, cores())),
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(drain_timeout) + 1),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",

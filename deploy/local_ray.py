@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
-import os
 import sys
 from abc import ABC, abstractmethod
 
@@ -16,6 +15,7 @@ from cluster.placement import AppPlacement
 from deploy.environment import OBJECT_STORE_BYTES
 from deploy.orphans import OrphanWatch
 from engine.errors import ConfigError
+from engine.machine import cores
 
 EXIT_SECONDS = 5.0
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
@@ -45,7 +45,7 @@ class LocalRay(RayCluster):
     def __init__(self, cpus: float, verbose: bool) -> None:
         self._watch = OrphanWatch()
         _adopt_orphans()
-        logical = max(os.cpu_count() or 1, math.ceil(cpus))
+        logical = max(cores(), math.ceil(cpus))
         ray.init(
             address="local",
             num_cpus=logical,

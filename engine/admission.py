@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError, PromptTooLongError, context_words
 from engine.request import Request
 
 
@@ -77,25 +77,18 @@ class Admission:
         prompt, params = len(request.prompt_token_ids), request.params
         if not prompt:
             raise InvalidRequestError("prompt must hold at least one token", "prompt")
-        for room, where in ((self._max_model_len, "max_model_len"), (self._kv_tokens, "the KV cache")):
-            left = room - prompt
+        for room, of_cache in ((self._max_model_len, False), (self._kv_tokens, True)):
+            left, words = room - prompt, context_words(room, of_cache)
             if left < 1:
                 raise PromptTooLongError(
-                    f"prompt has {prompt} tokens, but {where} of {room} tokens holds at most {room - 1} beside one "
-                    "of output"
+                    f"{words}the prompt has {prompt} tokens, and at most {room - 1} fit beside one of output"
                 )
-            if params.max_tokens is not None and params.max_tokens > left:
-                raise InvalidRequestError(
-                    f"max_tokens={params.max_tokens} does not fit: {where} of {room} tokens leaves at most {left} "
-                    f"after a prompt of {prompt}",
-                    "max_tokens",
-                )
-            if params.min_tokens > left:
-                raise InvalidRequestError(
-                    f"min_tokens={params.min_tokens} does not fit: {where} of {room} tokens leaves at most {left} "
-                    f"after a prompt of {prompt}",
-                    "min_tokens",
-                )
+            for name, wanted in (("max_tokens", params.max_tokens), ("min_tokens", params.min_tokens)):
+                if wanted is not None and wanted > left:
+                    raise PromptTooLongError(
+                        f"{words}{name}={wanted} does not fit: at most {left} fit after a prompt of {prompt} tokens",
+                        name,
+                    )
 
     def _check_resume(self, request: Request, resume: dict[int, tuple[int, ...]]) -> None:
         if not resume:

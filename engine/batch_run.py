@@ -113,7 +113,7 @@ class BatchRun:
         return self._pooled.get(request_id)
 
     def num_cached_tokens(self, request_id: str) -> int:
-        """Prompt tokens that came from the prefix cache."""
+        """Return the prompt tokens of a request that is done that came from the prefix cache."""
         return self._cached.get(request_id, 0)
 
     def _take(self, report: StepReport) -> None:
@@ -136,7 +136,7 @@ class BatchRun:
         choice = self._choices[request_id][sequence.index]
         if choice.reason is None:
             choice.end(reason)
-        self._cached.setdefault(request_id, sequence.num_cached_tokens)
+        self._cached[request_id] = self.num_cached_tokens(request_id) + sequence.num_cached_tokens
         self._open[request_id] -= 1
         self.num_done += self._open[request_id] == 0
 
@@ -153,8 +153,8 @@ def _add(core: EngineCore, request: Request, number: int, grammars: GrammarCompi
     try:
         wanted = request.params.structured
         core.add(request, None if wanted is None else grammars.compile(wanted))
-    except PromptTooLongError as error:
-        raise PromptTooLongError(f"prompts[{number}]: {error}", f"prompts[{number}]") from error
     except InvalidRequestError as error:
         field = f"prompts[{number}]" if error.param == "prompt" else f"sampling_params[{number}].{error.param}"
+        if isinstance(error, PromptTooLongError):
+            raise PromptTooLongError(f"{field}: {error}", field) from error
         raise InvalidRequestError(f"{field}: {error}", field, error.code) from error

@@ -91,6 +91,10 @@ class BlockManager:
             found.append(block)
         return found
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block with this digest can be found."""
+        return digest in self._index
+
     def count_idle(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
         return sum(not self._refs[block] for block in blocks)

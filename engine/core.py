@@ -8,13 +8,20 @@ from collections.abc import Callable, Iterable
 from engine.admission import Admission
 from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, StepMemoryError
+from engine.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    IntegrityError,
+    InvalidRequestError,
+    StepMemoryError,
+)
 from engine.executor import Executor
 from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
 from engine.inputs import InputBuilder
-from engine.launched import Launched, Launcher
+from engine.launched import InFlight, Launched, Launcher, OnBegin
 from engine.ledger import Costs, Ledger
 from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
 from engine.report import BlockEvents, EngineStats, StepOutputs, StepReport
@@ -24,7 +31,7 @@ from engine.sampling_inputs import SamplingTable
 from engine.schedule import Schedule
 from engine.scheduler import Scheduler
 from engine.sleep import Sleep
-from engine.step_results import failures, fill, find_fault
+from engine.step_results import failures, fill
 from engine.stops import StopTokens
 from engine.tables import Tables
 
@@ -67,17 +74,15 @@ class EngineCore:
         self._flight = FlightRecorder(clock)
         self._waits = WaitLog(self._flight, clock())
         self._scheduler = Scheduler(config, rows, stops, self._admission, self._waits)
-        self._masks = MaskMaker(config.max_num_seqs, vocab_size)
+        self._flying = InFlight(vocab_size, clock)
+        self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._flying.tokens)
         inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
         self._launcher = Launcher(self._scheduler, inputs, executor, clock)
         self._executor = executor
-        self._vocab_size = vocab_size
         self._clock = clock
         self._overlaps = config.overlaps
-        self._flying: Launched | None = None  # the step that the device has, between calls of `step`
         self._num_steps = 0
-        self._ran_at = clock()  # when the last step had run
-        self._landed_at = self._ran_at  # and was taken in
+        self._landed_at = self._flying.ran_at  # when the last step was taken in
         self._dead: str | None = None
         self._sleep = Sleep(executor)
         self._untold: StepReport | None = None  # of the step that was taken in to fall asleep
@@ -87,19 +92,31 @@ class EngineCore:
         """Whether a step would bring something: a token, or an end that is not reported yet."""
         return self._untold is not None or self._scheduler.has_unfinished
 
+    def call_on_begin(self, told: OnBegin) -> None:
+        """Have `told` called with the requests that a step computes something for, and none before it did.
+
+        Just before it is run: so what it was run for is known even if nobody lives to report it.
+        """
+        self._launcher.on_begin = told
+
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
 
         grammar: `request.params.structured`, compiled for this model's vocabulary.
 
         Raises `InvalidRequestError` or `PromptTooLongError`, naming the field, before anything changes;
-        `EngineDeadError` after the executor failed.
+        `EngineDeadError` after the executor failed, or if this broke what others share.
         """
         self._check_alive()
         self._admission.check(request)
         if request.request_id in self._scheduler:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
-        self._scheduler.add(request, self._clock(), grammar_states(request, grammar))
+        grammars = grammar_states(request, grammar)
+        try:
+            self._scheduler.add(request, self._clock(), grammars)
+        except Exception as error:
+            self._take_back(request.request_id, error)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request now and free what it holds; the next report tells of it. False if it is not live."""
@@ -117,19 +134,26 @@ class EngineCore:
 
         Where steps overlap, the one after it is launched before its results are waited for.
 
-        Raises `EngineDeadError` when the executor failed; the engine is then of no more use.
+        Raises `EngineDeadError` when the executor failed, or an invariant of queues, rows or blocks is broken; the
+        engine is then of no more use.
         """
         self._check_alive()
         told = self._untold
         if told is not None:
             self._untold = None
             return told
+        try:
+            return self._step()
+        except IntegrityError as error:
+            raise self._broken(error) from error
+
+    def _step(self) -> StepReport:
         self._begin(self._clock())
-        flying = self._flying = self._flying or self._launch()
+        flying = self._flying.step = self._flying.step or self._launch()
         if flying is None:
             return self._report(None, None)
         ahead = self._launch() if self._overlaps else None
-        self._flying = ahead
+        self._flying.step = ahead
         return self._land(flying)
 
     def sleep(self, level: int = 1) -> None:
@@ -145,12 +169,10 @@ class EngineCore:
         """
         self._check_alive()
         if self._sleep.begins(level):
-            self._begin(self._clock())
-            flying, self._flying = self._flying, None
-            if flying is not None:
-                self._untold = self._land(flying)
-            self._scheduler.preempt_all(self._clock())
-            self._blocks.clear_cache()
+            try:
+                self._pause()
+            except IntegrityError as error:
+                raise self._broken(error) from error
             self._or_die(lambda: self._sleep.begin(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -178,7 +200,7 @@ class EngineCore:
 
     def costs(self) -> Costs:
         """Return who has used the devices and the blocks until now, or the end of the last step while one runs."""
-        return self._ledger.costs(None if self._is_busy else self._clock())
+        return self._ledger.costs(None if self._flying.is_wanted else self._clock())
 
     def cached_blocks(self) -> BlockEvents:
         """Return all that the prefix cache holds, as one event for a listener that joins late."""
@@ -199,27 +221,31 @@ class EngineCore:
         Can be called twice.
         """
         self._dead = self._dead or "it was closed"
-        self._flying = None
+        self._flying.step = None
         self._masks.close()
         self._executor.close()
+
+    def _pause(self) -> None:
+        """Take in the step in flight, send all that runs back to wait and forget what is cached."""
+        self._begin(self._clock())
+        flying, self._flying.step = self._flying.step, None
+        if flying is not None:
+            self._untold = self._land(flying)
+        self._scheduler.preempt_all(self._clock())
+        self._blocks.clear_cache()
 
     def _begin(self, now: float) -> None:
         """End what ran out of time, and let the step in flight go by if nobody wants it any more."""
         self._waits.now = now
-        flying = self._flying
-        if flying is None or flying.schedule.is_unwanted:
+        flying = self._flying.step
+        if not self._flying.is_wanted:
             self._ledger.idle(now)
         self._scheduler.expire(now)
         if flying is not None and flying.schedule.is_unwanted:
-            self._await(flying)
-            self._ledger.idle(self._ran_at)
+            self._results(flying)
+            self._ledger.idle(self._flying.ran_at)
             self._scheduler.drop(flying.schedule)
-            self._flying = None
-
-    @property
-    def _is_busy(self) -> bool:
-        """Whether the device has a step that somebody waits for."""
-        return self._flying is not None and not self._flying.schedule.is_unwanted
+            self._flying.step = None
 
     def _launch(self) -> Launched | None:
         if self.is_sleeping:
@@ -232,9 +258,9 @@ class EngineCore:
 
     def _land(self, flying: Launched) -> StepReport:
         """Wait for a step's results, take them in and report them."""
-        schedule, ran_before, scheduler = flying.schedule, self._ran_at, self._scheduler
-        outputs = self._await(flying)
-        self._ledger.ran(schedule, *scheduler.batch(), self._ran_at, scheduler.unreported(schedule))
+        schedule, scheduler = flying.schedule, self._scheduler
+        outputs = self._results(flying)
+        self._ledger.ran(schedule, *scheduler.batch(), self._flying.ran_at, scheduler.unreported(schedule))
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, scheduler.mark)
         pooled = take_pooled(schedule, outputs, scheduler.mark)
         scheduler.land(schedule, outputs.token_ids, failures(schedule, outputs))
@@ -242,40 +268,34 @@ class EngineCore:
             self._clear_cache()  # whatever made the logits bad may sit in blocks that others would find
         elif flying.tainted:
             self._blocks.clear_cache()
-        scheduler.note_births(self._ran_at)
+        scheduler.note_births(self._flying.ran_at)
         report = self._report(schedule, outputs)
         report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
-        self._time(report, flying, ran_before)
+        self._time(report, flying)
         report.channel = outputs.channel
         return report
 
-    def _time(self, report: StepReport, flying: Launched, ran_before: float) -> None:
+    def _time(self, report: StepReport, flying: Launched) -> None:
         """Note how long a step took: from when it began, or the one before it was done with, until now."""
         now = self._clock()
         report.seconds = now - max(flying.planned_at, self._landed_at)
-        report.executed = min(self._ran_at - max(flying.launched_at, ran_before) + flying.tried, report.seconds)
+        began = max(flying.launched_at, flying.ran_before)
+        report.executed = min(self._flying.ran_at - began + flying.tried, report.seconds)
         self._landed_at = now
 
     def _clear_cache(self) -> None:
         """Forget all cached prefixes, those included that the step in flight would still add."""
         self._blocks.clear_cache()
-        if self._flying is not None:
-            self._flying.tainted = True
+        if self._flying.step is not None:
+            self._flying.step.tainted = True
 
-    def _await(self, flying: Launched) -> StepOutputs:
+    def _results(self, flying: Launched) -> StepOutputs:
+        """Wait for a step's results."""
         try:
-            outputs = flying.pending.result()
-        except Exception as error:
+            return self._flying.results(flying)
+        except EngineDeadError as error:
             self._dead = f"a step failed: {error}"
-            if isinstance(error, EngineDeadError):
-                raise
-            raise EngineDeadError(f"the executor failed: {error}") from error
-        self._ran_at = self._clock()
-        fault = find_fault(outputs, len(flying.schedule.samples), flying.wants_logprobs, self._vocab_size)
-        if fault is not None:
-            self._dead = fault
-            raise EngineDeadError(fault)
-        return outputs
+            raise
 
     def _or_die(self, change: Callable[[], None]) -> None:
         """Fall asleep or wake up. What the executor does not survive ends the engine."""
@@ -286,6 +306,20 @@ class EngineCore:
         except Exception as error:
             self._dead = f"it neither sleeps nor wakes: {error}"
             raise
+
+    def _take_back(self, request_id: str, error: Exception) -> None:
+        """Undo the adding of a request that failed half-way, of a bug of ours."""
+        try:
+            self._scheduler.abort(request_id)
+            self.check_integrity()
+        except Exception as broken:
+            raise self._broken(broken) from error
+
+    def _broken(self, error: Exception) -> EngineDeadError:
+        """Note that nothing here can be trusted any more; return what to raise."""
+        found = str(error) if isinstance(error, IntegrityError) else type(error).__name__
+        self._dead = f"its state is broken: {found}"
+        return EngineDeadError(f"the engine's state is broken: {found}")
 
     def _check_alive(self) -> None:
         if self._dead is not None:
@@ -303,7 +337,7 @@ class EngineCore:
         if report.finished:
             self._ledger.settle()
             for finish in report.finished:
-                finish.sequence.ended_at = self._ran_at
+                finish.sequence.ended_at = self._flying.ran_at
                 self._waits.ended(finish.sequence.request.request_id, finish.told)
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()

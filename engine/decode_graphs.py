@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from engine.attention.base import StepTensors
@@ -32,27 +31,45 @@ class RestOfHead:
         return own
 
 
+class DecodeStep:
+    """A decode step of a padded size, from the buffers of its inputs to that of its logits: what a graph holds."""
+
+    def __init__(self, buffers: StepBuffers, logits: Tensor, compute: Callable[[StepTensors, Tensor], None]) -> None:
+        self.logits = logits
+        self._buffers = buffers
+        self._compute = compute
+
+    def blank(self, size: int) -> None:
+        """Fill in a step of nothing but padding."""
+        self._buffers.blank(size)
+
+    def run(self, size: int) -> None:
+        """Compute the step that is filled in."""
+        self._compute(self._buffers.decode_tensors(size), self.logits[:size])
+
+
 class DecodeGraphs:
-    """The graphs of a model's decode steps, between the buffers of their inputs and that of their logits."""
+    """The graphs of a model's decode steps, between the buffers of their inputs and that of their logits.
+
+    What they hold leads to neither this object nor its owner: all memory is free with the last reference to them.
+    """
 
     def __init__(
         self,
         device: GraphDevice,
         sizes: GraphSizes,
         buffers: StepBuffers,
-        share: int,
+        logits: Tensor,
         compute: Callable[[StepTensors, Tensor], None],
     ) -> None:
         """compute: puts the logits of a decode step, whose tensors are filled in anew each time, into a tensor.
 
-        That is [sequences, share] fp32: this rank's share of the vocabulary. Padding has no length; it writes to the
-        null block alone.
+        That is [sequences, share], a part of `logits`, which has room for the largest size: this rank's share of the
+        vocabulary. Padding has no length; it writes to the null block alone.
         """
+        self.step = DecodeStep(buffers, logits, compute)
+        self.pool = GraphPool(device, sizes, self.step.blank, self.step.run)
         self._buffers = buffers
-        self._compute = compute
-        shape = (sizes.largest, share)
-        self._logits = torch.empty(shape, dtype=torch.float32, device=buffers.device)
-        self.pool = GraphPool(device, sizes, buffers.blank, self._decode)
 
     def choose(self, inputs: StepInputs) -> int | None:
         """Return the padded size that a step takes, None where it is run as it is. Call before `load`."""
@@ -67,10 +84,6 @@ class DecodeGraphs:
         return self._buffers.load_decode(inputs, size)
 
     def run(self, rows: int, size: int) -> Tensor:
-        """Return the logits of the step that is filled in, [rows, share] fp32; the next step overwrites them."""
+        """Return the logits of the step that is filled in, [rows, share]; the next step overwrites them."""
         self.pool.run(size)
-        return self._logits[:rows]
-
-    def _decode(self, size: int) -> None:
-        """Compute a step from its buffers; this is what a graph holds."""
-        self._compute(self._buffers.decode_tensors(size), self._logits[:size])
+        return self.step.logits[:rows]

@@ -25,6 +25,7 @@ class DeviceLogprobs:
     chosen: Tensor  # [num] fp32
     top_ids: Tensor  # [num, k] int32
     top: Tensor  # [num, k] fp32
+    ranks: Tensor | None = None  # [num] int32
 
 
 @dataclass(slots=True)
@@ -100,11 +101,17 @@ def on_host(outputs: DeviceOutputs) -> StepOutputs:
 
 def _each(outputs: DeviceOutputs, move: Callable[[Tensor], Tensor]) -> DeviceOutputs:
     def moved(found: DeviceLogprobs | None) -> DeviceLogprobs | None:
-        return found and DeviceLogprobs(move(found.chosen), move(found.top_ids), move(found.top))
+        if found is None:
+            return None
+        ranks = None if found.ranks is None else move(found.ranks)
+        return DeviceLogprobs(move(found.chosen), move(found.top_ids), move(found.top), ranks)
 
     pooled = None if outputs.pooled is None else move(outputs.pooled)
     return DeviceOutputs(move(outputs.token_ids), moved(outputs.logprobs), moved(outputs.prompt_logprobs), pooled)
 
 
 def _logprobs(found: DeviceLogprobs | None) -> Logprobs | None:
-    return None if found is None else Logprobs(found.chosen.numpy(), found.top_ids.numpy(), found.top.numpy())
+    if found is None:
+        return None
+    ranks = None if found.ranks is None else found.ranks.numpy()
+    return Logprobs(found.chosen.numpy(), found.top_ids.numpy(), found.top.numpy(), ranks)

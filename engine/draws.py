@@ -15,15 +15,16 @@ Longs = NDArray[np.int64]
 
 
 class TokenDraws(ABC):
-    """Draws from logits, [num_samples, vocab] fp32, without waiting for the device; each row by itself.
+    """Draws from logits, [num_samples, vocab], without waiting for the device; each row by itself.
 
+    They may be in 16 bits, but for `forbid`: what is drawn is what would be of the same in fp32.
     Rows of logits may lie apart, the ids of a row may not. What may be drawn and the noise that decides are those of
     `engine.sampler`.
     """
 
     @abstractmethod
     def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Write -inf over what is not allowed in `rows`, [num_masked] int32.
+        """Write -inf over what is not allowed in `rows`, [num_masked] int32. logits: fp32.
 
         bits: [num_masked, vocab / 32 rounded up] int32, a bit per allowed id, the lowest first.
         """

@@ -7,10 +7,11 @@ SquadronError
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
 ├── GrammarError             the tokens of one request do not match its grammar, or none is left; its request ends
 ├── StepMemoryError          a step found no memory; the newest request of it ends, the others go on
+│   └── ScoresMemoryError    there was none for the log-probabilities of a prompt; its request ends, the step stands
 ├── PoisonedLogitsError      the model gave NaN or infinity for one sequence; its request ends, the others go on
-├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours
+├── IntegrityError           an invariant of blocks, tables or queues is broken: a bug of ours; the engine ends
 ├── EngineAsleepError        generation was asked of an LLM that sleeps; `wake_up` comes first
-└── EngineDeadError          a rank died or missed its deadline; the group ends and is replaced
+└── EngineDeadError          a rank died or missed its deadline, or an invariant broke; the group ends and is replaced
 """
 
 
@@ -43,14 +44,23 @@ class InvalidRequestError(SquadronError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt does not fit the model's context or the whole KV cache."""
+    """The prompt, or it and what is to follow, does not fit the model's context or the whole KV cache."""
 
     def __init__(self, message: str, param: str = "prompt") -> None:
         super().__init__(message, param, "context_length_exceeded")
 
 
+def context_words(limit: int, of_cache: bool) -> str:
+    """Return how the message of a `PromptTooLongError` begins: clients look for these words of OpenAI's.
+
+    limit: tokens. of_cache: whether it is the KV cache that holds no more.
+    """
+    cache = " here, for the KV cache holds no more" if of_cache else ""
+    return f"This model's maximum context length is {limit} tokens{cache}. However, "
+
+
 class EngineDeadError(SquadronError):
-    """The tensor-parallel group is gone: a rank died, hung or disagreed. The engine cannot go on."""
+    """A rank died, hung or disagreed, or the engine's own state is broken: it cannot go on."""
 
 
 class EngineAsleepError(SquadronError):
@@ -62,9 +72,20 @@ class GrammarError(SquadronError):
 
 
 class StepMemoryError(SquadronError):
-    """There was no memory for a step; nothing of it was kept, and a smaller one may be run. `code` is stable."""
+    """There was no memory for a step; nothing of it was kept, and a smaller one may be run.
+
+    code: stable. told: what the client of the request that is shed for it gets to read.
+    """
 
     code = "out_of_memory"
+    told = "there was no memory to go on with this request beside the others; it may be sent again"
+
+
+class ScoresMemoryError(StepMemoryError):
+    """There was no memory for the log-probabilities of one request's prompt: that request ends for good."""
+
+    code = "prompt_logprobs_out_of_memory"
+    told = "there was no memory for the log-probabilities of this prompt; ask for none, or send a shorter prompt"
 
 
 class PoisonedLogitsError(SquadronError):

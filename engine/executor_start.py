@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from engine.arithmetic import arithmetic_of
 from engine.checksums import check_sums, summed_files
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -16,7 +17,7 @@ from engine.executor import Executor
 from engine.local_executor import GangExecutor, SoloExecutor, Workers, last_words
 from engine.model_folder import ModelFolder, check_sharding, open_model
 from engine.models.spec import DecoderSpec
-from engine.resolve import resolve, set_threads
+from engine.resolve import ThreadShare, resolve
 from engine.runner import ModelRunner
 from engine.worker import await_workers, device_of, join_group, open_channel, run_worker
 from parallel.channel import Channel
@@ -38,6 +39,7 @@ class ModelInfo:
     """What came up: the config with everything resolved, and what the model is.
 
     num_kv_blocks: null block included. vocab_size: width of the logits. phases: seconds by phase of starting.
+    arithmetic: what decides the last bits of the logits, by name.
     """
 
     config: EngineConfig
@@ -47,6 +49,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     attention_backend: str
     phases: dict[str, float]
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def kv_tokens(self) -> int:
@@ -75,13 +78,22 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
     folder, config = prepare_model(config, on_phase)
     size = config.tensor_parallel_size
     if size == 1:
-        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
-        return SoloExecutor(runner), model_info(runner)
+        return _run_alone(config, folder, on_phase)
     _check_gpus(config)
     rendezvous = Rendezvous.create()
     ring = SharedMemoryRing.create(readers=size - 1)
     workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
     return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
+
+
+def _run_alone(config: EngineConfig, folder: ModelFolder, on_phase: OnPhase) -> tuple[SoloExecutor, ModelInfo]:
+    threads = ThreadShare(1)
+    try:
+        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
+    except BaseException:
+        threads.give_back()
+        raise
+    return SoloExecutor(runner, threads), model_info(runner)
 
 
 def _check_gpus(config: EngineConfig) -> None:
@@ -143,8 +155,8 @@ def drive_gang(
     group: Group | None = None
     size = config.tensor_parallel_size
     began = time.perf_counter()
+    threads = ThreadShare(size)
     try:
-        set_threads(size)
         on_phase("workers")
         await_workers(rendezvous, size, workers.check)
         group = join_group(config, 0, size, rendezvous)
@@ -157,11 +169,12 @@ def drive_gang(
         for part in (channel, group):
             if part is not None:
                 part.close()
+        threads.give_back()
         if isinstance(error, ParallelError):
             raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
         raise
     runner.phases = {**folder.phases, "workers": waited, **runner.phases}
-    return GangExecutor(runner, group, channel, workers), model_info(runner)
+    return GangExecutor(runner, group, channel, workers, threads), model_info(runner)
 
 
 def model_info(runner: ModelRunner) -> ModelInfo:
@@ -175,6 +188,8 @@ def model_info(runner: ModelRunner) -> ModelInfo:
         eos_token_ids=spec.eos_token_ids,
         attention_backend=runner.attention_backend,
         phases=dict(runner.phases),
+        arithmetic=arithmetic_of(config, runner.model, runner.group, runner.attention_backend),
     )
+    logger.info("arithmetic: %s", "; ".join(f"{name} {value}" for name, value in info.arithmetic.items()))
     logger.info("%s on %s, KV cache of %d tokens", info.words, config.device, info.kv_tokens)
     return info

@@ -59,7 +59,7 @@ class FakeExecutor(Executor):
         self._store(inputs)
         wanted = inputs.logits_indices if sampling.rows is None else inputs.logits_indices[sampling.rows]
         rows = np.searchsorted(inputs.query_start_loc, wanted, side="right") - 1
-        token_ids, stuck = _draw(self._attend(inputs)[rows], sampling, self._vocab_size)
+        token_ids, stuck = _draw(self._attend(inputs)[rows], sampling, self._vocab_size, self._drawn)
         self._drawn = token_ids
         outputs = StepOutputs(token_ids, stuck=stuck)
         if sampling.num_logprobs >= 0:
@@ -103,7 +103,8 @@ class FakeExecutor(Executor):
 
     def _prompt_logprobs(self, inputs: StepInputs, prompt: PromptScores) -> Logprobs:
         seen = self._stored(inputs)[inputs.logits_indices[prompt.rows]]
-        return replace(_logprobs(prompt.token_ids, prompt.num_logprobs, self._vocab_size), chosen=-seen)
+        ranks = 1 + prompt.token_ids % self._vocab_size
+        return replace(_logprobs(prompt.token_ids, prompt.num_logprobs, self._vocab_size), chosen=-seen, ranks=ranks)
 
     def _pooled(self, inputs: StepInputs) -> Floats:
         """Return vectors of two: sums over the rows of what was stored, and how many rows there were."""
@@ -144,16 +145,20 @@ def _filled(inputs: StepInputs, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
     return ids
 
 
-def _draw(words: Words, sampling: SamplingInputs, vocab_size: int) -> tuple[NDArray[np.int32], tuple[int, ...]]:
-    """Return the tokens, and the rows that have none to draw."""
+def _draw(
+    words: Words, sampling: SamplingInputs, vocab_size: int, before: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], tuple[int, ...]]:
+    """Return the tokens, and the rows that have none to draw. before: what the step before drew."""
     noise = _noise(sampling.seeds, sampling.choices, sampling.positions)
     words = words ^ np.where(sampling.temperature > 0, noise, np.uint64(0))
     for history in (sampling.prompt_ids, sampling.output_ids):
         if history is not None:  # any order, any padding: penalties know counts only
             words = words + np.where(history >= 0, _mix(history), np.uint64(0)).sum(axis=1, dtype=np.uint64)
+    rows, samples = sampling.carried.T
+    words[rows] += _mix(before[samples])
     token_ids = (_mix(words) % np.uint64(vocab_size)).astype(np.int32)
     stuck: list[int] = []
-    for row, allowed in _allowed(sampling, vocab_size).items():
+    for row, allowed in _allowed(sampling, vocab_size, before).items():
         if not allowed.any():
             stuck.append(row)
             continue
@@ -162,13 +167,16 @@ def _draw(words: Words, sampling: SamplingInputs, vocab_size: int) -> tuple[NDAr
     return token_ids, tuple(stuck)
 
 
-def _allowed(sampling: SamplingInputs, vocab_size: int) -> dict[int, NDArray[np.bool_]]:
+def _allowed(sampling: SamplingInputs, vocab_size: int, before: NDArray[np.int32]) -> dict[int, NDArray[np.bool_]]:
     """Return what each row that is not free may draw, [vocab]. Here a negative bias is a ban."""
     free = np.ones(vocab_size, np.bool_)
     allowed: dict[int, NDArray[np.bool_]] = {}
     for row, forbidden in sampling.forbidden.items():
         allowed[row] = free.copy()
         allowed[row][list(forbidden)] = False
+    for row, sample, token, banned in sampling.endings.tolist():
+        if before[sample] == token:
+            allowed.setdefault(row, free.copy())[banned] = False
     for row, (ids, biases) in sampling.biases.items():
         allowed[row] = allowed.get(row, free) & ~np.isin(np.arange(vocab_size), ids[biases < 0])
     for row, ids in sampling.allowed.items():

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,14 +30,64 @@ PROMPT_FILES = (
 )
 # What the saving library writes about itself; it changes no token.
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version")
+ROOT = Path(__file__).parents[1]
+COMPUTING = ("engine", "parallel")  # packages
+# What draws a token from given logits: another version of it draws others, however exact the logits are.
+DRAWING = (
+    "engine/draws.py",
+    "engine/grammar",
+    "engine/kernels/triton_draw.py",
+    "engine/kernels/triton_filters.py",
+    "engine/kernels/triton_sampler.py",
+    "engine/logit_rules.py",
+    "engine/noise.py",
+    "engine/race.py",
+    "engine/sampler.py",
+    "engine/sampling_inputs.py",
+    "engine/sharded_draw.py",
+)
+SOURCES = (".py", ".c", ".h")
+
+
+def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
+    """Return what a replica is told from others by: `WEIGHTS.DRAWING.ARITHMETIC`.
+
+    weights: its `model_fingerprint`. arithmetic: `engine.arithmetic.arithmetic_of` it. Where all three are equal a
+    stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
+    """
+    arithmetic_digest = hashlib.blake2b(_canonical(dict(arithmetic)), digest_size=8).hexdigest()
+    return f"{weights}.{sources_digest(DRAWING)}.{arithmetic_digest}"
+
+
+def weights_of(fingerprint: str) -> str:
+    """Return the part of a replica's fingerprint that tells of the model alone."""
+    return fingerprint.partition(".")[0]
+
+
+def but_for_rounding(fingerprint: str) -> str:
+    """Return a replica's fingerprint without the part in which those differ that round differently."""
+    weights, _, rest = fingerprint.partition(".")
+    return f"{weights}.{rest.partition('.')[0]}"
+
+
+@cache
+def sources_digest(paths: Sequence[str] = COMPUTING) -> str:
+    """Return 16 hex digits for our own code in files and folders below the root of the installation."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        found = ROOT / path
+        files = [found] if found.suffix else sorted(one for one in found.rglob("*") if one.suffix in SOURCES)
+        for file in files:
+            digest.update(_canonical(file.relative_to(ROOT).as_posix()) + file.read_bytes())
+    return digest.hexdigest()
 
 
 def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -> str:
     """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
-    Two replicas with equal fingerprints draw the same tokens but for rounding. Covers config.json, the ends that
-    generation_config.json names, and of each weight file name, size, header and a sample of every tensor; not the
-    files' times, which differ from node to node. Raises `CheckpointError`.
+    Two replicas for which it is equal hold the same weights; `replica_fingerprint` tells what they make of them.
+    Covers config.json, the ends that generation_config.json names, and of each weight file name, size, header and a
+    sample of every tensor; not the files' times, which differ from node to node. Raises `CheckpointError`.
     """
     folder = find_checkpoint(model)
     digest = hashlib.blake2b(_arithmetic(dtype, quantization).encode(), digest_size=16)

@@ -17,8 +17,8 @@ from engine.attention.flash import unfit_for_flash
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention_choice import attention_spec
 from engine.config import EngineConfig
-from engine.forward import LOGIT_ROWS
-from engine.graph_sizes import graph_sizes
+from engine.forward import logit_rows
+from engine.graph_sizes import graph_sizes, mixed_sizes
 from engine.kv_cache import block_bytes
 from engine.live_bytes import LiveBytes
 from engine.model_folder import check_sharding
@@ -26,6 +26,8 @@ from engine.models.decoder import Attention, Decoder
 from engine.models.registry import ARCHITECTURES
 from engine.models.spec import DecoderSpec
 from engine.quantization import Layout, quantization_of
+from engine.sampler import score
+from engine.sampling_params import MAX_LOGPROBS
 from engine.step_tensors import dummy_step
 from parallel.fp8 import E4M3
 from parallel.group import Group
@@ -34,8 +36,9 @@ from parallel.tuning import choose_quantised
 
 META = torch.device("meta")
 LAYERS_RUN = 2  # all layers of a decoder take as much; the second has what the first one leaves behind
-# Bytes beside each logit that is drawn from, where top-p looks at whole rows; tests/unit/test_footprint.py measures.
-SAMPLER_BYTES = 40
+# Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are told, as
+# tests/unit/test_footprint.py measures.
+SAMPLER_BYTES = 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,28 +108,36 @@ def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     decoder = _short_blueprint(config, spec)
     step = dummy_step(config.max_num_batched_tokens, config.max_num_seqs, config.context_len, config.block_size)
     rows = len(step.logits_indices)
-    hidden = _hidden(config, spec, min(rows, LOGIT_ROWS))
-    with torch.inference_mode(), LiveBytes() as logits:
-        decoder.logits(hidden)
-    copies = 1 if rows <= LOGIT_ROWS else 2  # pieces of the logits, and all of them joined
-    drawn = rows * spec.vocab_size * (4 * copies + SAMPLER_BYTES)
-    return max(_layers_bytes(decoder, config, spec, step.num_tokens), logits.peak, drawn)
+    drawn = rows * spec.vocab_size * (4 + SAMPLER_BYTES)
+    piece = min(logit_rows(config, spec.vocab_size), step.num_tokens)
+    scored = rows * spec.vocab_size * 4 + _scored_bytes(decoder, _hidden(config, spec, piece))
+    return max(_layers_bytes(decoder, config, spec, step.num_tokens), drawn, scored)
+
+
+def _scored_bytes(decoder: Decoder, hidden: Tensor) -> int:
+    """Return the most bytes at one time while the log-probabilities of a piece of a prompt are read."""
+    tokens = torch.zeros(len(hidden), dtype=torch.int64, device=META)
+    with torch.inference_mode(), LiveBytes() as seen:
+        score(decoder.logits(hidden), tokens, MAX_LOGPROBS, ranked=True)
+    return seen.peak
 
 
 def graph_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    """Return the bytes of what CUDA graphs of decode steps compute in and of their logits. config: resolved.
+    """Return the bytes of what CUDA graphs compute in and of their logits. config: resolved.
 
     All graphs share the memory of the largest. What the driver takes for each is not in it.
     """
-    rows = graph_sizes(config).largest
-    if not rows:
+    decodes, mixed = graph_sizes(config).largest, mixed_sizes(config).largest
+    if not decodes:
         return 0
+    rows = max(decodes, min(config.max_num_seqs, mixed))
     decoder = _short_blueprint(config, spec)
     hidden = _hidden(config, spec, rows)
-    kept = torch.empty(rows, decoder.head.share, dtype=torch.float32, device=META)
+    kept = torch.empty(rows, decoder.head.share, dtype=decoder.logits_dtype, device=META)
     with torch.inference_mode(), LiveBytes() as logits:
         decoder.own_logits(hidden, out=kept)
-    return kept.nbytes + max(_layers_bytes(decoder, config, spec, rows), logits.peak)
+    states = _hidden(config, spec, mixed).nbytes
+    return kept.nbytes + states + max(_layers_bytes(decoder, config, spec, max(decodes, mixed)), logits.peak)
 
 
 def _short_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:

@@ -1,4 +1,4 @@
-"""CUDA graphs of whole decode steps, one for each padded batch size: captured, chosen, replayed, dropped.
+"""CUDA graphs of whole steps, one for each padded size: captured, chosen, replayed, dropped.
 
 What is captured reads its inputs from memory that stays where it is and is filled anew before each replay.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -44,7 +45,7 @@ class GraphDevice(Protocol):
 
 
 class GraphPool:
-    """Runs decode steps by replaying graphs; all ranks of a group choose alike, as they go by the steps alone.
+    """Runs steps of one kind by replaying graphs; all ranks of a group choose alike, as they go by the steps alone.
 
     The largest size is captured before all others: they share one pool of memory, which it sizes.
     """
@@ -56,15 +57,21 @@ class GraphPool:
         blank: Callable[[int], None],
         decode: Callable[[int], None],
         patience: int = PATIENCE,
+        what: str = "decode steps of %d sequences",
     ) -> None:
-        """blank: fills the inputs of a size with rows of padding. decode: the work, from inputs to logits."""
+        """blank: fills the inputs of a size with padding. decode: the work, from inputs to logits.
+
+        what: says of a size what it is of.
+        """
         self.sizes = sizes
         self._device = device
         self._blank = blank
         self._decode = decode
         self._patience = patience
+        self.what = what
         self._graphs: dict[int, Any] = {}  # None where capturing failed
         self._ready: tuple[int, ...] = ()  # the keys, ascending
+        self.failures: dict[int, str] = {}  # why a size has no graph, by size
         self._missed: dict[int, int] = {}
 
     @property
@@ -124,6 +131,7 @@ class GraphPool:
         """Drop all graphs: what they read or write is to move. Those that are needed are captured again."""
         self._graphs.clear()
         self._missed.clear()
+        self.failures.clear()
         self._ready = ()
         self._device.reset()
 
@@ -134,9 +142,10 @@ class GraphPool:
             self._capture(self.sizes.largest)
         self._blank(size)
         try:
-            self._graphs[size] = self._device.capture(lambda: self._decode(size))
+            self._graphs[size] = self._device.capture(partial(self._decode, size))
         except CaptureError as error:
-            logger.warning("decode steps of %d sequences run without a CUDA graph: %s", size, error)
+            logger.warning(f"{self.what} run without a CUDA graph: %s", size, error)
+            self.failures[size] = str(error)
             self._graphs[size] = None
         self._ready = tuple(sorted(self._graphs))
 

@@ -1,4 +1,4 @@
-"""Which decode steps are replayed from CUDA graphs: the padded batch sizes, and which of them a step takes.
+"""Which steps are replayed from CUDA graphs: the padded sizes, and which of them a step takes.
 
 Needs no torch: every rank comes to the same answers from the config and the steps alone.
 """
@@ -16,6 +16,7 @@ from engine.report import StepInputs
 MOST_ROWS = 512  # a step of more sequences is long enough for its launches to be hidden behind it
 FINE, COARSE = 8, 16  # distance of sizes: up to 256, and beyond
 COARSE_FROM = 256
+MIXED = (64, 128, 256, 512)  # tokens; a step of more is long enough for its launches to be hidden behind it
 AT_START = 64  # distance of the sizes beyond 64 that a start waits for; those below it double
 
 
@@ -36,10 +37,13 @@ class GraphSizes:
         return least(self.sizes, rows)
 
 
+NO_SIZES = GraphSizes()
+
+
 def graph_sizes(config: EngineConfig) -> GraphSizes:
     """Return the sizes for an engine: those of the config, or 1, 2, 4, 8, 16, 24, ... up to the most sequences."""
     if config.enforce_eager:
-        return GraphSizes()
+        return NO_SIZES
     given = config.cudagraph_capture_sizes
     if given is not None:
         return GraphSizes(given, given)
@@ -48,6 +52,14 @@ def graph_sizes(config: EngineConfig) -> GraphSizes:
     steps = (1, 2, 4, *range(FINE, COARSE_FROM, FINE), *range(COARSE_FROM, MOST_ROWS + 1, COARSE))
     sizes = (*(size for size in steps if size < most), most)
     return GraphSizes(sizes, tuple(size for size in sizes if _at_start(size) or size == most))
+
+
+def mixed_sizes(config: EngineConfig) -> GraphSizes:
+    """Return the numbers of tokens that steps with prompts are padded to; none beside sizes that are given."""
+    if config.enforce_eager or config.cudagraph_capture_sizes is not None:
+        return NO_SIZES
+    sizes = tuple(size for size in MIXED if size <= config.max_num_batched_tokens)
+    return GraphSizes(sizes, sizes)
 
 
 def decode_rows(inputs: StepInputs) -> int | None:

@@ -5,10 +5,11 @@ draw draw one. A step is held, and planned when the results are known, where mor
 
 - *forks*: siblings of n > 1 join when the prompt that they share has been computed;
 - *prompts*: what is told of prompts decides whether a request is done, and what is computed again;
-- *history*: the next draw of a row depends, on the host, on the token that is drawn now: the mask of its grammar, its
-  penalties, bad words of several tokens (`SamplingTable.looks_back`). Stop ids, `min_tokens`, bias, logprobs do not;
 - *blocks*: somebody would have to be preempted, though the step that runs may end others and free theirs;
 - *memory*: the device has no memory for a second step beside the first (noted by the core).
+
+What a row draws by the token that is drawn now holds nobody: penalties and bad words of several tokens find it on the
+device (`SamplingInputs.carried`, `endings`), a grammar's mask is filled once it is known, while the model runs.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ class Hold(StrEnum):
 
     FORKS = "forks"
     PROMPTS = "prompts"
-    HISTORY = "history"
     BLOCKS = "blocks"
     MEMORY = "memory"
 
 
-def held_by(before: Schedule, rows: Rows) -> Hold | None:
+def held_by(before: Schedule) -> Hold | None:
     """Return why no step can be planned while `before` runs; None where one can, if there are blocks for it."""
     if before.forks:
         return Hold.FORKS
     if before.scores or before.pooled:
         return Hold.PROMPTS
-    return Hold.HISTORY if rows.looks_back[before.sample_slots].any() else None
+    return None
 
 
 def lacks_blocks(roster: Roster, rows: Rows, query_lens: Ints) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.machine import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -82,26 +82,3 @@ def _fitted(config: EngineConfig, blocks: int, shrink: bool) -> EngineConfig | N
         logger.warning("max_model_len lowered from %d to the %d tokens that fit", config.context_len, tokens)
         return config.resolved(num_kv_blocks=blocks, max_model_len=tokens)
     return None
-
-
-def free_memory() -> int:
-    """Return the bytes that this machine, or the container around this process, has left."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            available = next(line for line in lines if line.startswith("MemAvailable"))
-        free = int(available.split()[1]) * 1024
-    except (OSError, StopIteration):
-        pass  # not Linux: free pages are the best there is
-    return min(free, _cgroup_room())
-
-
-def _cgroup_room() -> int:
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as limit:
-            most = limit.read().strip()
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as usage:
-            used = int(usage.read())
-    except OSError:
-        return 1 << 62  # no memory limit around this process
-    return (1 << 62) if most == "max" else max(int(most) - used, 0)

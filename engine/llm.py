@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +37,8 @@ class LLM:
             for result in llm.generate(["Hello"], SamplingParams(max_tokens=20)):
                 print(result.outputs[0].text)
 
-    With `tensor_parallel_size` above 1 the other ranks are processes that end with this one. Python starts those by
-    importing the main program again: keep its work under `if __name__ == "__main__":`.
+    With `tensor_parallel_size` above 1 the other ranks are processes that end with this one. They do not run the main
+    program again, so that a plain script, standard input or a notebook will do, without `if __name__ == "__main__"`.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class LLM:
         except BaseException:
             executor.close()
             raise
-        self._grammars = GrammarService(lambda: self.tokenizer.vocabulary(info.vocab_size), info.eos_token_ids)
+        vocabulary = partial(self.tokenizer.vocabulary, info.vocab_size)  # a closure here would keep this LLM alive
+        self._grammars = GrammarService(vocabulary, info.eos_token_ids)
         self._num_requests = 0
 
     def generate(

@@ -13,10 +13,12 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from engine.errors import EngineDeadError, StepMemoryError
+from engine.errors import EngineDeadError
 from engine.executor import Executor, Pending
+from engine.out_of_memory import out_of_memory_told
 from engine.parking import give_back
 from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.resolve import ThreadShare
 from engine.runner import ModelRunner
 from engine.sharded_draw import pack_draws
 from engine.step_messages import StepWriter
@@ -26,7 +28,6 @@ from parallel.errors import ParallelError
 from parallel.group import Group
 from parallel.packing import Buffer
 
-CPU_ALLOCATOR = "DefaultCPUAllocator"  # named by torch when the system gives it no memory
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
 LOOK = 20e-6  # seconds between two looks whether a GPU has run a step
 LOOK_AROUND = 0.5  # and whether all ranks are still there
@@ -43,10 +44,11 @@ class Workers(Protocol):
 
 
 class SoloExecutor(Executor):
-    """A model on one device, in this process."""
+    """A model on one device, in this process. threads: what it computes with on a CPU, given back with it."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, threads: ThreadShare | None = None) -> None:
         self._runner: ModelRunner | None = runner
+        self._threads = threads
 
     @override
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
@@ -68,13 +70,13 @@ class SoloExecutor(Executor):
     @override
     def close(self) -> None:
         runner, self._runner = self._runner, None
-        if runner is not None and runner.group.device.type == "cuda":
+        if self._threads is not None:
+            self._threads.give_back()
+        if runner is not None:
             device = runner.group.device
             runner.close()
-            del runner
-            # What is left holds itself. A device that has failed has nothing to give.
-            with suppress(RuntimeError):
-                give_back(device)
+            del runner  # the last to hold the model
+            give_back_idle(device)
 
     def _awake(self) -> ModelRunner:
         if self._runner is None:
@@ -85,11 +87,19 @@ class SoloExecutor(Executor):
 class GangExecutor(Executor):
     """The driver of a gang: rank 0 in this process tells the workers each step, then runs its own share of it.
 
-    Any error ends the whole gang. Owns `group`, `channel` and `workers`.
+    Any error ends the whole gang. Owns `group`, `channel`, `workers` and `threads`.
     """
 
-    def __init__(self, runner: ModelRunner, group: Group, channel: Channel, workers: Workers) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        group: Group,
+        channel: Channel,
+        workers: Workers,
+        threads: ThreadShare | None = None,
+    ) -> None:
         self._runner: ModelRunner | None = runner
+        self._threads = threads
         self._group = group
         self._channel = channel
         self._workers = workers
@@ -146,6 +156,10 @@ class GangExecutor(Executor):
             runner.close()
         self._channel.close()
         self._group.close()
+        del runner
+        give_back_idle(self._group.device)
+        if self._threads is not None:
+            self._threads.give_back()
 
     @contextmanager
     def _told(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
@@ -193,17 +207,16 @@ class _GangPending(Pending):
         return outputs
 
 
-@contextmanager
-def out_of_memory_told(what: str = "the step") -> Iterator[None]:
-    """Turn what torch and Python raise when memory runs out into `StepMemoryError`. what: that wanted it."""
-    try:
-        yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise StepMemoryError(f"no memory for {what}: {error}") from error
-    except RuntimeError as error:
-        if CPU_ALLOCATOR not in str(error):  # torch has no type of its own for it
-            raise
-        raise StepMemoryError(f"no memory for {what}: {error}") from error
+def give_back_idle(device: torch.device) -> None:
+    """Let the driver have what torch keeps of a GPU's memory, unless steps still run there.
+
+    The driver waits for those, and one that waits for a rank that is gone never ends.
+    """
+    if device.type != "cuda":
+        return
+    with suppress(RuntimeError):  # a device that has failed has nothing to give
+        if torch.cuda.current_stream(device).query():
+            give_back(device)
 
 
 def _launched(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> Pending:

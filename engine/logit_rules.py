@@ -15,24 +15,24 @@ from engine.report import Floats, Ints, SamplingInputs
 from engine.upload import upload
 
 NEVER = float("-inf")
+LARGEST = torch.finfo(torch.float32).max
 
 Forbid = Callable[[Tensor, Tensor, Tensor], None]  # logits, rows, bits: as `forbid` does
 
 
 def changes_logits(inputs: SamplingInputs) -> bool:
     """Whether `apply_rules` would change anything."""
-    return bool(inputs.forbidden or inputs.biases or restricts(inputs)) or inputs.prompt_ids is not None
+    sets = inputs.forbidden or inputs.biases or inputs.allowed
+    return bool(sets) or len(inputs.endings) > 0 or inputs.masks is not None or inputs.prompt_ids is not None
 
 
-def restricts(inputs: SamplingInputs) -> bool:
-    """Whether some row may draw from a given set of tokens only, so that none may be left."""
-    return bool(inputs.allowed) or inputs.masks is not None
-
-
-def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid) -> None:
+def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid, before: Tensor | None = None) -> None:
     """Change `logits`, [num_samples, vocab] fp32, in place: bias, allowed and forbidden ids, masks, penalties.
 
-    Nothing here waits for the device; a grammar's masks are waited for while it works. forbid: applies them.
+    Finite logits stay finite or become -inf, whatever the rules: where the model's own must be told from theirs,
+    they are looked at before. Nothing here waits for the device; a grammar's masks are waited for while it works.
+    forbid: applies them. before: what the step before drew, [its num_samples] int32 on the device of `logits`,
+    negative where it has no token; for `inputs.carried` and `inputs.endings`.
     """
     if inputs.biases:
         _bias(logits, inputs.biases)
@@ -43,7 +43,15 @@ def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid) -> None:
     if inputs.forbidden:
         rows, ids = upload(_places(inputs.forbidden), logits.device)
         logits.index_put_((rows, ids), logits.new_full(rows.shape, NEVER))
-    _penalise(logits, inputs)
+    if len(inputs.endings):
+        _forbid_endings(logits, inputs.endings, _wanted(before))
+    _penalise(logits, inputs, before)
+
+
+def _wanted(before: Tensor | None) -> Tensor:
+    if before is None:
+        raise ValueError("rules ask for the tokens of the step before, and there are none")
+    return before
 
 
 def _bias(logits: Tensor, biases: Mapping[int, tuple[Ints, Floats]]) -> None:
@@ -79,7 +87,14 @@ def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(~allowed, NEVER))
 
 
-def _penalise(logits: Tensor, inputs: SamplingInputs) -> None:
+def _forbid_endings(logits: Tensor, endings: Ints, before: Tensor) -> None:
+    rows, samples, wanted, ids = upload(list(np.ascontiguousarray(endings.T.astype(np.int64))), logits.device)
+    completes = before.index_select(0, samples) == wanted
+    # A row may have the same ending after several tokens.
+    logits.index_put_((rows, ids), logits.new_zeros(len(rows)).masked_fill_(completes, NEVER), accumulate=True)
+
+
+def _penalise(logits: Tensor, inputs: SamplingInputs, before: Tensor | None) -> None:
     """Apply the penalties to the rows that have any. Repetition counts the prompt, the other two do not."""
     repetition, presence, frequency = inputs.repetition_penalty, inputs.presence_penalty, inputs.frequency_penalty
     rows = np.flatnonzero((repetition != 1) | (presence != 0) | (frequency != 0))
@@ -97,14 +112,25 @@ def _penalise(logits: Tensor, inputs: SamplingInputs) -> None:
         logits.device,
     )
     repeated, present, frequent = (each[:, None] for each in values)
+    if len(inputs.carried):
+        output = torch.cat((output, _last_tokens(rows, inputs.carried, _wanted(before), vocab)), dim=1)
     # One column more takes what is written for padding.
     work = F.pad(logits.index_select(0, index), (0, 1))
     seen = torch.cat((prompt, output), dim=1)
     value = work.gather(1, seen)
-    work.scatter_(1, seen, torch.where(value > 0, value / repeated, value * repeated))
+    work.scatter_(1, seen, torch.where(value > 0, value / repeated, value * repeated).clamp_(max=LARGEST))
     work.scatter_add_(1, output, -frequent.expand(output.shape))
     work.scatter_(1, output, work.gather(1, output) - present)
     logits.index_copy_(0, index, work[:, :vocab])
+
+
+def _last_tokens(rows: NDArray[np.int64], carried: Ints, before: Tensor, padding: int) -> Tensor:
+    """Return the last output token of each of `rows`, [num_rows, 1], where only the device knows it."""
+    samples = np.full(len(rows), -1, np.int64)
+    samples[np.searchsorted(rows, carried[:, 0])] = carried[:, 1]
+    (index,) = upload([samples], before.device)
+    drawn = before.index_select(0, index.clamp(min=0)).long()
+    return drawn.masked_fill((index < 0) | (drawn < 0), padding)[:, None]
 
 
 def _history(ids: Ints, vocab: int) -> NDArray[np.int64]:

@@ -27,6 +27,19 @@ class Arrivals:
     prompt_tokens: int = 0
 
 
+@dataclass(slots=True)
+class _Blocked:
+    """The head of the queue that did not fit.
+
+    found: leading blocks of its that were in the prefix cache. wanted: blocks that it waits for. Others may compute
+    and seal more of its prefix meanwhile; what is evicted of it shows when there seems to be room enough.
+    """
+
+    sequence: Sequence
+    found: int
+    wanted: int
+
+
 class Newcomers:
     """Lets waiting sequences join while budget, slots and blocks last, in the order in which they wait."""
 
@@ -35,6 +48,7 @@ class Newcomers:
     ) -> None:
         """limit: the number of tokens at which each sequence of a request ends."""
         self.arrivals = Arrivals()
+        self.begun: list[Request] = []  # that joined for the first time, until somebody takes note
         self._rows = rows
         self._tables = rows.tables
         self._roster = roster
@@ -43,7 +57,7 @@ class Newcomers:
         self._limit = limit
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
-        self._blocked: tuple[Sequence, int] | None = None  # head of the queue, and the blocks that it waits for
+        self._blocked: _Blocked | None = None
 
     def admit(self, query_lens: Ints) -> Ints:
         """Let sequences join a step in which `query_lens` are taken already. Returns all query lengths."""
@@ -86,6 +100,7 @@ class Newcomers:
         self._rows.place(sequence, siblings, prefix, self._limit(request))
         if not sequence.preemptions:
             self._count_arrival(sequence)
+            self.begun.append(request)
         grant = min(sequence.num_tokens - sequence.num_computed_tokens, self._chunk, budget)
         self._rows.grow(sequence, sequence.num_computed_tokens + grant)
         self._roster.start(sequence, self._waits.now)
@@ -105,16 +120,31 @@ class Newcomers:
         room = blocks.num_available - promised
         if self._roster.running:
             room -= self._tables.num_slots - self._rows.num_free_slots + num_siblings
-        if self._blocked is not None and self._blocked[0] is sequence and room < self._blocked[1]:
+        if self._still_blocked(sequence, room):
             return None
         prefix = self._rows.find_prefix(sequence)
         wanted = self._rows.blocks_for(sequence.num_tokens) - len(prefix) + blocks.count_idle(prefix)
-        self._blocked = (sequence, wanted) if room < wanted else None
+        self._blocked = _Blocked(sequence, len(prefix), wanted) if room < wanted else None
         return prefix if self._blocked is None else None
+
+    def _still_blocked(self, sequence: Sequence, room: int) -> bool:
+        """Whether `sequence` did not fit before and `room` is still too little, with what others sealed since.
+
+        Looks only at blocks behind those that were found, so that a long prompt costs no more than a short one.
+        """
+        blocked = self._blocked
+        if blocked is None or blocked.sequence is not sequence:
+            return False
+        gained = self._rows.extend_prefix(sequence, blocked.found)
+        if gained:
+            blocked.found += len(gained)
+            blocked.wanted -= len(gained) - self._rows.blocks.count_idle(gained)
+        return room < blocked.wanted
 
     def _count_arrival(self, sequence: Sequence) -> None:
         hit = sequence.num_computed_tokens
-        sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
+        if sequence.is_first:  # what the others find is this one's
+            sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
         self.arrivals.prompt_tokens += sequence.num_prompt_tokens
         if self._rows.blocks.enable_prefix_caching:
             self.arrivals.prefix_query_tokens += sequence.num_tokens

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from engine.errors import PoisonedLogitsError
+from engine.errors import PoisonedLogitsError, ScoresMemoryError
 from engine.report import Floats, Logprobs, PromptLogprobs, StepOutputs, TokenLogprob
 from engine.request import Sequence
 from engine.schedule import Schedule
@@ -17,18 +17,21 @@ Fail = Callable[[Sequence, Exception], None]
 def is_poisoned(outputs: StepOutputs) -> bool:
     """Whether the model gave NaN or infinity for any sequence of the step."""
     scored, pooled = outputs.prompt_logprobs, outputs.pooled
-    if outputs.failed or (scored is not None and not np.isfinite(scored.chosen).all()):
+    if outputs.failed or (scored is not None and np.isnan(scored.chosen).any()):
         return True
     return pooled is not None and not np.isfinite(pooled).all()
 
 
 def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[PromptLogprobs]:
-    """Return the log-probabilities that the step brought, by sequence; `fail` gets those that are not finite.
+    """Return the log-probabilities that the step brought, by sequence; `fail` gets those that are NaN or missing.
 
     Call once per step, before the step's sequences are updated.
     """
     found = outputs.prompt_logprobs
     if found is None:
+        for sequence, _, _ in schedule.scores:
+            if sequence not in schedule.gone:
+                fail(sequence, ScoresMemoryError("there was no memory for the log-probabilities of its prompt"))
         return []
     told: list[PromptLogprobs] = []
     start = 0
@@ -67,7 +70,7 @@ def take_pooled(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[tu
 
 
 def _told(sequence: Sequence, first: int, beyond: int, found: Logprobs, rows: range) -> PromptLogprobs:
-    if not np.isfinite(found.chosen[rows.start : rows.stop]).all():
+    if np.isnan(found.chosen[rows.start : rows.stop]).any():
         raise PoisonedLogitsError("the model's logits were not finite")
     tokens = sequence.request.prompt_token_ids[first + 1 : beyond + 1]
     count = sequence.request.params.prompt_logprobs or 0
@@ -87,4 +90,5 @@ def _add(sequence: Sequence, state: Floats, starts: bool) -> None:
 def _entries(found: Logprobs, rows: range, tokens: tuple[int, ...], count: int) -> Iterator[TokenLogprob]:
     for row, token_id in zip(rows, tokens, strict=True):
         top = zip(found.top_ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True)
-        yield TokenLogprob(token_id, float(found.chosen[row]), tuple(top))
+        rank = 0 if found.ranks is None else int(found.ranks[row])
+        yield TokenLogprob(token_id, float(found.chosen[row]), tuple(top), rank)

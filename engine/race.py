@@ -71,7 +71,8 @@ def by_halves(logits: Tensor) -> Tensor:
     most = logits.amax(dim=-1, keepdim=True)
     sums = (logits - most).exp_()
     while sums.shape[1] > 1:
-        sums = F.pad(sums, (0, sums.shape[1] % 2))
+        if sums.shape[1] % 2:
+            sums = F.pad(sums, (0, 1))
         half = sums.shape[1] // 2
         sums = sums[:, :half] + sums[:, half:]
     return most + sums.log_()

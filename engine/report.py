@@ -18,6 +18,7 @@ Floats = NDArray[np.float32]
 
 NO_PAIRS: Ints = np.zeros((0, 2), np.int32)
 NO_DRAWS: Ints = np.zeros((0, 5), np.int32)
+NO_ENDINGS: Ints = np.zeros((0, 4), np.int32)
 
 
 @dataclass(slots=True)
@@ -82,9 +83,12 @@ class SamplingInputs:
     Everything here is a function of parameters and token log, so any replica draws the same token.
     `output_ids`/`prompt_ids` are given only for rows with penalties and are padded with -1; they are None when no row
     has any. `forbidden` bans tokens for a row (min_tokens keeps the end-of-sequence ids out): row -> token ids.
+    `carried` names the rows with penalties whose last output token only the device knows: (row, sample of the step
+    before); `output_ids` has the others. `endings` bans likewise what would complete a bad word: (row, sample of the
+    step before, the token which that has to be, the banned one).
     `allowed` bans all others: row -> token ids. `biases` adds to logits: row -> (token ids, what is added).
     `masks` is asked for just before the draw, so that it may be made while the model runs: rows, and for each its
-    allowed tokens as bits, the lowest first.
+    allowed tokens as bits, the lowest first. It may wait for the step before.
     `rows` says which of the logits each sample draws from; None = the first, the second, ...
     `prompt` asks for the log-probabilities of prompt tokens.
     """
@@ -101,6 +105,8 @@ class SamplingInputs:
     frequency_penalty: Floats  # [num_samples]
     prompt_ids: Ints | None = None  # [num_samples, longest prompt]
     output_ids: Ints | None = None  # [num_samples, longest output]
+    carried: Ints = field(default_factory=lambda: NO_PAIRS)  # [num_carried, 2]
+    endings: Ints = field(default_factory=lambda: NO_ENDINGS)  # [num_endings, 4]
     forbidden: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     allowed: Mapping[int, Ints] = field(default_factory=dict)
     biases: Mapping[int, tuple[Ints, Floats]] = field(default_factory=dict)
@@ -122,6 +128,7 @@ class Logprobs:
     chosen: Floats  # [num]
     top_ids: Ints  # [num, k], best first
     top: Floats  # [num, k]
+    ranks: Ints | None = None  # [num]  of the chosen; of prompt tokens alone
 
 
 @dataclass(slots=True)
@@ -136,18 +143,22 @@ class StepOutputs:
     logprobs: Logprobs | None = None
     failed: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
-    prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`
+    prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`; None where there was no memory for them
     pooled: Floats | None = None  # [num_pooled, hidden]  sums over the rows of each of `StepInputs.pooled`
     channel: float = 0.0  # seconds that telling the other ranks took
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one generated token and the best alternatives at its position, best first."""
+    """Log-probability of one token and the best alternatives at its position, best first.
+
+    rank: tokens that are at least as likely, itself included; 0 = not known, as of generated tokens.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

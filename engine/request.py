@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import GrammarError
 from engine.sampling_params import SamplingParams
 from engine.times import PhaseTimes
 
@@ -52,6 +53,7 @@ class Request:
     num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
     deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
     tenant: whose account it is charged to (`engine.ledger`); decides no token.
+    retried: whether it is not the first attempt to run it, with `resume` or without; decides no token either.
     """
 
     request_id: str
@@ -66,6 +68,7 @@ class Request:
     num_scored_tokens: int = 0
     deadline: float | None = None
     tenant: str = ""
+    retried: bool = False
 
     def reusable_tokens(self, num_outputs: int, num_scored: int) -> int:
         """Return how many tokens need not be computed if the cache has them, of the prompt and `num_outputs` known.
@@ -88,14 +91,16 @@ class Sequence:
     slot: row in the persistent tables, -1 while it has none.
     num_prompt_tokens / num_tokens: prompt length; prompt + output so far.
     num_computed_tokens: positions whose K/V are in the cache.
+    num_cached_tokens: prompt tokens that its request found in the prefix cache; 0 for all choices but the first.
     block_table: physical block numbers in logical order.
     resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
     stop_token: the end-of-sequence or stop id that ended it, None for any other end.
     num_scored_tokens: prompt tokens whose log-probabilities are told, where they are wanted.
     pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
-    grammar: where its output stands in the grammar that it must match.
+    grammar: where its output stands in the grammar that it must match, of which it has taken `num_matched` tokens.
+    mismatch: why it could not take the last of them, or say what may come next.
     device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.ledger`).
-    order: smaller is admitted earlier and preempted later; unique.
+    order: smaller is admitted earlier and preempted later; unique. number: of its request, likewise unique.
     queued_at / started_at / first_token_at / ended_at: when it began to wait (again, after a preemption), first ran,
         drew its first token here, and last was in a step, on the engine's clock; None before.
     """
@@ -116,9 +121,12 @@ class Sequence:
     preemptions: int = 0
     arrival_time: float = 0.0
     order: tuple[float, ...] = ()
+    number: int = 0
     num_scored_tokens: int = 0
     pooled: NDArray[np.float64] | None = None
     grammar: GrammarState | None = None
+    num_matched: int = 0
+    mismatch: Exception | None = None
     device_ns: int = 0
     block_ns: int = 0
     queued_at: float = 0.0
@@ -135,6 +143,12 @@ class Sequence:
         return PhaseTimes(started - self.arrival_time, first - started, ended - first)
 
     @property
+    def is_first(self) -> bool:
+        """Whether it is the first of its request's choices that run here, which answers for what they share."""
+        resume = self.request.resume
+        return self.index == (0 if resume is None else min(resume))
+
+    @property
     def reads_prompt(self) -> bool:
         """Whether something is wanted of its prompt beside the first token: log-probabilities or a pooled state."""
         return self.request.pooling is not None or self.request.params.prompt_logprobs is not None
@@ -148,3 +162,29 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.num_tokens - self.num_prompt_tokens
+
+    def match(self, token_id: int, number: int) -> None:
+        """Let the grammar, if there is one, take output token `number`, counted from 1; again, and nothing happens.
+
+        Raises what it raised then, `GrammarError` where the token is not allowed.
+        """
+        if self.grammar is not None and number > self.num_matched:
+            self.num_matched = number
+            self.mismatch = _mismatch(self.grammar, token_id)
+        if self.mismatch is not None:
+            raise self.mismatch
+
+    def known_tokens(self, first: int, beyond: int) -> tuple[int, ...]:
+        """Return tokens of a sequence that waits, by position: of its prompt, and of the output from before."""
+        prompt = self.num_prompt_tokens
+        outputs = self.resume_tokens[max(first - prompt, 0) : max(beyond - prompt, 0)]
+        return (*self.request.prompt_token_ids[first:beyond], *outputs)
+
+
+def _mismatch(grammar: GrammarState, token_id: int) -> Exception | None:
+    """Have `grammar` take a token; return why it could not."""
+    try:
+        taken = grammar.accept(token_id)
+    except Exception as error:
+        return error
+    return None if taken else GrammarError(f"token {token_id} was drawn although the grammar does not allow it")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from threading import Lock
+from typing import ClassVar, Self
 
 import torch
 
@@ -10,6 +12,7 @@ from engine.attention_choice import check_attention_on_cpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_room import fit_given_blocks
+from engine.machine import cores
 from engine.models.spec import DecoderSpec
 from engine.quantization import check_capability, check_device, quantization_of
 
@@ -69,11 +72,48 @@ def _check_no_graphs(config: EngineConfig) -> None:
         raise ConfigError(f"{name} is for CUDA graphs, which device=cpu does not have; leave it out", name)
 
 
-def set_threads(size: int) -> None:
-    """Share this machine's cores between the `size` ranks of a group on CPU, unless OMP_NUM_THREADS says how many."""
-    if size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // size))
+class ThreadShare:
+    """The threads that torch computes with on this process's CPU, which are set for the whole process.
 
+    Taken when made: an even share of the cores for each of the `size` ranks of a group on this machine, never more
+    than there were. Of several at once the smallest holds, in whatever order they are given back. OMP_NUM_THREADS
+    says otherwise where it is set.
+    """
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # What torch keeps for the whole process can only be shared out for the whole process.
+    _lock: ClassVar[Lock] = Lock()
+    _taken: ClassVar[list[ThreadShare]] = []
+    _before: ClassVar[int] = 0  # the first was taken, or as somebody else chose later
+    _set: ClassVar[int] = 0  # by the last that was taken or given back
+
+    def __init__(self, size: int) -> None:
+        self._count = max(1, cores() // size)
+        if "OMP_NUM_THREADS" in os.environ:
+            return
+        with ThreadShare._lock:
+            found = torch.get_num_threads()
+            if not ThreadShare._taken or found != ThreadShare._set:
+                ThreadShare._before = ThreadShare._set = found
+            ThreadShare._taken.append(self)
+            self._set_least()
+
+    def give_back(self) -> None:
+        """Leave the others what they share, after the last what was found. Can be called twice."""
+        with ThreadShare._lock:
+            if self in ThreadShare._taken:
+                ThreadShare._taken.remove(self)
+                self._set_least()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_back()
+
+    @staticmethod
+    def _set_least() -> None:
+        """Set what all that are taken allow, unless somebody else has chosen meanwhile."""
+        least = min([ThreadShare._before, *(share._count for share in ThreadShare._taken)])
+        if torch.get_num_threads() == ThreadShare._set != least:
+            torch.set_num_threads(least)
+            ThreadShare._set = least

@@ -55,13 +55,13 @@ class Roster:
         """Whether anything is left to run or to report."""
         return bool(self._families or self._ended)
 
-    def holds(self, request: Request) -> bool:
-        """Whether this very request is alive, not another one with its id."""
-        family = self._families.get(request.request_id)
-        return family is not None and family[0].request is request
+    def holds(self, request_id: str, number: int) -> bool:
+        """Whether the request that `add` gave this number is alive, not another one with its id."""
+        family = self._families.get(request_id)
+        return family is not None and family[0].number == number
 
-    def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState]) -> None:
-        """Let a checked request wait. now: its arrival in seconds, unless it brings its own.
+    def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState]) -> int:
+        """Let a checked request wait; return its number. now: its arrival in seconds, unless it brings its own.
 
         grammars: choice -> where its output stands in the grammar that it must match.
         """
@@ -78,10 +78,12 @@ class Roster:
             waiting = family
         for sequence in family:
             sequence.grammar = grammars.get(sequence.index)
-        self._num_added += 1
+            sequence.num_matched = sequence.num_output_tokens
+        number, self._num_added = self._num_added, self._num_added + 1
         self._families[request.request_id] = family.copy()
         for sequence in waiting:
             self.waiting.push(sequence)
+        return number
 
     def start(self, sequence: Sequence, now: float) -> None:
         """Let a placed sequence run, behind all others. now: seconds on the engine's clock."""
@@ -222,6 +224,7 @@ class Roster:
             num_tokens=prompt + len(log),
             resume_tokens=list(log),
             arrival_time=arrival,
+            number=self._num_added,
             order=(urgency, arrival, self._num_added, index),
             num_scored_tokens=request.num_scored_tokens,
             queued_at=now,

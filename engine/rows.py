@@ -51,11 +51,6 @@ class Rows:
         return self._params.structured
 
     @property
-    def looks_back(self) -> NDArray[np.bool_]:
-        """Slots whose next draw depends, on the host, on what was drawn before. [S]."""
-        return self._params.looks_back
-
-    @property
     def num_free_slots(self) -> int:
         """Sequences that can still be placed."""
         return len(self._free_slots)
@@ -76,6 +71,19 @@ class Rows:
         tokens = token_bytes(request.prompt_token_ids) + token_bytes(sequence.resume_tokens)
         extend_hashes(sequence.block_hashes, tokens, size, root_hash(request.cache_salt))
         return self.blocks.match(sequence.block_hashes[: sequence.num_reusable_tokens // size], tokens)
+
+    def extend_prefix(self, sequence: Sequence, found: int) -> list[int]:
+        """Return the cached blocks behind the first `found`, which `find_prefix` returned before. O(returned)."""
+        hashes, size = sequence.block_hashes, self.blocks.block_size
+        most = min(len(hashes), sequence.num_reusable_tokens // size) if self.blocks.enable_prefix_caching else 0
+        beyond = found
+        while beyond < most and self.blocks.knows(hashes[beyond]):
+            beyond += 1
+        if beyond == found:
+            return []
+        return self.blocks.match(
+            hashes[found:beyond], token_bytes(sequence.known_tokens(found * size, beyond * size))
+        )
 
     def place(self, sequence: Sequence, siblings: Items[Sequence], prefix: list[int], limit: int) -> None:
         """Give `sequence` a slot with all its tokens, and the blocks of `prefix`; keep slots for its siblings."""

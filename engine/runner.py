@@ -18,9 +18,9 @@ from engine.config import EngineConfig
 from engine.current_device import current, on_own_device
 from engine.device_outputs import DeviceOutputs, HostSide
 from engine.executor import Pending
-from engine.forward import LOGIT_ROWS, Forward, Passed
+from engine.forward import Forward, Passed, logit_rows
 from engine.graph_pool import CudaGraphDevice, GraphPool
-from engine.graph_sizes import graph_sizes
+from engine.graph_sizes import graph_sizes, mixed_sizes
 from engine.host_copies import CudaCopies
 from engine.invariance import check_invariance, fix_products
 from engine.kernels.base import TorchKernels
@@ -38,9 +38,9 @@ from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
 from engine.sharded_draw import draw_apart
 from engine.sleep import KV_CACHE
-from engine.step_buffers import BufferSizes, StepBuffers
+from engine.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
 from engine.step_outputs import outputs_of
-from engine.step_tensors import dummy_decode, dummy_sampling, dummy_step, everything_allowed
+from engine.step_tensors import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
 from parallel.group import Group
 from parallel.tuning import choose_methods, choose_quantised
 
@@ -84,6 +84,7 @@ class ModelRunner:
         self.spec = _without_idle_windows(folder.spec, config.context_len)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
+        self._logit_rows = logit_rows(config, self.spec.vocab_size)
         with current(group.device):
             self._start(shrink)
 
@@ -103,9 +104,9 @@ class ModelRunner:
             self._forward.use_cache(self._cache)
         with self._phase("warm-up"):
             self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
-        if self._forward.graphs is not None:
+        if self._forward.pools:
             with self._phase("graphs"):
-                self._capture(self._forward.graphs.pool)
+                self._capture(self._forward.pools)
 
     def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
         """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
@@ -129,11 +130,11 @@ class ModelRunner:
         """Draw from the logits of all wanted rows: the rank with `sampling`, or with `draws` all together."""
         head, rows = passed.head, passed.rows
         if len(draws):
-            tokens = draw_apart(head, rows, draws, LOGIT_ROWS, self._draws)
+            tokens = draw_apart(head, rows, draws, self._logit_rows, self._draws)
             return None if sampling is None else DeviceOutputs(tokens)
-        pieces = (head.logits(piece) for piece in rows.split(LOGIT_ROWS)) if len(rows) else iter(())
+        pieces = (head.logits(piece) for piece in rows.split(self._logit_rows)) if len(rows) else iter(())
         if sampling is not None:
-            return outputs_of(pieces, sampling, self._draws)
+            return outputs_of(pieces, sampling, self._draws, self._carry.drawn)
         for _ in pieces:
             pass
         return None
@@ -202,8 +203,9 @@ class ModelRunner:
         """Return what runs the model over the cache, in graphs where the device can."""
         forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
         if self.group.device.type == "cuda":
-            sizes = graph_sizes(self.config)
-            forward.use_graphs(CudaGraphDevice(self.group.device), sizes, self.config.context_len)
+            sizes, mixed, config = graph_sizes(self.config), mixed_sizes(self.config), self.config
+            device = CudaGraphDevice(self.group.device)
+            forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
         return forward
 
     def _meet(self) -> None:
@@ -248,14 +250,17 @@ class ModelRunner:
         return cuda_budget(config, device, peak, current) - graphs
 
     @torch.inference_mode()
-    def _capture(self, pool: GraphPool) -> None:
-        pool.capture_at_start()
+    def _capture(self, pools: tuple[GraphPool, ...]) -> None:
+        for pool in pools:
+            pool.capture_at_start()
         if self.group.device.type == "cuda":
             torch.cuda.empty_cache()  # what the runs before the recordings took is their stream's: no step finds it
-        sizes = pool.captured
+        sizes, mixed = pools[0].captured, [size for pool in pools[1:] for size in pool.captured]
         if sizes:
-            told = (len(sizes), sizes[-1], pool.bytes_taken / (1 << 20), len(pool.sizes.sizes))
+            told = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
             logger.info("CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *told)
+        if mixed:
+            logger.info("CUDA graphs of steps with prompts: up to %d tokens, padded to one of %s", max(mixed), mixed)
 
     def _buffers(self) -> StepBuffers | None:
         """Return where the device gets its inputs; a CPU reads them where they are."""
@@ -265,16 +270,27 @@ class ModelRunner:
         tokens = config.max_num_batched_tokens
         # The warm-up step may have more sequences than any other.
         rows = max(config.max_num_seqs, -(-tokens // config.context_len))
-        return StepBuffers(BufferSizes(tokens, rows, config.max_blocks_per_seq), device, CudaCopies())
+        sizes = BufferSizes(tokens, rows, config.max_blocks_per_seq, self._largest_mixed())
+        return StepBuffers(sizes, device, CudaCopies())
+
+    def _largest_mixed(self) -> MixedShape:
+        """Return the most that a mixed step is padded to."""
+        tokens = mixed_sizes(self.config).largest if self._attention.supports_mixed_graphs else 0
+        if not tokens:
+            return NOT_MIXED
+        rows = min(tokens, self.config.max_num_seqs)
+        return MixedShape(tokens, rows, self._attention.mixed_plan_size(tokens, rows))
 
     def _warm_up(self, num_tokens: int, num_seqs: int) -> None:
         """Run steps in the null block, so that no request waits for what is made, or compiled, at its first use."""
         step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
-        sampling = dummy_sampling(len(step.logits_indices)) if self.group.rank == 0 else None
-        if sampling is not None and self._draws is not None:
-            sampling.masks = everything_allowed(self.spec.vocab_size)  # its kernel is compiled now too
-        self.execute(step, sampling)
+        # With all that a step may be asked for: its memory is measured, its kernels are made.
+        sampling = fullest_sampling(step, self._logit_rows, self.spec.vocab_size)
+        self.execute(step, sampling if self.group.rank == 0 else None)
         if self.group.device.type == "cuda":
+            # With no more than a filter: what draws from logits as they come, not from a copy in fp32.
+            plain = dummy_step(1, 1, 1, self.config.block_size)
+            self.execute(plain, dummy_sampling(1) if self.group.rank == 0 else None)
             for length in WARM_UP_CONTEXTS:
                 single = dummy_decode(min(length, self.config.context_len), self.config.block_size)
                 self.execute(single, dummy_sampling(0) if self.group.rank == 0 else None)

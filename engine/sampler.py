@@ -12,10 +12,11 @@ from torch import Tensor
 
 from engine.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 from engine.draws import TokenDraws
-from engine.logit_rules import NEVER, apply_rules, changes_logits, column, forbid, restricts
+from engine.logit_rules import NEVER, apply_rules, changes_logits, column, forbid
 from engine.noise import row_keys
 from engine.race import RUN, best_values, first_best, log_sum_exp, run_race
 from engine.report import Floats, Ints, SamplingInputs
+from engine.sampling_params import MAX_LOGPROBS
 from engine.upload import upload
 
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
@@ -23,25 +24,31 @@ CANDIDATES = 64
 MORE = 16
 
 
-def sample(logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None) -> DeviceOutputs:
-    """Choose one token per row of `logits`, [num_samples, vocab] fp32, which may be overwritten.
+def sample(
+    logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None, before: Tensor | None = None
+) -> DeviceOutputs:
+    """Choose one token per row of `logits`, [num_samples, vocab], which may be overwritten.
 
     Order as in vLLM: bias, allowed and forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities
-    are those of the logits as they came. Rows whose best logit is NaN or infinite get FAILED for a token, rows whose
-    rules leave them none STUCK.
+    are those of the logits as they came. Rows whose best logit came NaN or infinite get FAILED for a token, whatever
+    their rules make of it; rows whose rules leave them none STUCK.
 
     draws: made for the device; without them torch's operations serve, which wait for the device where top-p is set.
+    Logits in 16 bits are widened by what draws, as it reads them; for all else here there is a copy in fp32.
+    before: the tokens of the step before, where rules want them (see `apply_rules`).
     """
     wants_logprobs = inputs.num_logprobs >= 0
     changed = changes_logits(inputs)
+    if changed or wants_logprobs or draws is None:
+        logits = logits.float()
     raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
-    came_sound = logits.amax(dim=-1).isfinite() if restricts(inputs) else None
+    came_sound = logits.amax(dim=-1).isfinite() if changed else None
     if changed:
-        apply_rules(logits, inputs, draws.forbid if draws else forbid)
+        apply_rules(logits, inputs, draws.forbid if draws else forbid, before)
     drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
     logprobs = score(raw, drawn.clamp(min=0).long(), inputs.num_logprobs) if wants_logprobs else None
     if came_sound is not None:
-        drawn = torch.where(came_sound & (drawn < 0), STUCK, drawn)
+        drawn = drawn.where(drawn >= 0, STUCK).where(came_sound, FAILED)
     return DeviceOutputs(drawn, logprobs)
 
 
@@ -55,12 +62,19 @@ def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     return tokens.where(sound, FAILED).to(torch.int32)
 
 
-def score(logits: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
-    """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32."""
+def score(logits: Tensor, tokens: Tensor, count: int, ranked: bool = False) -> DeviceLogprobs:
+    """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32.
+
+    ranked: and the ranks of `tokens`: how many of the vocabulary are at least as likely, as vLLM counts them. Figures
+    of a row whose best logit is NaN or infinite are all NaN; -inf is a token that the model rules out.
+    """
     total = log_sum_exp(logits)
-    best = logits.topk(min(count, logits.shape[1]), dim=-1)
-    chosen = (logits.gather(1, tokens[:, None]) - total)[:, 0]
-    return DeviceLogprobs(chosen, best.indices.to(torch.int32), best.values - total)
+    total = total.where(total.isfinite(), torch.nan)
+    # How many are looked for decides which of equals are found: always as many, whatever others in the batch want.
+    values, ids = logits.topk(min(MAX_LOGPROBS if count else 0, logits.shape[1]), dim=-1)
+    own = logits.gather(1, tokens[:, None])
+    ranks = torch.count_nonzero(logits >= own, dim=-1).to(torch.int32) if ranked else None
+    return DeviceLogprobs((own - total)[:, 0], ids[:, :count].to(torch.int32), values[:, :count] - total, ranks)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.grammar.masks import MaskMaker
-from engine.report import Floats, Ints, SamplingInputs
+from engine.report import NO_ENDINGS, NO_PAIRS, Floats, Ints, SamplingInputs
 from engine.request import Sequence
 from engine.sampling_params import SamplingParams
 from engine.schedule import Index, Schedule
@@ -60,7 +60,6 @@ class SamplingTable:
         self.stop_ids: list[tuple[int, ...]] = [()] * num_slots
         self.ruled: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # has a bias, allowed ids or bad words
         self.structured: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)
-        self.looks_back: NDArray[np.bool_] = np.zeros(num_slots, np.bool_)  # draws by what was drawn before
         self.rules: list[Rules] = [NO_RULES] * num_slots
 
     def write(self, slot: int, sequence: Sequence, stop_ids: tuple[int, ...]) -> None:
@@ -75,14 +74,18 @@ class SamplingTable:
         self.repetition_penalty[slot] = params.repetition_penalty
         self.presence_penalty[slot] = params.presence_penalty
         self.frequency_penalty[slot] = params.frequency_penalty
-        self.penalised[slot] = params.penalised
+        self.penalised[slot] = self._changes_logits(slot)
         self.num_logprobs[slot] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.stops_from[slot] = sequence.num_prompt_tokens + params.min_tokens if stop_ids else 0
         self.stop_ids[slot] = stop_ids
         self.rules[slot] = rules = Rules.of(params)
         self.ruled[slot] = rules is not NO_RULES
-        self.structured[slot] = structured = sequence.grammar is not None
-        self.looks_back[slot] = structured or params.penalised or any(len(word) > 1 for word in rules.bad_words)
+        self.structured[slot] = sequence.grammar is not None
+
+    def _changes_logits(self, slot: int) -> bool:
+        """Whether a slot has a penalty. Asked of what fp32 kept: a penalty of 1e-50 is none."""
+        added = self.presence_penalty[slot] or self.frequency_penalty[slot]
+        return bool(self.repetition_penalty[slot] != 1 or added)
 
 
 @dataclass(slots=True)
@@ -111,16 +114,33 @@ class SamplingBuilder:
         rows = self._rows
         if rows is None or not schedule.version or rows.version != schedule.version:
             rows = self._rows = self._gather(schedule)
-        inputs = rows.inputs
+        inputs, slots = rows.inputs, schedule.sample_slots
         inputs.positions = schedule.seq_lens if schedule.decode else schedule.seq_lens[schedule.sample_rows]
-        if rows.held_back.size or rows.worded.size:
-            inputs.forbidden = self._forbidden(rows, schedule.sample_slots, inputs.positions)
-        if rows.structured:
-            grammars = [schedule.samples[row].grammar for row in rows.structured]
-            inputs.masks = self._masks.start(rows.structured, [state for state in grammars if state is not None])
-        if rows.penalised.size:
-            inputs.output_ids = self._history(rows.penalised, schedule.sample_slots, of_prompt=False)
+        if rows.held_back.size:
+            inputs.forbidden = self._held_back(rows.held_back, slots, inputs.positions)
+        if rows.worded.size or rows.structured or rows.penalised.size:
+            self._look_back(rows, schedule, _drawn_now(schedule))
         return inputs
+
+    def _look_back(self, rows: _Rows, schedule: Schedule, drawn_now: Index) -> None:
+        """Fill in what depends on the output so far, and how it does on a last token that only the device knows.
+
+        drawn_now: the sample of the step before that draws each row's last token; -1 where that is known.
+        """
+        inputs, slots = rows.inputs, schedule.sample_slots
+        if rows.worded.size:
+            if not rows.held_back.size:
+                inputs.forbidden = {}
+            self._forbid_words(rows, slots, drawn_now)
+        if rows.penalised.size:
+            unknown = drawn_now[rows.penalised] >= 0
+            inputs.carried = _pairs(rows.penalised[unknown], drawn_now)
+            starts = self._tables.num_prompt[slots[rows.penalised]]
+            lens = self._tables.num_tokens[slots[rows.penalised]] - starts - unknown
+            inputs.output_ids = self._history(rows.penalised, slots, starts, lens)
+        if rows.structured:
+            samples = [schedule.samples[row] for row in rows.structured]
+            inputs.masks = self._masks.start(rows.structured, samples, drawn_now[rows.structured].tolist())
 
     def _gather(self, schedule: Schedule) -> _Rows:
         table, slots = self._params, schedule.sample_slots
@@ -140,7 +160,8 @@ class SamplingBuilder:
         held_back = (table.stops_from[slots] > inputs.positions).nonzero()[0]
         penalised = table.penalised[slots].nonzero()[0]
         if penalised.size:
-            inputs.prompt_ids = self._history(penalised, slots, of_prompt=True)
+            lens = self._tables.num_prompt[slots[penalised]]
+            inputs.prompt_ids = self._history(penalised, slots, np.zeros_like(lens), lens)
         rules = [(row, table.rules[slots[row]]) for row in table.ruled[slots].nonzero()[0].tolist()]
         inputs.biases = {row: rule.biases for row, rule in rules if rule.biases is not None}
         inputs.allowed = {row: rule.allowed for row, rule in rules if rule.allowed is not None}
@@ -148,34 +169,70 @@ class SamplingBuilder:
         structured = table.structured[slots].nonzero()[0].tolist()
         return _Rows(schedule.version, inputs, penalised, held_back, worded, structured)
 
-    def _forbidden(self, rows: _Rows, slots: Index, positions: Ints) -> dict[int, tuple[int, ...]]:
-        """Return what must not be drawn now: ends before `min_tokens`, and last tokens of bad words."""
-        held_back = rows.held_back
+    def _held_back(self, held_back: Index, slots: Index, positions: Ints) -> dict[int, tuple[int, ...]]:
+        """Return the ends that must not be drawn before `min_tokens`."""
         waiting = held_back[self._params.stops_from[slots[held_back]] > positions[held_back]]
-        forbidden = {row: self._params.stop_ids[slots[row]] for row in waiting.tolist()}
+        return {row: self._params.stop_ids[slots[row]] for row in waiting.tolist()}
+
+    def _forbid_words(self, rows: _Rows, slots: Index, drawn_now: Index) -> None:
+        """Forbid the last tokens of bad words, some of them only after what the device knows alone."""
+        inputs = rows.inputs
+        forbidden, endings = dict(inputs.forbidden), []
         for row in rows.worded.tolist():
-            banned = self._completing(slots[row], int(positions[row]))
+            sample = int(drawn_now[row])
+            banned, ends = self._completing(slots[row], int(inputs.positions[row]), sample >= 0)
             if banned:
                 forbidden[row] = (*forbidden.get(row, ()), *banned)
-        return forbidden
+            endings += [(row, sample, *end) for end in ends]
+        inputs.forbidden = forbidden
+        inputs.endings = np.array(endings, np.int32) if endings else NO_ENDINGS
 
-    def _completing(self, slot: int, position: int) -> list[int]:
-        """Return the tokens that would complete a bad word at `position`; only output counts as its beginning."""
+    def _completing(self, slot: int, position: int, late: bool) -> tuple[list[int], list[tuple[int, ...]]]:
+        """Return the tokens that would complete a bad word at `position`, and those that would after another one.
+
+        late: the last token is not known here; then the latter are told with the token that it would have to be.
+        Only output counts as the beginning of a word.
+        """
         tables, words = self._tables, self._params.rules[slot].bad_words
         longest = max(map(len, words)) - 1
-        start = max(int(tables.num_prompt[slot]), position - longest)
-        tail = tables.tokens[slot, start:position].tolist()
-        return [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == list(word[:-1])]
+        start, end = max(int(tables.num_prompt[slot]), position - longest), position - late
+        tail = tuple(tables.tokens[slot, start:end].tolist())
+        if late:
+            banned = [word[-1] for word in words if len(word) == 1]
+            longer = [word for word in words if len(word) > 1]
+            return banned, [word[-2:] for word in longer if len(word) == 2 or tail[2 - len(word) :] == word[:-2]]
+        return [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]], []
 
-    def _history(self, rows: Index, slots: Index, of_prompt: bool) -> Ints:
-        """Return prompt or output ids of the penalised rows, -1 elsewhere. [num_samples, longest]."""
-        tables, chosen = self._tables, slots[rows]
-        starts = tables.num_prompt[chosen]
-        lens = starts if of_prompt else tables.num_tokens[chosen] - starts
-        first = chosen * tables.context_len + (0 if of_prompt else starts)
+    def _history(self, rows: Index, slots: Index, starts: Ints, lens: Ints) -> Ints:
+        """Return ids of the penalised rows, -1 elsewhere. [num_samples, longest].
+
+        starts, lens: the first position and the number of ids of each of `rows`.
+        """
         columns = np.arange(int(lens.max()))
-        inside = columns < lens[:, None]  # [penalised rows, longest]
-        found = tables.flat_tokens.take(np.where(inside, first[:, None] + columns, 0))
+        first = slots[rows] * self._tables.context_len + starts
+        # What is read past the end of a row's ids is overwritten.
+        found = self._tables.flat_tokens.take(first[:, None] + columns, mode="clip")
+        np.copyto(found, -1, where=columns >= lens[:, None])
+        if len(rows) == len(slots):
+            return found
         history = np.full((len(slots), len(columns)), -1, np.int32)
-        history[rows] = np.where(inside, found, -1)
+        history[rows] = found
         return history
+
+
+def _pairs(rows: Index, drawn_now: Index) -> Ints:
+    """Return each of `rows` with the sample that draws its last token, [num_rows, 2]."""
+    if not rows.size:
+        return NO_PAIRS
+    pairs = np.empty((len(rows), 2), np.int32)
+    pairs[:, 0], pairs[:, 1] = rows, drawn_now[rows]
+    return pairs
+
+
+def _drawn_now(schedule: Schedule) -> Index:
+    """Return the sample of the step before that draws each row's last token; -1 where it is known. [num_samples]."""
+    drawn = np.full(len(schedule.sequences), -1, np.intp)
+    if schedule.carried is not None:
+        rows, samples = schedule.carried.T
+        drawn[rows] = samples
+    return drawn[schedule.sample_rows]

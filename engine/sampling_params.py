@@ -17,7 +17,8 @@ MAX_BIASES = 1024
 MAX_ALLOWED = 4096
 MAX_BAD_WORDS = 128
 MAX_GRAMMAR_BYTES = 64 * 1024
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+LEAST_REPETITION_PENALTY = 0.01  # what divides a logit must keep it within fp32
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "grammar", "calls_or_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class StructuredOutput:
     """What the whole output must match.
 
     kind: what `text` is: a JSON schema, nothing (any JSON object), a regular expression, a JSON list of strings of
-    which one is written, or a grammar in GBNF (llama.cpp's EBNF) whose start is `root`.
+    which one is written, a grammar in GBNF (llama.cpp's EBNF) whose start is `root`, or calls of tools beside a JSON
+    schema (`engine.grammar.calls.CallsOrJson`).
 
     Raises `InvalidRequestError` for other kinds, and for a text of more than 64 KiB.
     """
@@ -98,7 +100,7 @@ class SamplingParams:
         _check_number("temperature", self.temperature, 0.0, 100.0)
         _check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _check_number("repetition_penalty", self.repetition_penalty, LEAST_REPETITION_PENALTY, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
@@ -131,11 +133,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < 1e-5
-
-    @property
-    def penalised(self) -> bool:
-        """Whether any penalty changes the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:

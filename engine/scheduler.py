@@ -41,7 +41,8 @@ class Scheduler:
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
-    A host-side exception on one sequence's account ends its request with ERROR and touches nobody else.
+    A host-side exception on one sequence's account ends its request with ERROR and touches nobody else; where it may
+    have (`engine.boundary`), everything is checked, and `schedule` and `land` raise `IntegrityError` if it did.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Scheduler:
 
         grammars: choice -> where its output stands in the grammar that it must match.
         """
-        self._roster.add(request, now, grammars)
+        number = self._roster.add(request, now, grammars)
         self._waits.arrives(request, now)
-        self._deadlines.watch(request)
+        if request.deadline is not None:
+            self._deadlines.watch(request.deadline, request.request_id, number)
 
     def abort(self, request_id: str) -> bool:
         """End all sequences of a request and free what they hold. False if there is no such request."""
@@ -92,9 +94,9 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End with an error what ran out of time, whether it waits or runs. now: seconds on the engine's clock."""
-        for request in self._deadlines.take_passed(now):
+        for request_id in self._deadlines.take_passed(now):
             message = "the request's deadline passed"
-            self._roster.finish_request(request.request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
+            self._roster.finish_request(request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
         self._roster.refresh()
 
     def finish_choice(self, request_id: str, choice: int) -> bool:
@@ -142,7 +144,7 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """Choose the tokens of the next step; None when there is nothing to compute, or not yet."""
         roster = self._roster
-        if roster.in_flight and (held := held_by(roster.in_flight[-1], self._rows)):
+        if roster.in_flight and (held := held_by(roster.in_flight[-1])):
             self.hold(held)
             return None
         query_lens = self._share_budget()
@@ -155,6 +157,7 @@ class Scheduler:
         if roster.stale:
             query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in roster.running]]
             roster.refresh()
+        self._look_where_in_doubt()
         return self._planner.plan(query_lens, grown) if roster.running else None
 
     def hold(self, reason: Hold) -> None:
@@ -222,6 +225,13 @@ class Scheduler:
             self._num_preempted += 1
         return sequence.status is SequenceStatus.RUNNING
 
+    def take_begun(self) -> list[Request]:
+        """Return the requests that steps were scheduled for since the last call, and none before."""
+        begun = self._newcomers.begun
+        if begun:
+            self._newcomers.begun = []
+        return begun
+
     # ---- after the step -----------------------------------------------------------------------------------------
 
     def advance(self, schedule: Schedule) -> None:
@@ -233,6 +243,7 @@ class Scheduler:
         """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
         self._num_generated += len(schedule.kept_samples()) if schedule.gone else len(schedule.samples)
         self._updater.land(schedule, token_ids, failed)
+        self._look_where_in_doubt()
 
     def drop(self, schedule: Schedule) -> None:
         """Forget a step in flight whose sequences have all left."""
@@ -267,6 +278,12 @@ class Scheduler:
             steps_held=self._num_held,
             waits_since=roster.waiting.waits_since(),
         )
+
+    def _look_where_in_doubt(self) -> None:
+        """Make sure that a bug of ours which ended a request left all others whole. Raises `IntegrityError`."""
+        if self._boundary.in_doubt:
+            self.check_integrity()
+            self._boundary.in_doubt = False
 
     def check_integrity(self) -> None:
         """Check every invariant of queues, rows and blocks. Between steps only. Raises `IntegrityError`."""

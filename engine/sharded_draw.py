@@ -104,10 +104,12 @@ def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: Toke
 def draw(own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
     """Return one token per row on every rank, [num_rows] int32, `FAILED` where there is none.
 
-    own: this rank's fp32 logits, [num_rows, share], contiguous, -inf for padding; a share is a multiple of `RUN`.
-    They may be overwritten. vocab: ids without padding.
+    own: this rank's logits, [num_rows, share], contiguous, -inf for padding; a share is a multiple of `RUN`. They
+    may be overwritten. vocab: ids without padding.
     """
     rows = np.flatnonzero(draws.temperature)
+    if rows.size or own.device.type == "cpu":
+        own = own.float()  # of others only the best count, which a GPU finds as fast in 16 bits
     limits = _limits(draws, vocab)
     peaks = own.view(len(own), -1, RUN).amax(dim=-1)
     bests, ids, candidates = _exchange_best(own, peaks, int(limits[rows].max(initial=0)), group)
@@ -162,7 +164,7 @@ def _exchange_best(own: Tensor, peaks: Tensor, limit: int, group: Group) -> tupl
     """
     best = first_best(own, peaks)[:, None]
     values = best_values(own, peaks, min(limit, own.shape[1])) if limit else own[:, :0]
-    values = torch.cat((own.gather(1, best), values), dim=-1)
+    values = torch.cat((own.gather(1, best), values), dim=-1).float()
     ids = (best + group.rank * own.shape[1]).to(torch.int32)
     joined = _gather(torch.cat((ids, values.view(torch.int32)), dim=-1), group)  # bits of both in one exchange
     found = joined[:, :, 1:].contiguous().view(torch.float32)

@@ -21,20 +21,43 @@ NO_LAYOUT = StepLayout(NOWHERE, NOWHERE, NOWHERE, NOWHERE, np.zeros((0, 0), np.i
 
 
 @dataclass(frozen=True, slots=True)
+class MixedShape:
+    """What a mixed step is padded to: tokens, rows that they belong to, and int32 of the attention backend's plan.
+
+    Behind those rows there is another, of padding, which has neither a token nor a length.
+    """
+
+    tokens: int
+    rows: int
+    plan: int
+
+    @property
+    def arrays(self) -> tuple[int, ...]:
+        """Lengths of its arrays: ids, positions, slots, starts, lengths, table rows, wanted logits, plan."""
+        tokens, rows = self.tokens, self.rows
+        return (tokens, tokens, tokens, rows + 2, rows + 1, rows + 1, rows, self.plan)
+
+
+NOT_MIXED = MixedShape(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class BufferSizes:
     """What the steps of an engine hold at most: tokens, rows (sequences) and columns of the block table.
 
-    A decode step has at most so many rows with its padding, too.
+    A decode step has at most so many rows with its padding, too. mixed: the largest shape that steps are padded to.
     """
 
     tokens: int
     rows: int
     columns: int
+    mixed: MixedShape = NOT_MIXED
 
     @property
     def most(self) -> int:
         """int32 that the arrays of a step take."""
-        return 4 * aligned(self.tokens) + 4 * aligned(self.rows + 1)
+        exact = 4 * aligned(self.tokens) + 4 * aligned(self.rows + 1)
+        return max(exact, sum(map(aligned, self.mixed.arrays)))
 
     @property
     def room(self) -> int:
@@ -118,6 +141,45 @@ class StepBuffers:
         return StepTensors(
             NO_LAYOUT, ids, positions, slots.long(), counting[: size + 1], lens, tables, counting[:size]
         )
+
+    def load_mixed(self, inputs: StepInputs, shape: MixedShape, plan: Ints) -> tuple[Tensor, Tensor]:
+        """Fill in a step with padding up to a shape; return its ids and its block copies.
+
+        Padding is token 0 at position 0, written to the null block, of no row; rows of no token and no length; and
+        logits of the first token.
+        """
+        tables: tuple[tuple[Ints, int], ...] = (
+            (inputs.input_ids, 0),
+            (inputs.positions, 0),
+            (inputs.slot_mapping, 0),
+            (inputs.query_start_loc, inputs.num_tokens),
+            (inputs.seq_lens, 0),
+            (self._rows_of(inputs), self.padding_row),
+            (inputs.logits_indices, 0),
+            (plan, 0),
+        )
+        arrays = [_padded(array, size, fill) for (array, fill), size in zip(tables, shape.arrays, strict=True)]
+        (ids, *_), copies = self._fill(arrays, inputs)
+        return ids[: inputs.num_tokens], copies
+
+    def blank_mixed(self, shape: MixedShape) -> None:
+        """Fill in a mixed step of nothing but padding."""
+        arrays: list[Ints] = [np.zeros(size, np.int32) for size in shape.arrays]
+        arrays[5][:] = self.padding_row
+        self._send(arrays)
+
+    def mixed_tensors(self, shape: MixedShape) -> tuple[StepTensors, Tensor]:
+        """Return the mixed step that is filled in, and its plan, from memory that is the same every time.
+
+        Its slots and block tables are computed here: a graph must hold this call as well. Its layout is empty.
+        """
+        ends = np.cumsum([aligned(size) for size in shape.arrays]).tolist()
+        ids, positions, slots, starts, lens, rows, logits, plan = (
+            self._inputs[end - aligned(size) : end - aligned(size) + size]
+            for end, size in zip(ends, shape.arrays, strict=True)
+        )
+        tables = self._table.index_select(0, rows)
+        return StepTensors(NO_LAYOUT, ids, positions, slots.long(), starts, lens, tables, logits), plan
 
     def block_table(self) -> Ints:
         """Return the device's block table, [rows, columns]: for tests and for those who look for a fault."""

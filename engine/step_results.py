@@ -9,7 +9,6 @@ import numpy as np
 from engine.errors import GrammarError, InvalidRequestError, PoisonedLogitsError
 from engine.report import Logprobs, StepOutputs, StepReport, TokenLogprob
 from engine.request import Sequence
-from engine.sampling_params import SamplingParams
 from engine.schedule import Schedule
 
 Fail = Callable[[Sequence, Exception], None]
@@ -47,7 +46,7 @@ def failures(schedule: Schedule, outputs: StepOutputs) -> dict[int, Exception]:
         return {}
     poisoned = PoisonedLogitsError("the model's logits were not finite")
     found: dict[int, Exception] = dict.fromkeys(outputs.failed, poisoned)
-    found |= {row: _stuck(schedule.samples[row].request.params) for row in outputs.stuck}
+    found |= {row: _stuck(schedule.samples[row]) for row in outputs.stuck}
     return {row: error for row, error in found.items() if schedule.samples[row] not in schedule.gone}
 
 
@@ -66,9 +65,11 @@ def _logprobs(schedule: Schedule, token_ids: list[int], found: Logprobs, fail: F
     return logprobs
 
 
-def _stuck(params: SamplingParams) -> Exception:
+def _stuck(sequence: Sequence) -> Exception:
     """Without a grammar, which may have failed, nothing but what the client asked for can be the reason."""
-    if params.structured is not None:
+    if sequence.mismatch is not None:
+        return sequence.mismatch
+    if sequence.request.params.structured is not None:
         return GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
     return InvalidRequestError(
         "allowed_token_ids, bad_words and min_tokens together leave no token to draw", code="no_token_left"

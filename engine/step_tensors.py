@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepLayout, StepTensors
-from engine.report import Ints, SamplingInputs, StepInputs
+from engine.report import PromptScores, SamplingInputs, StepInputs
+from engine.sampling_params import MAX_LOGPROBS
 
 
 def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Tensor]:
@@ -114,11 +114,6 @@ def dummy_decode(length: int, block_size: int) -> StepInputs:
     return step
 
 
-def everything_allowed(vocab: int) -> Callable[[], tuple[Ints, Ints]]:
-    """Return the mask of a grammar that allows every id to the first sample."""
-    return lambda: (np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
-
-
 def dummy_sampling(num_samples: int) -> SamplingInputs:
     """Return seeded sampling with a filter for every row, to warm up what a step may need."""
     ones, zeros = np.ones(num_samples, np.float32), np.zeros(num_samples, np.float32)
@@ -135,3 +130,23 @@ def dummy_sampling(num_samples: int) -> SamplingInputs:
         presence_penalty=zeros,
         frequency_penalty=zeros,
     )
+
+
+def fullest_sampling(step: StepInputs, scored: int, vocab: int) -> SamplingInputs:
+    """Let a step also give the log-probabilities of `scored` prompt tokens, if it has as many; return its sampling.
+
+    Every row that draws has a filter, penalties and log-probabilities, the first a mask. The scored tokens are the
+    last ones, beside which the logits of all others are kept: nothing takes more memory.
+    """
+    drawn = step.logits_indices
+    count, first = len(drawn), max(step.num_tokens - scored, 0)
+    step.logits_indices = wanted = np.union1d(drawn, np.arange(first, step.num_tokens, dtype=np.int32))
+    sampling = dummy_sampling(count)
+    sampling.rows = np.searchsorted(wanted, drawn).astype(np.int32)
+    sampling.num_logprobs = MAX_LOGPROBS
+    sampling.repetition_penalty = np.full(count, 1.1, np.float32)
+    sampling.prompt_ids = sampling.output_ids = np.zeros((count, 1), np.int32)
+    sampling.masks = lambda: (np.zeros(1, np.int32), np.full((1, -(-vocab // 32)), -1, np.int32))
+    rows = np.flatnonzero(wanted >= first).astype(np.int32)
+    sampling.prompt = PromptScores(rows, np.zeros(len(rows), np.int32), MAX_LOGPROBS)
+    return sampling

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from engine.control_tokens import ControlTokens
 from engine.detokenizer import StopMatcher, TextStream
 from engine.errors import InvalidRequestError
 from engine.sampling_params import SamplingParams
@@ -103,6 +105,38 @@ class Tokenizer:
             return None
         template: str = self._hf.get_chat_template()
         return template
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        options: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Return the ids of a conversation, as those of `render_chat`; control tokens in its own text are plain text.
+
+        Raises `InvalidRequestError` naming `messages`.
+        """
+        try:
+            guarded = self._control.guard(messages, options or {})
+        except UnicodeEncodeError:
+            guarded = None  # refused below, by its place
+        text = self.render_chat(
+            messages if guarded is None else guarded.messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            options=options if guarded is None else guarded.options,
+        )
+        if guarded is None:
+            return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
+        return self._control.encode(text, guarded.mark, add_special_tokens)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        templates = self._hf.chat_template  # one, or several by name
+        return ControlTokens(self._backend, str(templates))
 
     def render_chat(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from engine.boundary import Boundary
-from engine.errors import GrammarError
+from engine.errors import IntegrityError
 from engine.report import Ints
 from engine.request import FinishReason, Sequence
 from engine.roster import Roster
@@ -97,7 +97,10 @@ class Updater:
         try:
             sequences = [schedule.sequences[row] for row in together.tolist()]
             self._rows.seal_last(sequences, schedule.slots[together], schedule.seq_lens[together])
+        except IntegrityError:
+            raise
         except Exception:
+            self._boundary.in_doubt = True
             logger.warning("blocks could not be sealed together and are sealed one by one", exc_info=True)
             singly = filled.tolist()
         for row in singly:
@@ -109,19 +112,21 @@ class Updater:
         """Put the drawn tokens at their positions, and end the sequences that are done."""
         tables = self._tables
         tables.flat_tokens[slots * tables.context_len + positions] = token_ids
-        if self._rows.any_structured:
-            self._accept(samples, slots, token_ids)
         num_tokens = positions + 1
+        if self._rows.any_structured:
+            self._match(samples, slots, token_ids, num_tokens)
         ended = np.logical_or(num_tokens >= tables.limits[slots], self._stops.hits(token_ids))
         for row in ended.nonzero()[0].tolist():
             sequence = samples[row]
             self._boundary.guard(sequence, self._end_if_done, sequence, int(token_ids[row]), int(num_tokens[row]))
 
-    def _accept(self, samples: list[Sequence], slots: Index, token_ids: Ints) -> None:
-        """Let grammars know what was drawn."""
+    def _match(self, samples: list[Sequence], slots: Index, token_ids: Ints, num_tokens: Ints) -> None:
+        """Let grammars know what was drawn, where they do not know it of the step after."""
         for row in self._rows.structured[slots].nonzero()[0].tolist():
-            if not self._boundary.is_marked(samples[row]):
-                self._boundary.guard(samples[row], _accept, samples[row], int(token_ids[row]))
+            sequence = samples[row]
+            if not self._boundary.is_marked(sequence):
+                number = int(num_tokens[row]) - sequence.num_prompt_tokens
+                self._boundary.guard_own(sequence, sequence.match, int(token_ids[row]), number)
 
     def _end_if_done(self, sequence: Sequence, token: int, num_tokens: int) -> None:
         """End `sequence` if its last token was drawn: `token`, with which it has `num_tokens`."""
@@ -134,8 +139,3 @@ class Updater:
             self._roster.finish(sequence, FinishReason.STOP)
         elif num_tokens >= self._tables.limits[sequence.slot]:
             self._roster.finish(sequence, FinishReason.LENGTH)
-
-
-def _accept(sequence: Sequence, token: int) -> None:
-    if sequence.grammar is not None and not sequence.grammar.accept(token):
-        raise GrammarError(f"token {token} was drawn although the grammar does not allow it")

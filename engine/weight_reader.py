@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from engine.machine import cores
 from engine.safetensors_file import TensorOnDisk
 from parallel.parameter import Transfer
 
@@ -92,7 +92,7 @@ def num_threads(device: torch.device, ranks: int) -> int:
     """Return how many threads read: on a CPU those that compute; a GPU's only copy, so they take all cores."""
     if device.type == "cpu":
         return min(MOST_THREADS, torch.get_num_threads())
-    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+    return max(2, min(MOST_THREADS, cores() // ranks))
 
 
 def _by_turns(chunks: Sequence[Chunk]) -> Iterator[Chunk]:

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.heap import settle_heap
-from engine.resolve import set_threads
+from engine.resolve import ThreadShare
 from engine.runner import START_TIMEOUT, ModelRunner
 from engine.sleep import TAGS
 from engine.step_messages import StepReader
@@ -43,10 +43,10 @@ def worker_main(
     hosts, whose steps come over a broadcast. on_step: told the times of each step. Raises whatever ends this rank:
     the whole gang must then be ended.
     """
-    set_threads(size)
     rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
     rendezvous.store(ARRIVALS, START_TIMEOUT).set(str(rank), "here")
     with (
+        ThreadShare(size),
         join_group(config, rank, size, rendezvous) as group,
         open_channel(group, rendezvous, channel_handle) as channel,
     ):

@@ -25,6 +25,7 @@ _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHAN = 3  # exit status of a rank that found its parent gone
 SENTINEL_LEAD = 1.0  # seconds, far more than it takes
 MAX_REPORT = 16384  # characters of a rank's last words that are kept
+_HIDING_MAIN = threading.Lock()  # two threads that hide it at once would leave it hidden
 
 
 class Gang:
@@ -178,12 +179,13 @@ def _watch_parent() -> None:
 @contextmanager
 def _without_main() -> Iterator[None]:
     """Hide the main module from multiprocessing, which would have every child run the user's script again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with _HIDING_MAIN:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _kill_all(processes: tuple[SpawnProcess, ...]) -> None:

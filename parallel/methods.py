@@ -42,15 +42,18 @@ class PackedLinear(LinearMethod):
 
     For CPUs and dtypes that the engine's compiled products are not written for, and where there is no compiler.
 
-    oneDNN sums each row in the same order however many rows there are, except for a single row of a wide input. With
-    `pairs_single_row` set, a single row is multiplied as two, so that a row's bits never depend on its company.
+    A row's bits must not depend on its company. oneDNN sums each row in the same order however many rows there are,
+    but for two cases, which the caller finds by trying (`parallel.tuning`): a single row of a wide input, multiplied
+    as two with `pairs_single_row` set; and bfloat16 on CPUs with AMX, where only the numbers of rows in `row_counts`
+    (ascending) are multiplied at once: what is left over is filled up to the next of them with zeros.
 
     oneDNN builds a kernel for each row count it meets, about half a millisecond per layer shape: callers that can
     choose should use few row counts.
     """
 
-    def __init__(self, weight: Tensor, pairs_single_row: bool = False) -> None:
-        self.pairs_single_row = pairs_single_row
+    def __init__(self, weight: Tensor) -> None:
+        self.pairs_single_row = False
+        self.row_counts: tuple[int, ...] = ()  # any number where empty
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), PACKING_ROWS)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
@@ -65,6 +68,21 @@ class PackedLinear(LinearMethod):
 
     @override
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.row_counts:
+            return self._in_counts(x, bias)
         if self.pairs_single_row and x.shape[0] == 1:
-            return self._multiply(x.repeat(2, 1), self._packed, bias, "none", [], "")[:1]
+            return self._product(x.repeat(2, 1), bias)[:1]
+        return self._product(x, bias)
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._multiply(x, self._packed, bias, "none", [], "")
+
+    def _in_counts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply as many rows at once as `row_counts` allow."""
+        most = self.row_counts[-1]
+        pieces = []
+        for rows in x.split(most):
+            count = next(count for count in self.row_counts if count >= len(rows))
+            filled = rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)))
+            pieces.append(self._product(filled, bias)[: len(rows)])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 import time
-from threading import Lock
 
 from typing_extensions import override
 
@@ -17,7 +16,7 @@ from parallel.channel import Channel
 from parallel.errors import ChannelClosed, ChannelError, ChannelTimeout
 from parallel.packing import Buffer
 from parallel.segment import Segment
-from parallel.waiting import SharedWord, wait_for_change
+from parallel.waiting import Fence, SharedWord, wait_for_change
 
 SPIN = 50e-6  # seconds of looking before parking; parking costs about 5 us more than looking, waking a core up to 30
 LINE = 64  # bytes; words that different processes write must not share a cache line
@@ -51,7 +50,6 @@ class SharedMemoryRing(Channel):
         self._memory = memoryview(segment.memory)
         self._head = SharedWord(segment.memory, 0)
         self._tails = [SharedWord(segment.memory, LINE * (1 + index)) for index in range(self._readers)]
-        self._fence = Lock()
 
     @classmethod
     def create(cls, readers: int, slots: int = 8, slot_bytes: int = 1 << 16, spin: float = SPIN) -> SharedMemoryRing:
@@ -74,7 +72,7 @@ class SharedMemoryRing(Channel):
         segment = Segment.attach(name)
         ring = cls(segment, reader, spin)
         ring._memory[LINE * (1 + reader) + _ATTACHED_AT] = 1
-        ring._order()
+        Fence().pass_through()  # of two that attach at once, one sees both
         if all(ring._memory[LINE * (1 + index) + _ATTACHED_AT] for index in range(ring._readers)):
             segment.unlink()
         return ring
@@ -92,7 +90,6 @@ class SharedMemoryRing(Channel):
             at = self._slot_at(self._count)
             _SLOT.pack_into(self._memory, at, self._count, len(whole), start)
             self._memory[at + _SLOT.size : at + _SLOT.size + len(piece)] = piece
-            self._order()
             self._count += 1
             self._head.publish((self._count & _MASK) << 1)
 
@@ -131,7 +128,6 @@ class SharedMemoryRing(Channel):
         wait_for_change(self._head, seen << 1, self._spin, deadline, self._check_driver)
         if self._head.value == seen << 1 | _CLOSED:
             raise ChannelClosed("the driver has closed the channel")
-        self._order()
         at = self._slot_at(self._count)
         count, total, start = _SLOT.unpack_from(self._memory, at)
         if count != self._count or start >= max(total, 1):
@@ -156,14 +152,6 @@ class SharedMemoryRing(Channel):
 
     def _slot_at(self, count: int) -> int:
         return LINE * (1 + self._readers) + count % self._slots * self._slot_bytes
-
-    def _order(self) -> None:
-        # Processors such as Arm's may show a slot's bytes after the head that announces them. Taking and releasing a
-        # lock is Python's one way to a memory barrier, and twice makes it a full one.
-        with self._fence:
-            pass
-        with self._fence:
-            pass
 
 
 def _no_check() -> None:

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from parallel.fp8 import Fp8Linear, QuantiseRows
 from parallel.int8 import Int8Linear, TorchInt8Linear
 from parallel.linear import ParallelLinear
-from parallel.methods import LinearMethod, PackedLinear, PlainLinear
+from parallel.methods import PACKING_ROWS, LinearMethod, PackedLinear, PlainLinear
 
 logger = logging.getLogger(__name__)
 
 PROBES = 4  # rows that are compared bit for bit, at least
 # Sums that are compared: bfloat16 rounds nearly every difference in order away, so few would show none.
 PROBED_SUMS = 1 << 16
+# Numbers of rows that may be multiplied at once where not all round alike; multiples of AMX's 16 rows a tile.
+ROW_COUNTS = (16, 32, 64, 128, 256)
+# Numbers of rows that are tried to learn whether all round alike: around a tile's and a block's, and in between.
+TRIED_COUNTS = (2, 3, 7, 15, 16, 17, 33, 64, 100)
 
 Shape = tuple[int, int, torch.dtype]  # out, in, dtype
 Pack = Callable[[Tensor], LinearMethod | None]
@@ -76,10 +80,11 @@ def _torch_int8(weight: Tensor, scale: Tensor) -> LinearMethod | None:
 
 
 class OneDNN:
-    """Packs weights for oneDNN; looks once per shape whether its single rows round otherwise."""
+    """Packs weights for oneDNN; looks once per shape which rows round otherwise in other company."""
 
     def __init__(self) -> None:
-        self._differs: dict[Shape, bool] = {}
+        self._pairs: dict[Shape, bool] = {}
+        self._row_counts: dict[Shape, tuple[int, ...]] = {}
 
     def pack(self, weight: Tensor) -> PackedLinear | None:
         """Return the method, None where oneDNN cannot multiply by `weight`."""
@@ -87,10 +92,38 @@ class OneDNN:
             return None
         packed = PackedLinear(weight)
         shape = (weight.shape[0], weight.shape[1], weight.dtype)
-        if shape not in self._differs:
-            self._differs[shape] = single_row_differs(packed, weight)
-        packed.pairs_single_row = self._differs[shape]
+        if shape not in self._pairs:
+            # fp32 is looked at for single rows alone: more was found on no CPU, and it would cost time at the start.
+            self._row_counts[shape] = () if weight.dtype is torch.float32 else row_counts(packed, weight)
+            self._pairs[shape] = not self._row_counts[shape] and single_row_differs(packed, weight)
+        packed.pairs_single_row, packed.row_counts = self._pairs[shape], self._row_counts[shape]
         return packed
+
+
+@torch.inference_mode()
+def row_counts(packed: PackedLinear, weight: Tensor) -> tuple[int, ...]:
+    """Return how many rows `packed`, made of `weight`, may multiply at once for a row to keep its bits. () is any.
+
+    Seen on a Xeon with AMX (oneDNN of torch 2.13): bfloat16 rows of 768 and 2,048 round by how many there are.
+    """
+    x = torch.randn(ROW_COUNTS[-1], weight.shape[1], dtype=weight.dtype)
+    among = packed.apply(x, None)
+    if all(_same_bits(packed, x, among, count) for count in TRIED_COUNTS):
+        return ()
+    # One size that is the same at every place is enough; the others only spare work where they agree with it.
+    for chosen in (PACKING_ROWS, *ROW_COUNTS):
+        alike = torch.cat([packed.apply(rows, None) for rows in x.split(chosen)])
+        if _same_bits(packed, x, alike, chosen):
+            return tuple(count for count in ROW_COUNTS if count == chosen or _same_bits(packed, x, alike, count))
+    return (1,)
+
+
+def _same_bits(packed: PackedLinear, x: Tensor, expected: Tensor, count: int) -> bool:
+    """Whether `count` rows of `x` at once give what is expected of each, wherever among them it is."""
+    return all(
+        torch.equal(packed.apply(x.roll(shift, 0)[:count], None), expected.roll(shift, 0)[:count])
+        for shift in (0, 1, len(x) // 3)
+    )
 
 
 @torch.inference_mode()

@@ -87,6 +87,10 @@ class FakeStream:
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
+    def query(self) -> bool:
+        """Return that everything has run."""
+        return True
+
 
 class FakeEvent:
     """An event that is over."""

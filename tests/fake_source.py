@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from engine.report import TokenLogprob
@@ -63,7 +63,7 @@ class FakeSource:
         top = request.params.prompt_logprobs
         if top is None:
             return []
-        scored = [self._logprob(token, top) for token in request.prompt_token_ids[1:]]
+        scored = [replace(self._logprob(token, top), rank=token + 1) for token in request.prompt_token_ids[1:]]
         return [TokenChunk(0, (), prompt_logprobs=tuple(scored[i : i + 2])) for i in range(0, len(scored), 2)]
 
     def finish_choice(self, request_id: str, choice: int) -> None:

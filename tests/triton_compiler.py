@@ -41,7 +41,7 @@ def instead_of_launching(capability: int) -> Iterator[list]:
             return GPUTarget("cuda", capability, 32)
 
         def get_current_device(self):
-            return 0
+            return capability  # Triton keeps what it compiled by the device's number
 
         def get_current_stream(self, device):
             return 0
@@ -60,9 +60,10 @@ def instead_of_launching(capability: int) -> Iterator[list]:
         JITFunction.run = run
 
 
-def show(case: str, name: str, kernel: object) -> None:
+def show(case: str, name: str, kernel: object, **more: int) -> None:
     """Print what a kernel takes: registers per thread, bytes spilled per thread, bytes of shared memory; how many
-    instructions for the matrix units it has, and whether a quotient of it is off by a bit at times.
+    instructions for the matrix units it has, and whether a quotient of it is off by a bit at times; how many loads it
+    leaves on their way each time that it waits for one; and more.
     """
     import triton
 
@@ -78,4 +79,6 @@ def show(case: str, name: str, kernel: object) -> None:
     found = {"registers": registers, "spilled": max(stores, loads), "shared": kernel.metadata.shared}
     found["products"] = len(re.findall(r"mma\.(?:sync|mma_async)", kernel.asm["ptx"]))
     found["inexact"] = "div.full.f32" in kernel.asm["ptx"]
-    print(json.dumps({"case": case, "kernel": name, **found}))
+    found["stages"] = kernel.metadata.num_stages
+    found["left"] = [int(left) for left in re.findall(r"cp\.async\.wait_group\s+(\d+)", kernel.asm["ptx"])]
+    print(json.dumps({"case": case, "kernel": name, **found, **more}))

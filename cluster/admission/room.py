@@ -20,7 +20,7 @@ _FRESH = 0.02  # seconds that an answer of the replicas is good for
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRoom:
-    """What the ready replicas hold, all together. replicas: their number. kv_tokens: tokens of their KV caches."""
+    """What the replicas hold, all together. replicas: their number. kv_tokens: tokens of their KV caches."""
 
     replicas: int
     kv_tokens: int
@@ -28,14 +28,13 @@ class ReplicaRoom:
 
 @dataclass(frozen=True, slots=True)
 class RoomConfig:
-    """max_num_seqs / max_num_batched_tokens: of one replica's step. routers: among which the room is shared.
+    """max_num_seqs / max_num_batched_tokens: of one replica's step.
 
     max_inflight / max_inflight_tokens: what to answer instead; None = as the replicas are.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    routers: int = 1
     max_inflight: int | None = None
     max_inflight_tokens: int | None = None
 
@@ -43,8 +42,9 @@ class RoomConfig:
 class Room:
     """Bounds of one gate, in sequences and in tokens.
 
-    replicas: asked now and then; None = nobody is to be held back, since nothing is ready and whoever comes should
-    hear so at once. ended: how many requests have ended so far.
+    replicas: asked now and then; None = there is none, and as much may wait inside as one of them will take. So the
+    bounds hold in every state. ended: how many requests have ended so far. routers: among how many the room is
+    shared, asked now and then.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Room:
         replicas: Callable[[], ReplicaRoom | None],
         ended: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        routers: Callable[[], int] = lambda: 1,
     ) -> None:
         self._config = config
         self._replicas = replicas
@@ -62,32 +63,33 @@ class Room:
         self._seen = ended()
         self._pace = 0.0  # requests that end in a second
         self._asked = float("-inf")
-        self._room: ReplicaRoom | None = None
+        self._room = ReplicaRoom(1, 0)
+        self._routers = routers
+        self._sharers = 1
 
     def sequences(self) -> int:
         """Return how many sequences may be inside."""
         config, room = self._config, self._present()
-        if room is None:
-            return UNBOUNDED
         if config.max_inflight is not None:
             return config.max_inflight
-        running = max(1, room.replicas * config.max_num_seqs // config.routers)
+        running = max(1, room.replicas * config.max_num_seqs // self._sharers)
         ahead = max(_LEAST_AHEAD, running // _SHARE_AHEAD, round(self._ends_per_second() * _AHEAD))
         return running + min(running, ahead)
 
     def tokens(self) -> int:
         """Return how many tokens of prompts and expected output may be inside."""
         config, room = self._config, self._present()
-        if room is None:
-            return UNBOUNDED
         if config.max_inflight_tokens is not None:
             return config.max_inflight_tokens
-        return max(1, (room.kv_tokens + room.replicas * config.max_num_batched_tokens) // config.routers)
+        return max(1, (room.kv_tokens + room.replicas * config.max_num_batched_tokens) // self._sharers)
 
-    def _present(self) -> ReplicaRoom | None:
+    def _present(self) -> ReplicaRoom:
         now = self._clock()
         if now - self._asked >= _FRESH:
-            self._asked, self._room = now, self._replicas()
+            known = self._room
+            self._asked = now
+            self._room = self._replicas() or ReplicaRoom(1, known.kv_tokens // known.replicas)
+            self._sharers = max(1, self._routers())
         return self._room
 
     def _ends_per_second(self) -> float:

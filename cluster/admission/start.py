@@ -1,48 +1,64 @@
-"""From settings to the gate in front of a dispatcher."""
+"""From settings to a dispatcher's times and the gate in front of it."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
+from cluster.admission.room import Room, RoomConfig
 from cluster.config import ClusterConfig
+from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.generation import TokenSource
 from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.gate_config import FairGateConfig
 
 
-def fair_gate(config: ClusterConfig, dispatcher: Dispatcher, source: TokenSource | None = None) -> FairGate:
+def dispatcher_config(config: ClusterConfig) -> DispatcherConfig:
+    """Return the times of one model's dispatcher."""
+    start = config.cold_start_timeout
+    return DispatcherConfig(
+        stall_timeout=config.stall_timeout,
+        progress_timeout=2 * config.step_timeout,
+        admission_wait=start if config.scales_to_zero else ADMISSION_WAIT,
+        # A replica in the place of a lost one takes as long to start as a first one.
+        no_replica_timeout=start if config.no_replica_timeout is None else config.no_replica_timeout,
+        routing_policy=config.routing_policy,
+        stream_migration=config.stream_migration,
+    )
+
+
+def fair_gate(
+    config: ClusterConfig,
+    dispatcher: Dispatcher,
+    source: TokenSource | None = None,
+    routers: Callable[[], int] | None = None,
+) -> FairGate:
     """Return the gate of one model on one router. source: what passes requests on to the dispatcher, if not itself.
 
-    Where no replica is ready nobody is held back: the dispatcher says at once what is wrong. Unless the model may
-    have none while nobody asks: then those who come wait for one.
+    routers: how many share what the replicas hold, asked now and then; None = as many as there should be.
+
+    Who comes while no replica is there hears so within `ADMISSION_WAIT`. Unless the model may have none while nobody
+    asks: then those who come wait for one.
     """
     counters = dispatcher.counters
     sizes = RoomConfig(
         config.max_num_seqs,
         config.max_num_batched_tokens,
-        config.routers,
         config.max_inflight,
         config.max_inflight_tokens,
     )
-
-    def present() -> ReplicaRoom | None:
-        room = dispatcher.room()
-        if room is None and config.scales_to_zero and not dispatcher.closing:
-            return ReplicaRoom(1, UNBOUNDED)  # as much as the first replica will take may wait for it, the rest here
-        return room
-
-    room = Room(sizes, present, counters.outcomes.total, asyncio.get_running_loop().time)
-    cold_wait = config.cold_start_timeout if config.scales_to_zero else None
-    bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft, cold_wait)
+    clock = asyncio.get_running_loop().time
+    room = Room(sizes, dispatcher.room, counters.outcomes.total, clock, routers or (lambda: config.routers))
+    absent_wait = config.cold_start_timeout if config.scales_to_zero else ADMISSION_WAIT
+    bounds = FairGateConfig(config.max_waiting_per_tenant, config.max_queue_wait, config.target_ttft, absent_wait)
     gate = FairGate(
         source or dispatcher,
         room.sequences,
         bounds,
         room.tokens,
         lambda: counters.tokens + counters.prefilled,
-        lambda: dispatcher.ready,
+        lambda: dispatcher.has_replica,
     )
     dispatcher.watch_queue(gate.demand)
     gate.on_turned_away = dispatcher.turned_away

@@ -49,7 +49,10 @@ class Answers:
             except (ApiError, InvalidRequestError) as error:
                 typed = as_api_error(error)
             if typed.code == MODEL_CHANGED:
-                raise BatchError("the model was replaced by another one while the batch ran; begin it anew")
+                raise BatchError(
+                    "while the batch ran, the replicas were replaced by such as run another model, or compute it "
+                    "otherwise; run it again with --resume, which goes on or says why it cannot"
+                )
             if not typed.retryable or attempt == RETRIES:
                 return failed(row, typed)
             logger.info("row %d is tried again: %s", row, typed.message)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
+from cluster.admission.room import Room, RoomConfig
 from cluster.dispatcher import Dispatcher
 
 QUIET_SECONDS = 1.0  # without a sequence of others, after which nobody else is there
@@ -13,12 +13,8 @@ QUIET_SECONDS = 1.0  # without a sequence of others, after which nobody else is 
 
 def whole_room(dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_tokens: int) -> Room:
     """Return bounds that keep the replicas full. max_num_seqs, max_num_batched_tokens: of one replica's step."""
-
-    def present() -> ReplicaRoom:
-        # Without a replica some rows wait in the dispatcher, for as long as it takes until one is there.
-        return dispatcher.room() or ReplicaRoom(1, UNBOUNDED)
-
-    return Room(RoomConfig(max_num_seqs, max_num_batched_tokens), present, dispatcher.counters.outcomes.total)
+    sizes = RoomConfig(max_num_seqs, max_num_batched_tokens)
+    return Room(sizes, dispatcher.room, dispatcher.counters.outcomes.total)
 
 
 class Filler:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from cluster.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Task
@@ -16,6 +17,7 @@ from cluster.openai.validation import parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 from engine.request import Request
 
+logger = logging.getLogger(__name__)
 _PARSE: Mapping[str, tuple[Parse, str]] = {CHAT: (parse_chat, "chatcmpl-"), COMPLETIONS: (parse_completion, "cmpl-")}
 
 
@@ -52,7 +54,7 @@ class Preparer:
     job: in few characters; equal for equal jobs; answers are named by it. seed: rows that bring none draw by it and
     their number. created: seconds since 1970. salt_of: makes a row's salt of the prefix cache that of its tenant.
     priority: in place of the rows' own. None = as the rows say. lot: what sets the draws apart from those of another
-    batch with the same seed; "" = nothing. tenant: who is charged.
+    batch with the same seed; "" = nothing. tenant: who is charged. told: fields that had no use and were logged.
     """
 
     model: ServedModel
@@ -63,6 +65,7 @@ class Preparer:
     priority: int | None = None
     lot: str = ""
     tenant: str = ""
+    told: set[str] = field(default_factory=set)
 
     def prepare(self, task: Task) -> Prepared:
         """Check and tokenize; raises `ApiError` or `InvalidRequestError` in the words of the row's own fields."""
@@ -70,10 +73,12 @@ class Preparer:
             raise ApiError("invalid_request", task.problem, param=task.param)
         if task.url == EMBEDDINGS:
             embedding = embedding_call(task.body, self.model)
+            self._tell_ignored(task, embedding.ignored)
             own = self._own(embedding.requests)
             return _prepared(task, replace(embedding, requests=own), own)
         parse, prefix = _PARSE[task.url]
         parsed = parse(task.body, self.model)
+        self._tell_ignored(task, parsed.ignored)
         seed = parsed.seed if parsed.params.seed is not None else _number(self.lot, self.seed, task.row, b"seed") >> 1
         name = f"{prefix}{_number(self.job, self.seed, task.row, b'id'):016x}"
         call = replace(parsed, request_id=name, seed=seed, created=self.created, tells_cache=False)
@@ -82,6 +87,13 @@ class Preparer:
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
         return _prepared(task, call, self._own(requests))
+
+    def _tell_ignored(self, task: Task, names: Sequence[str]) -> None:
+        """An answer's line has no place for them, so the log names each once."""
+        for name in names:
+            if name not in self.told:
+                self.told.add(name)
+                logger.info("row %d sends %s, which has no use here; other rows may, too", task.row, name)
 
     def _own(self, requests: Sequence[Request]) -> tuple[Request, ...]:
         """Return requests with what the row does not decide."""

@@ -20,6 +20,7 @@ FAULTS = (
     "replica_lost",
     "model_changed",
     "out_of_memory",
+    "prompt_logprobs_out_of_memory",
     "shutting_down",
     "internal_error",
     "request_quarantined",

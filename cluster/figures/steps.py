@@ -13,7 +13,7 @@ from cluster.figures.samples import by_label, family_of, histogram_of
 from engine.report import Finish, StepReport
 from engine.request import FinishReason
 
-DRAINING = "draining"  # code of a refusal: this replica takes nothing new
+BROKEN = "internal_error"  # code of a refusal: the request could not be read or handled
 _PHASES = (
     "request_queue_time_seconds",
     "request_prefill_time_seconds",
@@ -84,7 +84,7 @@ class StepFigures:
         for name, histogram in self._histograms.items():
             yield histogram_of(name, (model,), histogram)
         yield histogram_of("rank_forward_seconds", (model,), self._device)
-        ended, refused = by_label(FinishReason, self._ended), by_label((DRAINING,), self._refused)
+        ended, refused = by_label(FinishReason, self._ended), by_label((BROKEN,), self._refused)
         yield family_of("engine_choices_ended", {(model, str(reason)): n for reason, n in ended.items()})
         yield family_of("submits_refused", {(model, code): n for code, n in refused.items()})
         yield family_of("engine_requests_resumed", {(model,): self._resumed})

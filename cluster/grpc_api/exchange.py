@@ -18,6 +18,7 @@ from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
 from cluster.log_lines import about
+from cluster.openai.hints import HEADER as IGNORED
 from cluster.routing.session import HEADER as SESSION_HEADER
 from cluster.tracing import semantics as names
 from engine.errors import InvalidRequestError
@@ -40,7 +41,7 @@ class Exchange:
     without one. arrival: on the event loop's clock.
     model: id of the one that is asked, "" before it is known.
     session: the client's `x-session-id` as it came, "" without. tenant: whose key it has, "" before that is known.
-    trace: of the call, None where it is not traced.
+    trace: of the call, None where it is not traced. ignored: fields of the request that had no use.
     """
 
     method: str
@@ -54,6 +55,7 @@ class Exchange:
     session: str = ""
     tenant: str = ""
     trace: CallTrace | None = None
+    ignored: tuple[str, ...] = ()
 
     def deadline(self) -> float | None:
         """Return when the call ends at the latest, on the event loop's clock; raises `ApiError` for bad metadata."""
@@ -77,7 +79,8 @@ class Exchange:
 
     def trailing(self) -> tuple[tuple[str, str], ...]:
         """Return what follows a complete answer."""
-        return (("x-request-id", self.shown_id), *self.traced())
+        ignored = ((IGNORED, ", ".join(self.ignored)),) if self.ignored else ()
+        return (("x-request-id", self.shown_id), *ignored, *self.traced())
 
 
 def metadata_value(metadata: Metadata | None, name: str) -> str:

@@ -85,11 +85,11 @@ class InferenceService:
     async def Embed(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
         """Turn texts into vectors."""
         async with self._exchange("Embed", context) as rpc, await self._visit(rpc) as visit:
-            request = await self._off_loop.run(len(body), lambda: parsed(pb.EmbedRequest, body))
+            request = await self._off_loop.run(len(body), lambda: parsed(pb.EmbedRequest, body), visit.tenant.name)
             fields = embedding_fields(request)
             front = self._asked(fields, rpc, visit)
-            call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model))
-            rpc.id = call.request_id
+            call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model), visit.tenant.name)
+            rpc.id, rpc.ignored = call.request_id, call.ignored
             await visit.charge_prompt(call.num_tokens)
             track = front.metrics.track(call.requests, visit.charge_output)
             async with self._live.running(call.request_id, visit.tenant.name):
@@ -148,10 +148,13 @@ class InferenceService:
     async def _generate(self, kind: _Kind, body: bytes, context: grpc.aio.ServicerContext) -> None:
         method = "Generate" if kind is _GENERATE else "Chat"
         async with self._exchange(method, context) as rpc, await self._visit(rpc) as visit:
-            fields, told = await self._off_loop.run(len(body), lambda: _read(kind, body))
+            fields, told = await self._off_loop.run(len(body), lambda: _read(kind, body), visit.tenant.name)
             front = self._asked(fields, rpc, visit)
-            call, requests = await self._off_loop.run(len(body), lambda: _built(kind, fields, front.model))
+            call, requests = await self._off_loop.run(
+                len(body), lambda: _built(kind, fields, front.model), visit.tenant.name
+            )
             rpc.id, rpc.client_id = call.request_id, rpc.client_id or call.client_id
+            rpc.ignored = call.ignored
             await visit.charge_prompt(sum([len(request.prompt_token_ids) for request in requests]))
             responses = kind.responses(call, front.model.tokenizer, *told)
             async with self._live.running(call.request_id, visit.tenant.name):

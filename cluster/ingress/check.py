@@ -1,14 +1,19 @@
-"""Tells whether requests reach this router through an ingress that would tell clients of its death, and of theirs."""
+"""Tells whether requests reach this router through an ingress that would tell clients of its death, and of theirs.
+
+And sees to it that no answer is far ahead of its client: Ray Serve takes all that it is given, and keeps it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, MARK
+from cluster.ingress.guard import ASKS_TAKEN, CALLBACK, CALLBACK_VARIABLE, MARK, TAKEN, TELLS_TAKEN, WINDOWED
 
+WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
 UNGUARDED = (
     "requests come through a proxy of Ray Serve that is not guarded: a client that trusts the end of a body may take "
     "a stream whose router died for whole. Start Ray, on every node, with "
@@ -27,12 +32,55 @@ class IngressCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Look at one request and pass it on (ASGI)."""
+        receive = until_lost(receive)
         if scope["type"] == "http":
-            self.guarded = any(name == MARK for name, _ in scope["headers"])
+            marks = [value for name, value in scope["headers"] if name == MARK]
+            self.guarded = bool(marks)
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-        await self._app(scope, until_lost(receive), send)
+            if marks == [TELLS_TAKEN]:  # one of an earlier version tells nothing
+                scope.setdefault("state", {})[WINDOWED] = True
+                window = _Window(receive, send)
+                receive, send = window.receive, window.send
+        await self._app(scope, receive, send)
+
+
+class _Window:
+    """One exchange: sending waits while `WINDOW` bytes of the body are more than the client has taken.
+
+    The last message of a body does not wait, so that a stream can be ended whose client reads no more. Whoever sends
+    more than one message of body must receive meanwhile, as it must anyway to hear that the client has left.
+    """
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._sent = 0
+        self._taken = 0
+        self._left = False
+        self._moved = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """Return the next message for the app, and take in those that are not."""
+        while (message := await self._receive())["type"] == TAKEN:
+            self._taken = message["bytes"]
+            self._moved.set()
+        if message["type"] == "http.disconnect":
+            self._left = True
+            self._moved.set()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on once it fits."""
+        if message["type"] == "http.response.start":
+            message = {**message, ASKS_TAKEN: True}
+        elif message["type"] == "http.response.body":
+            while message.get("more_body") and self._sent - self._taken >= WINDOW and not self._left:
+                self._moved.clear()
+                await self._moved.wait()
+            self._sent += len(message.get("body", b""))
+        await self._send(message)
 
 
 def until_lost(receive: Receive) -> Receive:

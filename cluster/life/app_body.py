@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -18,11 +18,15 @@ OLD_SECONDS = 15.0  # from which on a picture says nothing of now
 
 @dataclass(frozen=True, slots=True)
 class ModelViews:
-    """What a router sees of one model's replicas. `deployment`: what Serve calls these."""
+    """What a router sees of one model's replicas. `deployment`: what Serve calls these.
+
+    unlinked: why it has no link to some that it knows of, by id.
+    """
 
     model: str
     deployment: str
     replicas: Sequence[ReplicaView]
+    unlinked: Mapping[str, str] = field(default_factory=dict)
 
 
 def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews], notice: str = "") -> dict[str, Any]:
@@ -37,7 +41,7 @@ def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews],
         starts = [] if seen is None else seen.starts.get(one.deployment, [])
         known = None if app is None else app.deployments.get(one.deployment)
         present = None if known is None else known.present
-        found = replica_states(one.replicas, starts, present, time.time())
+        found = replica_states(one.replicas, starts, present, time.time(), one.unlinked)
         states += [state.public() | {"model": one.model} for state in found]
     notice = _notice(app) or notice
     return {

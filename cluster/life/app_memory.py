@@ -50,6 +50,15 @@ class AppMemory:
     def seen(self, at: float) -> None:
         control_store.put(self._prefix + "seen", str(at).encode())
 
+    def is_first(self, deployment: str, version: str, who: str) -> bool:
+        """Return whether nobody but `who` has asked this before of the deployment in this version."""
+        asked = f"{self._prefix}first/{deployment}/"
+        first = control_store.create(asked + version, who.encode())
+        for key in control_store.keys(asked):
+            if first and key != (asked + version).encode():
+                control_store.delete(key)
+        return first
+
     def forget(self) -> None:
         """Forget all of it."""
         for key in control_store.keys(self._prefix):

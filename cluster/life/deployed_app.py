@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,8 @@ from cluster.life.rollback import GoodVersion
 logger = logging.getLogger(__name__)
 
 DECLARATIVE = "declarative"  # deployed from a config file
-CLAIM = "/rollback"  # apps of one config file are written together, so one after the other
+# Apps of one config file are written together, so one after the other. No app's memory has a name that begins so.
+CLAIM = "//rollback"
 CLAIM_SECONDS = 30.0
 
 
@@ -75,20 +76,30 @@ class DeployedApp:
             return False
         module, function = self.builder.split(":")
         target = getattr(importlib.import_module(module), function)(version.args, version.versions)
-        if not self._may_restore(_details()):  # asked last: building may take seconds, in which a user deploys
-            return False
-        serve.run_many(
-            [serve.RunTarget(target, name=self.app, route_prefix=version.route_prefix)],
-            wait_for_ingress_deployment_creation=False,
-            wait_for_applications_running=False,
-        )
-        return True
+
+        def run(_: Mapping[str, Any]) -> None:
+            serve.run_many(
+                [serve.RunTarget(target, name=self.app, route_prefix=version.route_prefix)],
+                wait_for_ingress_deployment_creation=False,
+                wait_for_applications_running=False,
+            )
+
+        return self._claimed(run)  # asked last: building may take seconds, in which a user deploys
 
     def _apply(self, config: Mapping[str, Any]) -> bool:
-        with control_store.claim(CLAIM, CLAIM_SECONDS) as claimed:
-            if not claimed or not self._may_restore(details := _details()):
-                return False
+        def apply(details: Mapping[str, Any]) -> None:
             serve_context._get_global_client().deploy_apps(_with(details, self.app, config))
+
+        return self._claimed(apply)
+
+    def _claimed(self, deploy: Callable[[Mapping[str, Any]], None]) -> bool:
+        """Deploy unless that is not to be (any more), while no other router does; return whether it was."""
+        with control_store.claim(CLAIM, CLAIM_SECONDS) as holds:
+            if not self._may_restore(details := _details()):
+                return False
+            if not holds():  # Serve took so long to answer
+                raise TimeoutError(f"Serve did not tell within {CLAIM_SECONDS:g} s how the app is")
+            deploy(details)
             return True
 
     def _may_restore(self, details: Mapping[str, Any]) -> bool:

@@ -1,14 +1,17 @@
-"""Asks Serve who serves while a router starts."""
+"""What Serve says of an app's routers: who serves while one starts, and among how many the replicas are shared."""
 
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from cluster.life.app_body import fresh
 from cluster.life.app_status import app_state
+from cluster.life.app_watch import AppPicture
 from cluster.life.start_gate import UpdateFailedError
 
 logger = logging.getLogger(__name__)
@@ -39,3 +42,13 @@ class OtherRouters:
                 raise UpdateFailedError(f"the new version does not start: {one.reason}")
         routers = state.deployments.get(self.deployment)
         return routers.running if routers is not None and any(one.present for one in replicas) else 0
+
+    def sharing(self, picture: AppPicture | None, configured: int) -> int:
+        """Return how many routers serve by the latest picture, the one that asks among them.
+
+        configured: what to return where the picture is old, or has none serve yet.
+        """
+        seen = fresh(picture, time.monotonic())
+        app = None if seen is None else seen.app
+        routers = None if app is None else app.deployments.get(self.deployment)
+        return (0 if routers is None else routers.running) or configured

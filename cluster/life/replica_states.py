@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +51,23 @@ class ReplicaState:
 
 
 def replica_states(
-    views: Iterable[ReplicaView], starts: Sequence[tuple[StartRecord, bool]], present: int | None, now: float
+    views: Iterable[ReplicaView],
+    starts: Sequence[tuple[StartRecord, bool]],
+    present: int | None,
+    now: float,
+    unlinked: Mapping[str, str] | None = None,
 ) -> list[ReplicaState]:
     """Return the replicas, those that serve first.
 
     starts: records with whether the process lives. present: how many Serve counts that serve or will; None = unknown.
-    now: seconds since the epoch.
+    now: seconds since the epoch. unlinked: why the router has no link to some that it knows of, by id.
     """
     linked = [_linked(view) for view in views]
     known = {state.replica_id for state in linked}
     alive = [record for record, lives in starts if lives and record.replica_id not in known]
-    coming = [_coming(record, now) for record in sorted(alive, key=lambda record: record.began)]
+    why = unlinked or {}
+    records = sorted(alive, key=lambda record: record.began)
+    coming = [_coming(record, now, why.get(record.replica_id, "")) for record in records]
     missing = 0 if present is None else present - len(coming) - sum(state.state != DRAINING for state in linked)
     records = [record for record, _ in starts]
     failures, reason = failures_in_a_row(records, {record.actor for record, lives in starts if lives}, now)
@@ -80,7 +86,7 @@ def _linked(view: ReplicaView) -> ReplicaState:
     )
 
 
-def _coming(record: StartRecord, now: float) -> ReplicaState:
+def _coming(record: StartRecord, now: float, unlinked: str) -> ReplicaState:
     seconds = max(0.0, now - record.since)
     if record.state == "waiting":
         wait = max(0.0, record.next_try - now)
@@ -89,4 +95,5 @@ def _coming(record: StartRecord, now: float) -> ReplicaState:
         return ReplicaState(record.replica_id, CRASH_LOOPING, seconds, "", record.reason, record.failures + 1)
     # One that is ready but has no link: routers have yet to find it.
     phase = record.phase or ("linking" if record.state == "ready" else "")
-    return ReplicaState(record.replica_id, STARTING, seconds, phase, record.last_reason, record.failures)
+    reason = unlinked or record.last_reason
+    return ReplicaState(record.replica_id, STARTING, seconds, phase, reason, record.failures)

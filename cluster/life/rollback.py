@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -78,17 +79,25 @@ class Rollback:
     of the failed version. Where several do, it is the same deed. Before the next time the app must have been whole
     again, so that two versions which both fail do not take turns for ever.
 
-    notice: what became of the last update, if it failed. clock: seconds since the epoch.
+    notice: what became of the last update, if it failed. time_of_day: seconds since the epoch, which may jump; a
+    router that knows the app goes by `clock`, which nobody sets.
     """
 
-    def __init__(self, deployed: Deployed, memory: Memory, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        deployed: Deployed,
+        memory: Memory,
+        time_of_day: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.notice = ""
         self._deployed = deployed
         self._memory = memory
+        self._time_of_day = time_of_day
         self._clock = clock
         self._belongs = False  # whether this router belongs to the version that is whole
         self._before = ("", 0.0)
-        self._refreshed = -REFRESH
+        self._refreshed = -math.inf
         self._failed_looks = 0
         self._refused = 0
 
@@ -97,6 +106,7 @@ class Rollback:
         now = (state.status, state.deployed_at)
         if state.status == DELETING:
             self._memory.forget()
+            self._refreshed = -math.inf
             return
         if state.status == RUNNING and now != self._before:
             self._is_whole()
@@ -122,11 +132,12 @@ class Rollback:
 
     def _refresh(self) -> None:
         now = self._clock()
-        if abs(now - self._refreshed) >= REFRESH and (self._belongs or self._is_fresh()):
-            self._memory.seen = self._refreshed = now
+        if now - self._refreshed >= REFRESH and (self._belongs or self._is_fresh()):
+            self._memory.seen, self._refreshed = self._time_of_day(), now
 
     def _is_fresh(self) -> bool:
-        return abs(self._clock() - self._memory.seen) < STALE
+        known = self._clock() - self._refreshed < STALE
+        return known or abs(self._time_of_day() - self._memory.seen) < STALE
 
     def _has_failed(self, state: AppState) -> None:
         good, undone = self._memory.good, self._memory.undone
@@ -136,7 +147,7 @@ class Rollback:
             return
         if self._restored(good):
             logger.error("the update failed and is rolled back: %s", state.failure)
-            self._memory.undone = Undone(state.failure, self._clock())
+            self._memory.undone = Undone(state.failure, self._time_of_day())
         else:
             self._refused += 1
 

@@ -51,6 +51,7 @@ class FaultyLink(ReplicaLink):
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._held: list[Up] = []
+        self._to_drop: list[type[Up | Down]] = []
         self._late: BlockUpdate | None = None
         self._ended: LinkClosedError | None = None
         self._pump = asyncio.create_task(self._receive_all())
@@ -59,7 +60,9 @@ class FaultyLink(ReplicaLink):
         """Pass the message on, or hold it, or lose it."""
         if self._ended is not None:
             raise LinkClosedError(self._ended.code, self._ended.message)
-        if not self._flowing.is_set():
+        if type(message) in self._to_drop:
+            self._to_drop.remove(type(message))
+        elif not self._flowing.is_set():
             self._held.append(message)
         elif self._rng.random() >= self._plan.drop_up:
             self._pass_on(message)
@@ -74,6 +77,10 @@ class FaultyLink(ReplicaLink):
             self._news.clear()
             await self._news.wait()
         return self._ready.popleft()
+
+    def drop_next(self, kind: type[Up | Down]) -> None:
+        """Lose the next message of this kind, whichever way it goes."""
+        self._to_drop.append(kind)
 
     def inject(self, message: Down) -> None:
         """Let `message` arrive now, whoever said it and whenever."""
@@ -155,6 +162,9 @@ class FaultyLink(ReplicaLink):
         return structs.replace(report, blocks=blocks)
 
     def _arrive(self, message: Down) -> None:
+        if type(message) in self._to_drop:
+            self._to_drop.remove(type(message))
+            return
         if isinstance(message, Report) and (self._plan.drop_blocks or self._plan.late_blocks):
             message = self._with_blocks(message)
         copies = 2 if self._rng.random() < self._plan.repeat else 1

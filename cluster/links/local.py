@@ -19,7 +19,17 @@ from cluster.link import (
     RouterLink,
 )
 from cluster.links.pipe import FramePipe
-from cluster.messages import DamagedMessageError, Down, Hello, Up, Welcome, decode_down, decode_up, encode
+from cluster.messages import (
+    DamagedMessageError,
+    DamagedSubmitError,
+    Down,
+    Hello,
+    Up,
+    Welcome,
+    decode_down,
+    decode_up,
+    encode,
+)
 
 
 class _LocalEnd(Link[Out, In]):
@@ -46,6 +56,8 @@ class _LocalEnd(Link[Out, In]):
         frame = await self._receiving.get()
         try:
             return self._decode(frame)
+        except DamagedSubmitError:
+            raise
         except DamagedMessageError as error:
             self.close(DAMAGED, str(error))
             raise LinkClosedError(DAMAGED, str(error)) from error

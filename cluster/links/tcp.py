@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 
 from cluster.link import (
     CLOSED,
     DAMAGED,
+    OTHER_PROTOCOL,
+    REFUSED,
     In,
     Link,
     LinkAddress,
     LinkClosedError,
     LinkLimits,
     LinkRefusedError,
+    OtherProtocolError,
     Out,
     ReplicaLink,
     RouterLink,
@@ -29,6 +33,7 @@ from cluster.links.framing import FrameStream
 from cluster.messages import (
     PROTOCOL_VERSION,
     DamagedMessageError,
+    DamagedSubmitError,
     Down,
     Hello,
     Up,
@@ -37,6 +42,8 @@ from cluster.messages import (
     decode_up,
     encode,
 )
+
+logger = logging.getLogger(__name__)
 
 GREETING = b"squadron "  # followed by the secret
 GREETING_BYTES = 1024  # longest frame of somebody who is not known yet
@@ -61,6 +68,8 @@ class _TcpEnd(Link[Out, In]):
         frame = await self._stream.receive()
         try:
             return self._decode(frame)
+        except DamagedSubmitError:
+            raise
         except DamagedMessageError as error:
             self.close(DAMAGED, str(error))
             raise LinkClosedError(DAMAGED, str(error)) from error
@@ -88,7 +97,10 @@ class TcpRouterLink(_TcpEnd[Down, Up], RouterLink):
 
 
 async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | None = None) -> TcpReplicaLink:
-    """Open a link to the replica at `address`. Raises `LinkRefusedError` within `HELLO_TIMEOUT` seconds."""
+    """Open a link to the replica at `address`.
+
+    Raises `LinkRefusedError` within `HELLO_TIMEOUT` seconds; `OtherProtocolError` where trying again is of no use.
+    """
     limits = limits or LinkLimits()
     stream = FrameStream(limits.max_up_bytes, limits.max_message_bytes, limits.max_message_bytes)
     try:
@@ -100,6 +112,8 @@ async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | Non
             welcome = await link.receive()
     except (OSError, LinkClosedError) as error:  # TimeoutError is an OSError
         stream.close()
+        if isinstance(error, LinkClosedError) and error.code == OTHER_PROTOCOL:
+            raise OtherProtocolError(error.message) from error
         reason = str(error) or "no answer in time"
         raise LinkRefusedError(f"no link to {address.host}:{address.port}: {reason}") from error
     except BaseException:
@@ -153,11 +167,14 @@ class LinkServer:
             link.hello = hello
             await self._serve(link)
         except TimeoutError:
-            stream.close("refused", f"the first message must come within {HELLO_TIMEOUT:g} s")
+            stream.close(REFUSED, f"the first message must come within {HELLO_TIMEOUT:g} s")
         except LinkRefusedError as error:
-            stream.close("refused", str(error))
+            stream.close(OTHER_PROTOCOL if isinstance(error, OtherProtocolError) else REFUSED, str(error))
         except LinkClosedError:
             return  # gone before it said who it is, or while it was served
+        except Exception:
+            logger.exception("a link could not be served")
+            stream.close(DAMAGED, "the link could not be served")
         finally:
             stream.close(CLOSED, "the replica serves the link no more")
             await stream.over.wait()
@@ -173,7 +190,7 @@ class LinkServer:
         if not isinstance(hello, Hello):
             raise LinkRefusedError("the first message must be a Hello")
         if hello.protocol != PROTOCOL_VERSION:
-            raise LinkRefusedError(
+            raise OtherProtocolError(
                 f"this replica speaks link protocol {PROTOCOL_VERSION}, the router {hello.protocol}"
             )
         return hello

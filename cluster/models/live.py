@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.admission.start import fair_gate
+from cluster.admission.start import dispatcher_config, fair_gate
 from cluster.config import ClusterConfig
 from cluster.directory import ReplicaDirectory
-from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.figures.costs import CostCollector
 from cluster.figures.requests import RequestCollector
@@ -26,7 +26,10 @@ from engine.fingerprint import vocabulary_fingerprint
 
 
 class LiveModel:
-    """Made on the router's event loop. `front` is what the ingresses see of it."""
+    """Made on the router's event loop. `front` is what the ingresses see of it.
+
+    routers: how many routers share the replicas now. rouse: as in `ReplicaDirectory`.
+    """
 
     def __init__(
         self,
@@ -35,18 +38,16 @@ class LiveModel:
         model: ServedModel,
         replicas: DeploymentHandle[Any],
         metrics: Metrics,
+        routers: Callable[[], int],
+        rouse: Callable[[], bool],
     ) -> None:
-        times = DispatcherConfig(
-            stall_timeout=config.stall_timeout,
-            progress_timeout=2 * config.step_timeout,
-            admission_wait=config.cold_start_timeout if config.scales_to_zero else ADMISSION_WAIT,
-            routing_policy=config.routing_policy,
-        )
-        self._dispatcher = Dispatcher(times)
+        self._dispatcher = Dispatcher(dispatcher_config(config))
         vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
         self._cold_start = config.scales_to_zero
         scaled = config.max_replicas is not None
-        self._directory = ReplicaDirectory(router_id, replicas, self._dispatcher, vocabulary, on_demand=scaled)
+        self._directory = ReplicaDirectory(
+            router_id, replicas, self._dispatcher, vocabulary, on_demand=scaled, rouse=rouse
+        )
         self._deployment = replicas.deployment_name
         metrics.register(
             RequestCollector(
@@ -57,7 +58,7 @@ class LiveModel:
         metrics.register(CostCollector(model.model_id, self._dispatcher.replicas, self._dispatcher.counters))
         self.front = ModelFront(
             model,
-            fair_gate(config, self._dispatcher, self._logged(config, model)),
+            fair_gate(config, self._dispatcher, self._logged(config, model), routers),
             metrics.of(model.model_id, self._figures),
             ready=lambda: bool(self.ready()["ready"]),
             replicas=self._dispatcher.replicas,
@@ -70,7 +71,8 @@ class LiveModel:
 
     def views(self) -> ModelViews:
         """Return what this router sees of the model's replicas."""
-        return ModelViews(self.front.model_id, self._deployment, self._dispatcher.replicas())
+        replicas, unlinked = self._dispatcher.replicas(), self._directory.unlinked
+        return ModelViews(self.front.model_id, self._deployment, replicas, unlinked)
 
     def _logged(self, config: ClusterConfig, model: ServedModel) -> TokenSource:
         if not config.enable_log_requests:

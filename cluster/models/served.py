@@ -30,4 +30,5 @@ def served_model(config: ClusterConfig) -> ServedModel:
         pooling="mean" if config.embedding_pooling == "mean" else "last",
         matryoshka=matryoshka_of(read_json(folder.path / "config.json")),
         by_priority=engine.scheduling_policy == "priority",
+        strict_fields=config.strict_fields,
     )

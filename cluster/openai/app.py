@@ -87,7 +87,7 @@ def build_app(
         *FileRoutes(stored).routes(),
         *BatchRoutes(stored, off_loop, max_body_bytes).routes(),
         *_model_routes(models),
-        *_document_routes(),
+        *_document_routes(door.keyed),
         *_status_routes(metrics, models, ready),
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
@@ -124,10 +124,10 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
     }
 
 
-def _document_routes() -> list[Route]:
+def _document_routes(keyed: bool) -> list[Route]:
     @cache
     def document() -> bytes:
-        return json.encode(openapi())
+        return json.encode(openapi(keyed=keyed))
 
     async def show_document(_: Request) -> Response:
         return Response(document(), media_type="application/json")

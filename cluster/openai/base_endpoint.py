@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from cluster.errors import ApiError, as_api_error
 from cluster.log_lines import about
 from cluster.models.front import ModelFront
 from cluster.models.registry import Models
-from cluster.openai.http import Answer, ClientGone, read_body, until_disconnect
+from cluster.openai.http import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
 from cluster.openai.off_loop import OffLoop
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_json
@@ -22,6 +22,7 @@ from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
 from engine.wordless import wordless
 
+LAST_PATIENCE = 1.0  # seconds that the error may take on its way to a client that reads no more
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -45,6 +46,11 @@ class Incoming:
     exchange: dict[str, str]
     visit: Visit
 
+    def tell_ignored(self, names: Sequence[str]) -> None:
+        """Have the answer name fields of the request that had no use."""
+        if names:
+            self.exchange["ignored"] = ", ".join(names)
+
 
 class Responder(ABC):
     """An ASGI application. Every call ends in one whole answer or one typed error."""
@@ -59,6 +65,10 @@ class Responder(ABC):
             exchange["error"] = "cancelled"
             told = exchange["id"], exchange["client_id"], gone
             log.info("request %s (client id %r): %s", *told, extra=about(exchange))
+        except ClientStalled:
+            message = "the client read nothing of its answer for too long"
+            error = ApiError("slow_consumer", message, status=408, retryable=False)
+            await self._fail(answer, error, exchange, LAST_PATIENCE)
         except InvalidRequestError as error:
             await self._fail(answer, as_api_error(error), exchange)
         except ApiError as error:
@@ -68,15 +78,17 @@ class Responder(ABC):
             sorry = ApiError("internal_error", "the server failed; its log has more under this request id")
             await self._fail(answer, sorry, exchange)
 
-    async def _fail(self, answer: Answer, error: ApiError, exchange: dict[str, str]) -> None:
+    async def _fail(
+        self, answer: Answer, error: ApiError, exchange: dict[str, str], patience: float = READ_PATIENCE
+    ) -> None:
         error.request_id, exchange["error"] = exchange["id"], error.code
         told = exchange["id"], exchange["client_id"], error.status, error.code
         log.info("request %s (client id %r): %s %s", *told, extra=about(exchange))
-        await answer.error(error)
+        await answer.error(error, patience=patience)
 
     @abstractmethod
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
-        """Answer a request; raises `ApiError`, `InvalidRequestError` or `ClientGone`."""
+        """Answer a request; raises `ApiError`, `InvalidRequestError`, `ClientGone` or `ClientStalled`."""
 
 
 class Endpoint(Responder):
@@ -93,7 +105,7 @@ class Endpoint(Responder):
     async def _take(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
         """Find out which model is asked, and answer."""
         services = self._services
-        fields = await services.off_loop.run(len(body), lambda: parse_json(body))
+        fields = await services.off_loop.run(len(body), lambda: parse_json(body), visit.tenant.name)
         front = services.models.of(fields)
         exchange["model"] = front.model_id
         visit.ask(front.model_id, front.gate)
@@ -102,7 +114,7 @@ class Endpoint(Responder):
     async def _worked(self, incoming: Incoming, work: Callable[[Mapping[str, Any], ServedModel], T]) -> T:
         """Return what `work` makes of a request, which for long ones is done beside the event loop."""
         return await self._services.off_loop.run(
-            incoming.num_bytes, lambda: work(incoming.fields, incoming.front.model)
+            incoming.num_bytes, lambda: work(incoming.fields, incoming.front.model), incoming.visit.tenant.name
         )
 
     @abstractmethod

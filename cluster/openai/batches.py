@@ -68,4 +68,4 @@ class BatchRoutes:
     async def _fields(self, call: Call) -> Mapping[str, Any]:
         """Return the fields of a body; one that is empty has none."""
         body = await read_body(call.scope, call.receive, self._max_body_bytes, call.deadline)
-        return await self._off_loop.run(len(body), lambda: parse_json(body)) if body else {}
+        return await self._off_loop.run(len(body), lambda: parse_json(body), call.tenant) if body else {}

@@ -39,6 +39,7 @@ class Call:
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.
     tells_cache: whether the answer tells what a prefix cache spared, which depends on what else was asked.
+    ignored: fields of the client's that had no use (`Hints.names`).
     """
 
     request_id: str
@@ -62,6 +63,7 @@ class Call:
     thinking: type[ReasoningParser] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     tells_cache: bool = True
+    ignored: tuple[str, ...] = ()
 
     def clients_error(self, error: ApiError | InvalidRequestError) -> ApiError:
         """Return an error in the client's words, on every ingress: it names the field that the client sent."""

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from cluster.errors import ApiError
 from cluster.openai.field_types import Fields
+from cluster.openai.hints import Hints
 from cluster.openai.refusals import Refusal
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
@@ -19,19 +20,25 @@ _NO_REFUSALS: Mapping[str, Refusal] = {}
 T = TypeVar("T", bound=Fields)
 
 
-def checked_fields(schema: type[T], fields: Mapping[str, Any], refused: Mapping[str, Refusal] = _NO_REFUSALS) -> T:
-    """Return the fields as `schema`; a field that is null counts as not sent.
+def checked_fields(
+    schema: type[T],
+    fields: Mapping[str, Any],
+    refused: Mapping[str, Refusal] = _NO_REFUSALS,
+    hints: Hints | None = None,
+) -> T:
+    """Return the fields as `schema`; a field that is null counts as not sent. hints: notes those without use.
 
     Raises `InvalidRequestError` naming the first wrong field, unknown and refused ones before wrong types.
     """
+    hints = Hints(strict=True) if hints is None else hints
     given = {}
     for name, value in fields.items():
         if name not in schema.model_fields:
-            _refuse(name, value, refused, schema)
+            _refuse(name, value, refused, schema, hints)
         elif value is not None:
             given[name] = value
     try:
-        return schema.model_validate(given)
+        return schema.model_validate(given, context=hints)
     except ValidationError as error:
         raise _type_error(error, schema) from None
 
@@ -62,14 +69,18 @@ def unknown_model(name: str, known: Iterable[str]) -> ApiError:
     return ApiError("model_not_found", message, param="model")
 
 
-def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[Fields]) -> None:
+def _refuse(name: str, value: Any, refused: Mapping[str, Refusal], schema: type[Fields], hints: Hints) -> None:
     refusal = refused.get(name)
     if refusal is not None:
         if refusal.lets_through(value):
             return
-        raise InvalidRequestError(
+        error = InvalidRequestError(
             f"{name} is not supported by this server; {refusal.instead}", name, "unsupported_parameter"
         )
+        if not refusal.is_hint(value):
+            raise error
+        hints.leave(error)
+        return
     near = difflib.get_close_matches(name[:100], schema.model_fields, n=1, cutoff=0.75)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise InvalidRequestError(f"unknown field {name[:100]}{hint}", name[:100], "unknown_parameter")

@@ -61,21 +61,36 @@ Made by `python -m cluster.openai.conformance > docs/api.md`; a test keeps it up
 at `/openapi.json`.
 
 - Every field is honoured, or the request is refused with 400, and `error.param` names the field. A field that is null
-  counts as not sent. *Only* lists the values with which a refused field is let through, since they ask for nothing.
-- Where a setting needs something of the model (tools, thinking, names in messages), the chat template must read it.
+  counts as not sent, inside others, too. *Only* lists the values with which a refused field is let through, since
+  they ask for nothing.
+- A hint, which could not change the answer, is taken where nothing here has a use for it, and the answer's header
+  `x-squadron-ignored` names it (in a batch, the log). *Hint* lists values of refused fields that are. Others are what
+  the chat template does not read of `reasoning_effort`, `chat_template_kwargs`, `name` and `reasoning_content` (or
+  `reasoning`) of messages; `cache_control` of their parts; `index` of calls; what clients' libraries add to answers
+  that they send back (`parsed`, `annotations` and their like); empty strings in `stop`; `continuous_usage_stats`
+  without `include_usage`; of responses `reasoning.summary`, `text.verbosity`, and all of `include` but
+  log-probabilities. With `--strict-fields` they are refused.
+- What is said needs a chat template that reads it: `tools`, `tool_calls`, the role `tool`.
+- In chats, control tokens (`<|im_end|>`, `<tool_call>`) are the template's alone: in the text of users and tools they
+  are plain text. A developer's text may hold those that are not special tokens, a prompt of completions all.
 - Streams are OpenAI's: first a delta with the role, one terminal chunk per choice, with `include_usage` a chunk with
   empty `choices`, then `[DONE]`. An error in mid-stream is a data event with the error object, and no `[DONE]`.
-- Errors are `{"error": {message, type, param, code, retryable, request_id}}`; `x-request-id` is on every answer,
-  `Retry-After` on 429 and 503. Logs name a request by its id (`id` of an answer, `request_id` of an error) and the
-  client's own `x-request-id`.
+- Errors are `{"error": {message, type, param, code, retryable, request_id}}`. `x-request-id` is on every answer: what
+  the client sent, or else the id that the body tells. `Retry-After` is on 429 and 503. Logs name a request by its id
+  (`id` of an answer, `request_id` of an error) and the client's own `x-request-id`.
 - `x-request-timeout-seconds` on a POST is the time that its answer may take; then it ends in `deadline_exceeded`
   (504, or an error in mid-stream).
 - `x-session-id`, 1 to 256 printable ASCII characters without spaces, names the conversation that a request is of, for
   `--routing-policy session` ([cluster.md](cluster.md#routing)).
+- Pages of other sites may use a server with keys: a preflight (CORS) is answered, and answers can be read. One
+  without keys refuses them.
 - `finish_reason` is `stop`, `length` or `tool_calls`.
 - `/v1/files` and `/v1/batches` need `--batch-dir` ([batch.md](batch.md#on-a-server)); without fields are
   `GET` and `DELETE /v1/files/ID`, `GET /v1/files/ID/content`, `GET /v1/batches/ID`, `POST /v1/batches/ID/cancel`.
 """
+
+
+_KINDS = {str: "any text", int: "any number", float: "any number", dict: "any object"}  # of hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,9 @@ def _row(name: str, table: Table) -> str:
     refusal = table.refused[name]
     values = ", ".join([f"`{json.encode(value).decode()}`" for value in refusal.neutral])
     only = f" Only {values}." if values else ""
-    return f"| `{name}` | refused | {refusal.instead[0].upper()}{refusal.instead[1:]}.{only} |\n"
+    hints = ", ".join(dict.fromkeys([_KINDS.get(one) or f"`{json.encode(one).decode()}`" for one in refusal.hints]))
+    hint = f" Hint: {hints}." if hints else ""
+    return f"| `{name}` | refused | {refusal.instead[0].upper()}{refusal.instead[1:]}.{only}{hint} |\n"
 
 
 def _honoured(table: Table) -> dict[str, str]:

@@ -33,7 +33,8 @@ class Opening:
     def __init__(self, call: Call, number: int, prompt: PromptResult, tokenizer: Tokenizer) -> None:
         sent = call.prompts[number]
         self._as_sent = isinstance(sent, str) and call.prompt_options.truncate is None
-        decoded = "" if self._as_sent else tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        skip = call.params.skip_special_tokens
+        decoded = "" if self._as_sent else tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
         self._text = str(sent) if self._as_sent else decoded
         self._prompt = prompt
         self._params = call.params
@@ -63,10 +64,13 @@ class Opening:
     def _place(self) -> Iterator[PlacedLogprob]:
         """The first token has no log-probability."""
         ids = self._prompt.token_ids
-        # A text as it was sent has none of the special tokens that the tokenizer added.
-        (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=self._as_sent))
+        skip, added = self._params.skip_special_tokens, 0
+        if self._as_sent:  # all that was sent is shown, and none of the special tokens that the tokenizer added
+            added = self._tokenizer.decode(ids, skip_special_tokens=False).find(self._text)
+            skip, added = added < 0, max(added, 0)
+        (stream,) = self._tokenizer.text_streams(SamplingParams(skip_special_tokens=skip))
         for token_id, logprob in zip(ids, [None, *self._prompt.logprobs], strict=True):
-            offset = min(stream.num_chars, len(self._text))
+            offset = min(max(stream.num_chars - added, 0), len(self._text))
             known = TokenLogprob(token_id, 0.0) if logprob is None else logprob
             yield PlacedLogprob(known, offset, told=logprob is not None)
             stream.push((token_id,))

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from cluster.openai.field_types import Fields, Label, Prompt, note
-from cluster.openai.refusals import Refusal
+from cluster.openai.refusals import SENT_ANYWHERE, Refusal
 from engine.request import Pooling
 
 MAX_INPUTS = 2048
@@ -62,6 +62,7 @@ class EmbeddingFields(Fields):
 
 
 REFUSED_EMBEDDING: Mapping[str, Refusal] = {
+    **SENT_ANYWHERE,
     "normalize": Refusal((True,), "embeddings always have length 1"),
     "truncate_prompt_tokens": Refusal((), "cut the input yourself: what is left out changes its meaning"),
     "messages": Refusal((), "render them with the chat template and send the text as input"),

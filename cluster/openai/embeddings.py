@@ -21,10 +21,11 @@ from cluster.openai.base_endpoint import Endpoint, Incoming
 from cluster.openai.checking import check_priority, checked_fields, refuse_other_models
 from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Prompt
+from cluster.openai.hints import Hints
 from cluster.openai.http import Answer
 from cluster.openai.served_model import ServedModel
 from cluster.tasks import first_error
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError, PromptTooLongError, context_words
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -38,13 +39,14 @@ Vector = NDArray[np.float32]
 class EmbeddingCall:
     """One accepted call: a request for each input, in order, and how to answer.
 
-    dimensions: length to cut the vectors to, None = whole.
+    dimensions: length to cut the vectors to, None = whole. ignored: fields of the client's that had no use.
     """
 
     request_id: str
     requests: tuple[Request, ...]
     encoding: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -54,7 +56,8 @@ class EmbeddingCall:
 
 def embedding_call(fields: Mapping[str, Any], model: ServedModel) -> EmbeddingCall:
     """Check and tokenize a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = checked_fields(EmbeddingFields, fields, REFUSED_EMBEDDING)
+    hints = Hints(model.strict_fields)
+    checked = checked_fields(EmbeddingFields, fields, REFUSED_EMBEDDING, hints)
     refuse_other_models(checked.model, model)
     _check_dimensions(checked.dimensions, model)
     check_priority(checked.priority, model)
@@ -74,7 +77,7 @@ def embedding_call(fields: Mapping[str, Any], model: ServedModel) -> EmbeddingCa
         )
         for i, one in enumerate(checked.input)
     ]
-    return EmbeddingCall(request_id, tuple(requests), checked.encoding_format, checked.dimensions)
+    return EmbeddingCall(request_id, tuple(requests), checked.encoding_format, checked.dimensions, hints.names)
 
 
 def finished_vector(state: Sequence[float], dimensions: int | None) -> Vector:
@@ -99,6 +102,7 @@ class EmbeddingsEndpoint(Endpoint):
         front, visit = incoming.front, incoming.visit
         call = await self._worked(incoming, embedding_call)
         incoming.exchange["id"] = call.request_id
+        incoming.tell_ignored(call.ignored)
         await visit.charge_prompt(call.num_tokens)
         track = front.metrics.track(call.requests, visit.charge_output)
         vectors = await embedded(call, visit.source, track)
@@ -171,8 +175,10 @@ def _token_ids(text: Prompt, param: str, checked: EmbeddingFields, model: Served
     if not ids:
         raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
     if len(ids) >= model.longest_sequence:
+        words = context_words(model.longest_sequence, model.longest_sequence < model.max_model_len)
         raise PromptTooLongError(
-            f"{param} has {len(ids)} tokens; this server embeds at most {model.longest_sequence - 1}; split it", param
+            f"{words}{param} has {len(ids)} tokens; at most {model.longest_sequence - 1} can be embedded: split it",
+            param,
         )
     return tuple(ids)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from cluster.errors import ApiError
@@ -45,6 +46,7 @@ class GenerationEndpoint(Endpoint):
         call, requests = await self._worked(incoming, self._built)
         exchange["id"] = call.request_id
         exchange["client_id"] = exchange["client_id"] or call.client_id
+        incoming.tell_ignored(call.ignored)
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
         track = front.metrics.track(requests, visit.charge_output)
@@ -69,15 +71,18 @@ class GenerationEndpoint(Endpoint):
         answer: Answer,
     ) -> None:
         """Send frames as deltas come. Nothing is sent before the first: an early error still gets its status."""
+        before = generation.usage
         async for delta in deltas:
             if call.continuous_usage:
-                frames.tell_usage(generation.usage)
+                usage = generation.usage
+                frames.tell_usage(usage, replace(before, cached_tokens=usage.cached_tokens))
+                before = usage
             if len(delta.logprobs) > MANY_LOGPROBS:
                 await answer.events(await asyncio.to_thread(frames.delta, delta))
             else:
                 await answer.events(frames.delta(delta))
-        usage = frames.usage(generation.usage) if call.include_usage else b""
-        await answer.end(usage + DONE)
+        last = frames.usage(generation.usage) if call.include_usage else b""
+        await answer.end(last + DONE)
 
 
 @asynccontextmanager

@@ -6,12 +6,23 @@ A wrong value raises with a message that reads on after "FIELD must ...".
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
+from cluster.openai.hints import Hints
 from engine.sampling_params import MAX_BIASES
 
 MAX_PROMPTS = 128
@@ -24,9 +35,42 @@ _STRINGS = {"type": "array", "items": {"type": "string"}}
 
 
 class Fields(BaseModel):
-    """Base of all request objects: exact types, nothing unknown."""
+    """Base of all request objects: exact types, nothing unknown. A field that is null counts as not sent.
+
+    hints: of fields that nothing reads, which clients send with the others all the same: name -> what the answer's
+    header calls it. They are dropped where `Hints` are given as the context of validation, and those are not strict.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    hints: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, given: Any, info: ValidationInfo) -> Any:
+        return cls._kept(given, info.context) if isinstance(given, dict) else given
+
+    @classmethod
+    def _kept(cls, given: Mapping[str, Any], context: Any) -> dict[str, Any]:
+        """Return what counts of an object, and of what is unknown the first alone: an error is made for each."""
+        known = _names(cls)
+        unknown = next((name for name, value in given.items() if name not in known and cls._counts(value)), None)
+        kept = {name: given[name] for name in known if name in given and cls._counts(given[name])}
+        if isinstance(context, Hints) and not context.strict:
+            for name, path in cls.hints.items():
+                if kept.pop(name, None) is not None:
+                    context.ignore(path)
+        return kept if unknown is None else {**kept, unknown: given[unknown]}
+
+    @classmethod
+    def _counts(cls, value: Any) -> bool:
+        """Whether a field with `value` was sent."""
+        return value is not None
+
+
+@cache
+def _names(schema: type[Fields]) -> tuple[str, ...]:
+    """What fields may be called in a request, hints among them."""
+    return (*[one.alias or name for name, one in schema.model_fields.items()], *schema.hints)
 
 
 def note(text: str, low: float | None = None, high: float | None = None, default: Any = None) -> Any:

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import StoredFile
+from cluster.ingress.guard import WINDOWED
 from cluster.openai.batch_fields import MOST_FILES, REFUSED_FILE, FileFields, FileListFields
 from cluster.openai.checking import checked_fields
 from cluster.openai.http import body_blocks, disconnected, refuse_encoded, until_disconnect
@@ -81,7 +82,7 @@ class FileRoutes:
             if call.scope["method"] == "HEAD":
                 await call.answer.file(_headers(stored), _nothing())
                 return
-            with self._under_way.sending(stored.size):
+            with self._under_way.sending(0 if call.scope["state"].get(WINDOWED) else stored.size):
                 sending = call.answer.file(_headers(stored), _blocks(content, threads))
                 await until_disconnect(call.receive, sending, call.answer)
                 await disconnected(call.receive)

@@ -45,7 +45,8 @@ class Frames(ABC):
         self._head = {"created": call.created, "model": model_id, **echoed}
         opening = {"id": call.request_id, "object": self.chunk_name, **self._head}
         self._opening = b"data: " + _encode(opening)[:-1] + b',"choices":['
-        self._set_tail(b',"usage":null}\n\n' if call.include_usage else b"}\n\n")
+        self._opening_tail = b',"usage":null}\n\n' if call.include_usage else b"}\n\n"
+        self._set_tail(self._opening_tail)
 
     def delta(self, delta: Delta) -> bytes:
         """Return the frames for one delta of a stream; b"" when there is nothing to show yet."""
@@ -65,8 +66,9 @@ class Frames(ABC):
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """Return one choice of an answer that is not streamed; `whole` has all its tokens, calls and logprobs."""
 
-    def tell_usage(self, usage: Usage) -> None:
-        """Put the usage so far into the frames that follow."""
+    def tell_usage(self, usage: Usage, before: Usage) -> None:
+        """Put the usage so far into the frames that follow; into one without tokens that `before` them."""
+        self._opening_tail = b',"usage":' + _encode(usage_body(before)) + b"}\n\n"
         self._set_tail(b',"usage":' + _encode(usage_body(usage)) + b"}\n\n")
 
     def usage(self, usage: Usage) -> bytes:
@@ -195,9 +197,9 @@ class ChatFrames(Frames):
 
     def _introduction(self, opening: bytes) -> bytes:
         """The first frame of a choice; the first of the call tells of the prompt as well."""
-        closing = self._closing
+        closing = b"]" + self._opening_tail
         if self._tells_ids and not self._heads:
-            closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._tail
+            closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._opening_tail
         return opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + closing
 
     def _parts(self, delta: Delta, opening: bytes) -> bytes:

@@ -14,11 +14,13 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
-from cluster.client_id import is_client_id
+from cluster.client_id import SERVERS_NAME, is_client_id
 from cluster.errors import ApiError
 from cluster.generation import CallContext
 from cluster.log_lines import about
 from cluster.metrics import Metrics
+from cluster.openai.cors import answer_preflight, is_preflight, shared_with_pages
+from cluster.openai.hints import HEADER as IGNORED
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
 from cluster.routing.session import HEADER as SESSION_HEADER
@@ -42,9 +44,10 @@ class Gate:
     `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
     `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either),
     `tenant` (a name) and, once they are known, `model` (the id) and `error` (the code of the answer that is one),
-    and `trace_id` where it is traced;
+    `ignored` (fields of the request, as `x-squadron-ignored` names them) and `trace_id` where it is traced;
     `scope["state"]["tenant"]` is the `Tenant`.
-    names_answers: whether answers get `x-request-id` here; not where the carrier of the app sets it.
+    names_answers: whether answers get `x-request-id` here; where the carrier of the app sets it, they get
+    `SERVERS_NAME`, by which `RouterLossGuard` puts it right.
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
     """
 
@@ -73,13 +76,19 @@ class Gate:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                name = exchange["client_id"] or exchange["id"]
-                named = [(b"x-request-id", name.encode())] if self._names_answers else []
+                named = [self._name(exchange)]
+                if ignored := exchange.get("ignored"):
+                    named.append((IGNORED.encode(), ignored.encode()))
+                if self._tenancy.keyed:
+                    named += shared_with_pages(headers)
                 message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
                 self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
             await send(message)
 
         try:
+            if is_preflight(scope, headers):
+                await answer_preflight(self._tenancy.keyed, send_named)
+                return
             tenant = state["tenant"] = self._tenant(scope, headers)
             exchange["tenant"] = tenant.name
             visit = await self._visit(tenant, headers, trace) if scope["method"] == "POST" else None
@@ -93,6 +102,12 @@ class Gate:
         async with visit:
             state["visit"] = visit
             await self._app(scope, receive, send_named)
+
+    def _name(self, exchange: dict[str, str]) -> tuple[bytes, bytes]:
+        """The header that names the request; a carrier that sets its own is put right by the guard before it."""
+        if not self._names_answers:
+            return SERVERS_NAME.encode(), exchange["id"].encode()
+        return b"x-request-id", (exchange["client_id"] or exchange["id"]).encode()
 
     async def _visit(self, tenant: Tenant, headers: Headers, trace: CallTrace | None) -> Visit:
         seconds = timeout_of(headers.getlist(HEADER))

@@ -27,7 +27,11 @@ _EVENTS = (
 
 
 class ClientGone(Exception):
-    """The client hung up, or reads no more: there is nobody left to answer."""
+    """The client hung up: there is nobody left to answer."""
+
+
+class ClientStalled(Exception):
+    """The client holds its connection and reads no more."""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int, deadline: float | None = None) -> bytes:
@@ -114,10 +118,10 @@ def _too_large(limit: int) -> ApiError:
 async def until_disconnect(
     receive: Receive, work: Coroutine[Any, Any, None], answer: Answer, patience: float = READ_PATIENCE
 ) -> None:
-    """Run `work`, but cancel it and raise `ClientGone` when the client hangs up, or takes nothing of `answer`.
+    """Run `work`, but cancel it when the client hangs up (`ClientGone`) or reads no more (`ClientStalled`).
 
-    Call it after the body was read: from then on the only message a client can send is that it left. A client counts
-    as gone when one and the same send was under way at two looks, `patience` seconds apart.
+    Call it after the body was read: from then on the only message a client can send is that it left. It reads no more
+    when one and the same send of `answer` was under way at two looks, `patience` seconds apart.
     """
     task = asyncio.ensure_future(work)
     left = asyncio.ensure_future(disconnected(receive))
@@ -125,7 +129,7 @@ async def until_disconnect(
         stuck = None
         while not (await asyncio.wait((task, left), timeout=patience, return_when=asyncio.FIRST_COMPLETED))[0]:
             if stuck is not None and answer.under_way == stuck:
-                raise ClientGone("the client takes nothing of its answer")
+                raise ClientStalled
             stuck = answer.under_way
         if not task.done():
             raise ClientGone("the client hung up before its answer was complete")
@@ -149,7 +153,6 @@ class Answer:
         self._to_client = send
         self.status = 0  # 0 until it is decided
         self._streaming = False
-        self._sending_file = False
         self._sends = 0
         self._sending = False
 
@@ -166,7 +169,6 @@ class Answer:
 
     async def file(self, headers: Iterable[tuple[bytes, bytes]], blocks: AsyncIterator[bytes]) -> None:
         """Send a file. headers: its length among them, by which a client knows whether it got all of it."""
-        self._sending_file = True
         await self._start(200, headers)
         async for block in blocks:
             await self._send({"type": "http.response.body", "body": block, "more_body": True})
@@ -184,16 +186,19 @@ class Answer:
         """Send the last frames of a stream and end it."""
         await self._send({"type": "http.response.body", "body": data})
 
-    async def error(self, error: ApiError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    async def error(
+        self, error: ApiError, headers: Iterable[tuple[bytes, bytes]] = (), patience: float = READ_PATIENCE
+    ) -> None:
         """Send the one terminal error: as the answer, or as the last event of a stream that already runs.
 
-        In the middle of a file there is no place for it: the server closes the connection short of the length.
+        In the middle of a whole answer or a file there is no place for it: the server closes the connection short of
+        the length. patience: seconds that sending may take.
         """
-        if self._sending_file:
+        if self.status and not self._streaming:
             return
         error.message = error.message[:_MAX_MESSAGE]
         try:
-            async with asyncio.timeout(READ_PATIENCE):
+            async with asyncio.timeout(patience):
                 await self._error(error, headers)
         except TimeoutError:
             return  # the server closes the connection of an answer that is not complete

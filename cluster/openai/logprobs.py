@@ -25,7 +25,7 @@ def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: in
 def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, top: int) -> dict[str, Any]:
     """Completions format: parallel lists. The chosen token is always among its own alternatives.
 
-    The first token of an echoed prompt has null.
+    The first token of an echoed prompt has null. With a `top` of 0 it is the only one there.
     """
     logprobs = [(one.logprob, one.told) for one in placed]
     return {
@@ -39,9 +39,7 @@ def completion_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer, t
             if told
             else None
             for one, told in logprobs
-        ]
-        if top
-        else None,
+        ],
         "text_offset": [one.text_offset for one in placed],
     }
 
@@ -51,7 +49,7 @@ def prompt_logprobs(
 ) -> Iterator[dict[str, Any] | None]:
     """vLLM's format: null for the first token of the prompt, then an object from ids to log-probabilities each.
 
-    The prompt's own token comes first. rank: 1 is the most likely; null when the token is not among the `top`.
+    The prompt's own token comes first. rank: 1 is the most likely; of equals each has the last place.
     """
     yield None
     for one in scored:
@@ -60,7 +58,7 @@ def prompt_logprobs(
 
 def _ranked(one: TokenLogprob, tokenizer: Tokenizer, top: int) -> dict[str, Any]:
     best = {token: (value, rank) for rank, (token, value) in enumerate(one.top[:top], 1)}
-    own = {one.token_id: best.get(one.token_id, (one.logprob, None))}
+    own = {one.token_id: best.get(one.token_id, (one.logprob, one.rank))}
     return {
         str(token): {
             "logprob": _finite(value),

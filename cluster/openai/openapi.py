@@ -187,8 +187,8 @@ OPERATIONS: Sequence[Operation] = (
 )
 
 
-def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
-    """Return the OpenAPI document of the given routes."""
+def openapi(operations: Sequence[Operation] = OPERATIONS, keyed: bool = True) -> dict[str, Any]:
+    """Return the OpenAPI document of the given routes. keyed: whether the server has keys, and asks for one."""
     requests = [one.request for one in operations if one.request is not None]
     _, schemas = models_json_schema([(one, "validation") for one in requests], ref_template=_REFS)
     return {
@@ -199,19 +199,19 @@ def openapi(operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
             "description": "OpenAI's API for one model, with the extensions of vLLM's server. Unknown fields, and "
             "fields that are not supported, are refused with 400 and their name.",
         },
-        "paths": _paths(operations),
+        "paths": _paths(operations, keyed),
         "components": {
             "schemas": {**schemas["$defs"], "Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            **({"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if keyed else {}),
         },
-        "security": [{"key": []}],
+        **({"security": [{"key": []}]} if keyed else {}),
     }
 
 
-def _paths(operations: Sequence[Operation]) -> dict[str, Any]:
+def _paths(operations: Sequence[Operation], keyed: bool) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
-        paths.setdefault(one.path, {})[one.method] = _operation(one)
+        paths.setdefault(one.path, {})[one.method] = _operation(one, keyed)
     return paths
 
 
@@ -231,7 +231,7 @@ def _given(schema: dict[str, Any]) -> dict[str, Any]:
     return kept | (either[0] if either else {})
 
 
-def _operation(one: Operation) -> dict[str, Any]:
+def _operation(one: Operation, keyed: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": one.answer}}
     if one.answer is RAW:
         content = {"application/octet-stream": {}}
@@ -258,6 +258,6 @@ def _operation(one: Operation) -> dict[str, Any]:
         told["parameters"] = parameters
     if one.not_yet:
         told["responses"]["503"] = {"description": "Not yet, or not any more.", "content": content}
-    if one.open:
+    if one.open and keyed:
         told["security"] = []
     return told

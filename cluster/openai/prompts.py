@@ -9,7 +9,7 @@ from cluster.openai.call import Call, PromptOptions
 from cluster.openai.conversation import Conversation
 from cluster.openai.field_types import Prompt
 from cluster.openai.served_model import ServedModel
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError, PromptTooLongError, context_words
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
@@ -38,14 +38,17 @@ def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:
 
 
 def chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:
-    """Return the tokens of a chat as the model's template writes it; raises `InvalidRequestError`."""
-    text = model.tokenizer.render_chat(
+    """Return the tokens of a chat as the model's template writes it; raises `InvalidRequestError`.
+
+    Control tokens are the template's alone: in the text of messages and tools they are plain text.
+    """
+    return model.tokenizer.encode_chat(
         conversation.messages,
         add_generation_prompt=conversation.add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         options=conversation.options,
+        add_special_tokens=options.add_special_tokens,
     )
-    return model.tokenizer.encode(text, add_special_tokens=options.add_special_tokens, param="messages")
 
 
 def _prompt_ids(prompt: Prompt, options: PromptOptions, model: ServedModel) -> list[int]:
@@ -90,14 +93,11 @@ def _check_length(length: int, call: Call, model: ServedModel, param: str) -> No
     wanted = _wanted(call.params)
     if length + wanted <= model.longest_sequence:
         return
-    limit = (
-        f"this model's context holds {model.max_model_len} tokens"
-        if model.longest_sequence == model.max_model_len
-        else f"the KV cache of this server holds {model.longest_sequence} tokens"
-    )
+    words = context_words(model.longest_sequence, model.longest_sequence < model.max_model_len)
+    alone = length >= model.longest_sequence
     raise PromptTooLongError(
-        f"{param} has {length} tokens and at least {wanted} are to be generated, but {limit}; "
-        + ("shorten the prompt" if length >= model.longest_sequence else "shorten it or ask for fewer tokens"),
+        f"{words}you requested {length + wanted} tokens ({length} in the {param}, {wanted} in the completion). "
+        f"Please reduce the length of the {param}{'' if alone else ' or of the completion'}.",
         param,
     )
 

@@ -43,7 +43,7 @@ class GenerationFields(Fields):
     top_p: float | None = note("above 0, at most 1", 0, 1)
     top_k: int | None = note("0 or -1 is off", -1, _MAX)
     min_p: float | None = note("0 is off", 0, 1)
-    repetition_penalty: float | None = note("1 is off; above 0, at most 100", 0, 100)
+    repetition_penalty: float | None = note("1 is off; 0.01 to 100", 0.01, 100)
     presence_penalty: float | None = note("-2 to 2", -2, 2)
     frequency_penalty: float | None = note("-2 to 2", -2, 2)
     seed: int | None = note("the same request and seed give the same tokens, whatever else runs", -(2**63), 2**63 - 1)
@@ -90,9 +90,10 @@ class ChatFields(GenerationFields):
     top_logprobs: int | None = note("0 to 20; only with logprobs", 0, 20)
     max_completion_tokens: int | None = note("at most that many tokens of output", 1, _MAX)
     response_format: ResponseFormat | None = note(
-        "text, json_object, json_schema (enforced, strict or not); json needs the extra 'structured'"
+        "text, json_object, json_schema (enforced, strict or not) of an answer that is no call; json needs the extra "
+        "'structured'"
     )
-    reasoning_effort: ReasoningEffort | None = note("where the model's chat template reads it, else 400")
+    reasoning_effort: ReasoningEffort | None = note("where the model's chat template reads it, else a hint")
     tools: Tools | None = note(
         "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
         "forced (strict or not), and only inform those that are not"
@@ -103,7 +104,7 @@ class ChatFields(GenerationFields):
     safety_identifier: Label | None = note("a label: changes nothing, is not stored")
     prompt_cache_key: Label | None = note("a label: requests go to the replica that has most of their prefix anyway")
     chat_template_kwargs: ChatTemplateKwargs | None = note(
-        "enable_thinking and thinking, where the model's chat template reads them"
+        "enable_thinking and thinking, where the model's chat template reads them, else hints"
     )
     add_generation_prompt: bool | None = note("false leaves the head of the assistant's turn out")
     continue_final_message: bool = note("the output goes on with the last message", default=False)

@@ -26,6 +26,7 @@ class ServedModel:
     reasoning_parser: of what it thinks before it answers; None = thinking is part of the content.
     pooling: how the states of a text become its embedding, where a request does not say.
     by_priority: whether requests run by their priority; where not, one that is set is refused.
+    strict_fields: whether fields that only hint, and have no use here, are refused.
     matryoshka: lengths to which its embeddings may be cut, () = any; None = it was not trained for that.
     """
 
@@ -40,6 +41,7 @@ class ServedModel:
     pooling: Pooling = "last"
     matryoshka: tuple[int, ...] | None = None
     by_priority: bool = True
+    strict_fields: bool = False
     aliases: tuple[str, ...] = ()
 
     @property

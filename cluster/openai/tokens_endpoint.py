@@ -14,6 +14,7 @@ from cluster.openai.base_endpoint import Endpoint, Incoming, Services
 from cluster.openai.call import PromptOptions
 from cluster.openai.checking import checked_fields, refuse_other_models
 from cluster.openai.conversation import conversation_of
+from cluster.openai.hints import Hints
 from cluster.openai.http import Answer
 from cluster.openai.prompts import chat_ids
 from cluster.openai.refusals import Refusal
@@ -21,7 +22,7 @@ from cluster.openai.schema import DetokenizeFields, TokenizeFields
 from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 
-Work = Callable[[Mapping[str, Any], ServedModel], dict[str, Any]]
+Work = Callable[[Mapping[str, Any], ServedModel, Hints], dict[str, Any]]
 REFUSED_TOKENIZE = {
     "chat_template": Refusal((), "the model's own template is used"),
     "mm_processor_kwargs": Refusal(),
@@ -29,13 +30,13 @@ REFUSED_TOKENIZE = {
 }
 
 
-def tokenize(fields: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def tokenize(fields: Mapping[str, Any], model: ServedModel, hints: Hints) -> dict[str, Any]:
     """Return the tokens of a prompt or a chat; raises `InvalidRequestError` or `ApiError` naming the field."""
-    checked = checked_fields(TokenizeFields, fields, REFUSED_TOKENIZE)
+    checked = checked_fields(TokenizeFields, fields, REFUSED_TOKENIZE, hints)
     refuse_other_models(checked.model or model.model_id, model)
     if (checked.prompt is None) == (checked.messages is None):
         raise InvalidRequestError("prompt or messages: exactly one of them must be given", "prompt")
-    tokens = _prompt_tokens(checked, model) if checked.prompt is not None else _chat_tokens(checked, model)
+    tokens = _prompt_tokens(checked, model) if checked.prompt is not None else _chat_tokens(checked, model, hints)
     strings = [model.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
     return {
         "count": len(tokens),
@@ -45,9 +46,9 @@ def tokenize(fields: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
     }
 
 
-def detokenize(fields: Mapping[str, Any], model: ServedModel) -> dict[str, Any]:
+def detokenize(fields: Mapping[str, Any], model: ServedModel, hints: Hints) -> dict[str, Any]:
     """Return the text of tokens; raises `InvalidRequestError` or `ApiError` naming the field."""
-    checked = checked_fields(DetokenizeFields, fields)
+    checked = checked_fields(DetokenizeFields, fields, hints=hints)
     refuse_other_models(checked.model or model.model_id, model)
     tokens = checked.tokens
     if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
@@ -63,7 +64,10 @@ class TokensEndpoint(Endpoint):
         self._work = work
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
-        await answer.json(200, json.encode(await self._worked(incoming, self._work)))
+        hints = Hints(incoming.front.model.strict_fields)
+        body = await self._worked(incoming, lambda fields, model: self._work(fields, model, hints))
+        incoming.tell_ignored(hints.names)
+        await answer.json(200, json.encode(body))
 
 
 def _prompt_tokens(checked: TokenizeFields, model: ServedModel) -> list[int]:
@@ -73,6 +77,6 @@ def _prompt_tokens(checked: TokenizeFields, model: ServedModel) -> list[int]:
     return model.tokenizer.encode(checked.prompt or "", add_special_tokens=checked.add_special_tokens is not False)
 
 
-def _chat_tokens(checked: TokenizeFields, model: ServedModel) -> list[int]:
+def _chat_tokens(checked: TokenizeFields, model: ServedModel, hints: Hints) -> list[int]:
     options = PromptOptions(add_special_tokens=checked.add_special_tokens is True)
-    return chat_ids(conversation_of(checked, model), options, model)
+    return chat_ids(conversation_of(checked, model, hints), options, model)

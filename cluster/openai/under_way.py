@@ -1,4 +1,7 @@
-"""Bytes of files that go out to clients, bounded: Ray Serve takes all it is given, however slowly a client reads."""
+"""Bytes of files that go out to clients, bounded where nothing else bounds what Ray Serve holds of them.
+
+Behind a proxy that is not guarded it takes all it is given, however slowly a client reads.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from cluster.errors import ApiError
 from cluster.openai.call import Call, PromptOptions
 from cluster.openai.checking import MAX_PRIORITY, check_priority, checked_fields, refuse_other_models
 from cluster.openai.conversation import conversation_of
+from cluster.openai.hints import Hints
 from cluster.openai.reasoning.parsers import ReasoningParser
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION
 from cluster.openai.schema import ChatFields, CompletionFields, GenerationFields
@@ -25,7 +26,7 @@ from cluster.openai.structured import from_response_format, from_structured_outp
 from cluster.openai.tool_fields import NamedTool
 from cluster.openai.tools.choice import ToolUse, tool_use
 from engine.errors import InvalidRequestError
-from engine.sampling_params import SamplingParams, StructuredOutput
+from engine.sampling_params import MAX_STOPS, SamplingParams, StructuredOutput
 
 _SAMPLING = [
     field.name for field in dataclasses.fields(SamplingParams) if field.name in GenerationFields.model_fields
@@ -46,7 +47,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     """Check a completion; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = checked_fields(CompletionFields, fields, REFUSED_COMPLETION)
+    hints = Hints(model.strict_fields)
+    checked = checked_fields(CompletionFields, fields, REFUSED_COMPLETION, hints)
     refuse_other_models(checked.model, model)
     more: dict[str, Any] = {"logprobs": checked.logprobs}
     echo_only = checked.echo and checked.max_tokens == 0
@@ -55,48 +57,61 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     if checked.echo and checked.logprobs is not None:
         more["prompt_logprobs"] = max(checked.logprobs, checked.prompt_logprobs or 0)
     structured, param = _structured(checked)
-    params = _sampling_params(checked, structured=structured, **more)
+    params = _sampling_params(checked, hints, structured=structured, **more)
     return Call(
         prompts=tuple(checked.prompt),
         echo=checked.echo,
         echo_only=echo_only,
         structured_param=param,
         prompt_options=_prompt_options(checked, add_special_tokens=True),
-        **_common("cmpl-", checked, params, model),
+        **_common("cmpl-", checked, params, model, hints),
     )
 
 
 def parse_chat(fields: Mapping[str, Any], model: ServedModel) -> Call:
     """Check a chat completion; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
-    checked = checked_fields(ChatFields, fields, REFUSED_CHAT)
+    hints = Hints(model.strict_fields)
+    checked = checked_fields(ChatFields, fields, REFUSED_CHAT, hints)
     refuse_other_models(checked.model, model)
     use = _tool_use(checked, model)
     structured, param = _structured(checked, checked)
     if use is not None:
-        structured, param = _with_tools(use, structured, param)
+        use, structured, param = _with_tools(use, structured, param, model)
     params = _sampling_params(
-        checked, logprobs=_chat_logprobs(checked), max_tokens=_chat_max_tokens(checked), structured=structured
+        checked,
+        hints,
+        logprobs=_chat_logprobs(checked),
+        max_tokens=_chat_max_tokens(checked),
+        structured=structured,
     )
     thinking = model.reasoning_parser if structured is None else None
     params = _showing_markers(params, use, thinking, model)
+    conversation = conversation_of(checked, model, hints)
     return Call(
-        conversation=conversation_of(checked, model),
+        conversation=conversation,
         structured_param=param,
         tool_use=use,
         thinking=thinking,
         prompt_options=_prompt_options(checked, add_special_tokens=False),
-        **_common("chatcmpl-", checked, params, model),
+        **_common("chatcmpl-", checked, params, model, hints),
     )
 
 
-def _sampling_params(checked: GenerationFields, **more: Any) -> SamplingParams:
+def _sampling_params(checked: GenerationFields, hints: Hints, **more: Any) -> SamplingParams:
     given = {name: value for name in _SAMPLING if (value := getattr(checked, name)) is not None}
+    stop = given.get("stop", ())
+    if len(stop) <= MAX_STOPS and "" in stop and not hints.strict:  # a string that is never reached stops nothing
+        hints.ignore("stop")
+        given["stop"] = tuple([one for one in stop if one])
     return SamplingParams(**{**given, **more})
 
 
-def _common(prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel) -> dict[str, Any]:
+def _common(
+    prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel, hints: Hints
+) -> dict[str, Any]:
+    """What calls of all kinds hold; the last step, for it tells which hints were found on the way."""
     options = checked.stream_options
-    _check_stream(checked)
+    _check_stream(checked, hints)
     check_priority(checked.priority, model)
     salt = (checked.cache_salt or "").encode()
     if len(salt) > _MAX_SALT_BYTES:
@@ -110,22 +125,23 @@ def _common(prefix: str, checked: GenerationFields, params: SamplingParams, mode
         "seed": secrets.randbits(63) if params.seed is None else params.seed,
         "stream": checked.stream,
         "include_usage": options is not None and options.include_usage,
-        "continuous_usage": options is not None and options.continuous_usage_stats,
+        "continuous_usage": options is not None and options.include_usage and options.continuous_usage_stats,
         "prompt_logprobs": checked.prompt_logprobs,
         "return_token_ids": checked.return_token_ids,
         "priority": checked.priority,
         "cache_salt": salt,
         "client_id": client_id,
+        "ignored": hints.names,
     }
 
 
-def _check_stream(checked: GenerationFields) -> None:
+def _check_stream(checked: GenerationFields, hints: Hints) -> None:
     options = checked.stream_options
     if options is not None and not checked.stream:
         raise InvalidRequestError("stream_options is allowed only with stream=true", "stream_options")
     if options is not None and options.continuous_usage_stats and not options.include_usage:
         param = "stream_options.continuous_usage_stats"
-        raise InvalidRequestError(f"{param} is allowed only with include_usage=true", param)
+        hints.leave(InvalidRequestError(f"{param} is allowed only with include_usage=true", param))
     if checked.stream and checked.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs is not told in streams; send stream=false", "prompt_logprobs")
 
@@ -155,7 +171,7 @@ def _structured(checked: GenerationFields, chat: ChatFields | None = None) -> tu
 
 
 def _chat_logprobs(checked: ChatFields) -> int | None:
-    if checked.top_logprobs is not None and not checked.logprobs:
+    if checked.top_logprobs and not checked.logprobs:
         raise InvalidRequestError("top_logprobs is allowed only with logprobs=true", "top_logprobs")
     if checked.top_logprobs is not None and not 0 <= checked.top_logprobs <= 20:
         raise InvalidRequestError(
@@ -192,13 +208,22 @@ def _tool_use(checked: ChatFields, model: ServedModel) -> ToolUse | None:
     return tool_use(tools, mode, named=named, parallel=parallel, parser=model.tool_parser)
 
 
-def _with_tools(use: ToolUse, structured: StructuredOutput | None, param: str) -> tuple[StructuredOutput | None, str]:
-    """What the output must match beside tools: a grammar binds the whole output, so there can be only one."""
-    if structured is not None:
+def _with_tools(
+    use: ToolUse, structured: StructuredOutput | None, param: str, model: ServedModel
+) -> tuple[ToolUse, StructuredOutput | None, str]:
+    """How tools are used, what the output must match, and the field that says so.
+
+    A response format is that of an answer: where a call is forced, there is none; else the model writes one or calls.
+    """
+    if structured is not None and param != "response_format":
         raise InvalidRequestError(
-            f"{param} cannot be used beside tools that may be called; send tool_choice 'none' or leave it out", param
+            f"{param} cannot be used beside tools that may be called; send tool_choice 'none' or response_format",
+            param,
         )
-    return use.structured(), "tools"
+    if structured is None or use.mode != "auto":
+        return use, use.structured(), "tools"
+    use, structured = use.or_answer(structured, model.tokenizer)
+    return use, structured, param
 
 
 def _showing_markers(

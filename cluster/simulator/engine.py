@@ -40,6 +40,7 @@ class SimulatedEngine:
         self._last_progress = loop.time()
         self._busy = False
         self._stopped = False
+        core.call_on_begin(lambda begun: listener.on_begin([request.request_id for request in begun]))
 
     @property
     def stats(self) -> EngineStats:

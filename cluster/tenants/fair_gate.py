@@ -22,6 +22,7 @@ from cluster.tenants.turn import Turn
 from engine.flight import is_of
 from engine.request import Request
 
+_LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
 
@@ -32,8 +33,9 @@ class FairGate:
     bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
     and expected output. A request may go over either, so that a large one is never passed over for ever. While there
     is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
-    which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether `source`
-    can get anything done at all: time without a replica says nothing about the rate.
+    which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether there is a
+    replica at all: time without one says nothing about the rate. Who came while there was one keeps the patience that
+    it was promised when there is none for a while; who comes meanwhile has its own (`FairGateConfig.absent_wait`).
 
     on_turned_away: told each request that waited and did not get in, how many seconds, and the code of its end.
     """
@@ -118,7 +120,7 @@ class FairGate:
         """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
 
         Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
-        `no_replica` (503) where it waited in vain for a first replica; `deadline_exceeded` (504).
+        `no_replica` (503) where that is so, or will be, since there is no replica; `deadline_exceeded` (504).
         """
         return Turn(self, tenant, request, context)
 
@@ -136,14 +138,14 @@ class FairGate:
             self._take_in(turn)
             return
         loop = asyncio.get_running_loop()
-        longest = self._longest_wait()
-        self._check_wait(turn, loop.time(), longest)
+        turn.came_to_none = not self._serving()
         turn.since = loop.time()
+        self._check_wait(turn)
         turn.waits = True
         turn.called = loop.create_future()
         self._queue.push(turn.tenant, turn, turn.cost, turn.priority, turn.work)
         self._let_in()
-        await self._until_called(turn, turn.called, longest)
+        await self._until_called(turn, turn.called)
 
     def leave(self, turn: Turn) -> None:
         """Take note that a request has ended."""
@@ -171,18 +173,29 @@ class FairGate:
         self._inside += turn.sequences
         self._tokens += turn.held
 
-    def _longest_wait(self) -> float:
-        """Seconds that one may wait that comes now."""
-        longest, cold = self._config.longest_wait, self._config.cold_wait
-        return longest if cold is None or self._serving() else max(longest, cold)
+    def patience(self, turn: Turn) -> float:
+        """Return the seconds that one who has waited may still wait inside, where no replica is there."""
+        left = turn.since + self._longest_wait(turn) - asyncio.get_running_loop().time()
+        return max(left, 0.0 if turn.came_to_none else _LAST_WAIT)
 
-    def _check_wait(self, turn: Turn, now: float, most: float) -> None:
-        """Refuse at once whom waiting, `most` seconds of it, would not help; raises `ApiError`."""
-        self._note_drain(now)
+    def _longest_wait(self, turn: Turn) -> float:
+        """Seconds that a request may wait in all, as things are now."""
+        longest, absent = self._config.longest_wait, self._config.absent_wait
+        serving = self._serving()
+        if absent is None or (serving and not turn.came_to_none):
+            return longest
+        return absent if turn.came_to_none and not serving else max(longest, absent)
+
+    def _check_wait(self, turn: Turn) -> None:
+        """Refuse at once whom waiting would not help; raises `ApiError`."""
+        self._note_drain(turn.since)
+        most = self._config.longest_wait
+        if turn.came_to_none:  # the queue may move again in a moment, and then it has as long as the others
+            most = max(most, self._config.absent_wait or 0.0)
         seconds = self._drain.seconds_for(self._queue.work_ahead(turn.tenant, turn.priority, turn.work))
         if seconds is not None and seconds > most:
-            raise self._overloaded(turn, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
-        if turn.deadline is not None and now + (seconds or 0.0) >= turn.deadline:
+            raise self._refusal(turn, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
+        if turn.deadline is not None and turn.since + (seconds or 0.0) >= turn.deadline:
             raise deadline_exceeded("the request's deadline would pass while it waited for its turn")
         if self._queue.length(turn.tenant) < self._config.max_waiting:
             return
@@ -199,20 +212,30 @@ class FairGate:
             turn.waits = False
             self._queue.remove(turn.tenant, turn, turn.priority)
 
-    async def _until_called(self, turn: Turn, called: asyncio.Future[None], most: float) -> None:
-        """Wait for the turn; raises `ApiError` where that takes more than `most` seconds."""
-        latest = turn.since + most
+    async def _until_called(self, turn: Turn, called: asyncio.Future[None]) -> None:
+        """Wait for the turn; raises `ApiError` when waiting is over before it comes."""
+        clock, waited_until = asyncio.get_running_loop().time, float("-inf")
         try:
-            async with asyncio.timeout_at(latest if turn.deadline is None else min(latest, turn.deadline)):
-                await called
-        except TimeoutError:
-            if turn.deadline is not None and turn.deadline < latest:
-                raise deadline_exceeded("the request's deadline passed while it waited for its turn") from None
-            if self._config.cold_wait is not None and not self._serving():
-                raise ApiError("no_replica", f"no replica came within {most:g} s to take the request") from None
-            raise self._overloaded(turn, f"the request waited {most:g} s for its turn") from None
+            # It is longer once a replica has come to those who came to none.
+            while not called.done() and (latest := self._latest(turn)) > waited_until:
+                await asyncio.wait((called,), timeout=max(0.0, latest - clock()))
+                waited_until = latest
+            if not called.done():
+                raise self._too_late(turn)
+            called.result()
         finally:
             self._drop(turn)
+
+    def _latest(self, turn: Turn) -> float:
+        """When a request's waiting ends at the latest."""
+        latest = turn.since + self._longest_wait(turn)
+        return latest if turn.deadline is None else min(latest, turn.deadline)
+
+    def _too_late(self, turn: Turn) -> ApiError:
+        most = self._longest_wait(turn)
+        if turn.deadline is not None and turn.deadline < turn.since + most:
+            return deadline_exceeded("the request's deadline passed while it waited for its turn")
+        return self._refusal(turn, f"the request waited {most:g} s for its turn")
 
     def _let_in(self) -> None:
         if not self._queue:
@@ -234,6 +257,14 @@ class FairGate:
 
     def _note_drain(self, now: float) -> None:
         self._drain.note(self._work_done(), now, waiting=bool(self._queue) and self._serving())
+
+    def _refusal(self, turn: Turn, reason: str) -> ApiError:
+        """Return the error of one that would wait too long, or has: for others, or for want of a replica."""
+        error = self._overloaded(turn, reason)
+        if self._config.absent_wait is None or self._serving():
+            return error
+        message = f"no replica is there to take the request; try again in {error.retry_after} s"
+        return ApiError("no_replica", message, retry_after=error.retry_after)
 
     def _overloaded(self, turn: Turn, reason: str) -> ApiError:
         """Retrying pays once those who wait now have had their turn, at the rate of late."""

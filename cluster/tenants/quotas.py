@@ -1,4 +1,4 @@
-"""Requests and tokens per minute and requests at a time, of each tenant, on this router.
+"""Requests and tokens per minute, over all routers that tell each other, and requests at a time on this one.
 
 A sliding minute of the `limits` library: what was used in the whole clock minute before counts in proportion to how
 much of it still lies in the last sixty seconds. Its asyncio storage is used because the other one starts a thread
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from limits import RateLimitItem, RateLimitItemPerMinute
@@ -20,6 +20,7 @@ from cluster.errors import ApiError
 from cluster.tenants.tenant import Tenant
 
 MINUTE = 60
+Usage = Mapping[int, Mapping[str, int]]  # clock minute, counted since the epoch -> limit and tenant -> what was used
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,30 @@ class RateStates:
 
 
 class Quotas:
-    """What every tenant has used. One for each router; state is one pair of numbers for each tenant and limit."""
+    """What every tenant has used. One for each router; state is two pairs of numbers for each tenant and limit.
+
+    What counts is what was used at this router and, once they are `add`ed, at others (`cluster.life.shared_quotas`).
+    """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._storage = MemoryStorage()
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
         self._running: dict[str, int] = {}
+        self._used: dict[int, dict[str, int]] = {}  # at this router
+
+    def used(self) -> Usage:
+        """Return what was used at this router and counts still, a copy; may be called in any thread."""
+        oldest = self._minute() - 1
+        return {minute: dict(used) for minute, used in list(self._used.items()) if minute >= oldest}
+
+    async def add(self, usage: Usage) -> None:
+        """Count what was used elsewhere, beside what was added before."""
+        oldest = self._minute() - 1
+        for minute, used in usage.items():
+            if minute >= oldest:
+                for key, amount in used.items():
+                    await self._count(key, minute, amount)
 
     def running(self, tenant: Tenant) -> int:
         """Requests of the tenant that run or wait."""
@@ -65,6 +83,8 @@ class Quotas:
         if item is not None and not await self._limiter.hit(item, tenant.name):
             wait = await self._seconds_until(item, tenant, 1)
             raise _exceeded(f"the limit of {item.amount} requests per minute is reached", wait)
+        if item is not None:
+            self._note(item.key_for(tenant.name), 1)
         self._running[tenant.name] = running + 1
 
     def leave(self, tenant: Tenant) -> None:
@@ -82,7 +102,10 @@ class Quotas:
         nothing is charged then.
         """
         item = _tokens(tenant)
-        if item is None or await self._limiter.hit(item, tenant.name, cost=tokens):
+        if item is None:
+            return
+        if await self._limiter.hit(item, tenant.name, cost=tokens):
+            self._note(item.key_for(tenant.name), tokens)
             return
         if tokens > item.amount:
             raise ApiError(
@@ -100,8 +123,8 @@ class Quotas:
         if item is None or not tokens:
             return
         key = item.key_for(tenant.name)
-        _, this_minute = self._storage.sliding_window_keys(key, MINUTE, self._clock())
-        await self._storage.incr(this_minute, 2 * MINUTE, amount=tokens)
+        self._note(key, tokens)
+        await self._count(key, self._minute(), tokens)
 
     async def states(self, tenant: Tenant) -> RateStates:
         """Return what remains, for the `x-ratelimit-` headers."""
@@ -110,6 +133,21 @@ class Quotas:
             None if requests is None else await self._state(requests, tenant),
             None if tokens is None else await self._state(tokens, tenant),
         )
+
+    def _minute(self) -> int:
+        return int(self._clock() // MINUTE)
+
+    def _note(self, key: str, amount: int) -> None:
+        minute = self._minute()
+        used = self._used.get(minute)
+        if used is None:
+            self._used = {past: used for past, used in self._used.items() if past == minute - 1}
+            used = self._used[minute] = {}
+        used[key] = used.get(key, 0) + amount
+
+    async def _count(self, key: str, minute: int, amount: int) -> None:
+        _, window = self._storage.sliding_window_keys(key, MINUTE, minute * MINUTE)
+        await self._storage.incr(window, 2 * MINUTE, amount=amount)
 
     async def _state(self, item: RateLimitItem, tenant: Tenant) -> RateState:
         window = await self._window(item, tenant)

@@ -50,6 +50,11 @@ class Tenancy:
         self.counts: dict[tuple[str, str], TenantCounts] = {}
         self._keys = keys
 
+    @property
+    def keyed(self) -> bool:
+        """Whether callers need a key."""
+        return self._keys is not None
+
     def tenant_of(self, authorization: str) -> Tenant:
         """Return who calls, from the value of `authorization` ("" = none); raises `ApiError` (`unauthorized`)."""
         if self._keys is None:

@@ -10,10 +10,10 @@ DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use, on each router; None = no limit.
+    """What a tenant may use; None = no limit.
 
     requests_per_minute / tokens_per_minute: over a sliding minute; tokens of prompts and of what was generated.
-    max_concurrent: requests that run or wait at one time.
+    max_concurrent: requests that run or wait at one time, on each router.
     """
 
     requests_per_minute: int | None = None

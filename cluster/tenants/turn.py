@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol, cast
@@ -24,6 +25,10 @@ class Gate(Protocol):
     def leave(self, turn: Turn) -> None:
         """Take note that a request has ended."""
 
+    def patience(self, turn: Turn) -> float:
+        """Return the seconds that one who has waited may still wait inside, where no replica is there."""
+        ...
+
     def found_cached(self, turn: Turn, tokens: int) -> None:
         """Take note that so many tokens of a prompt need no room of their own."""
 
@@ -33,6 +38,7 @@ class Turn:
 
     cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
     held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
+    came_to_none: whether there was no replica then.
     """
 
     def __init__(self, gate: Gate, tenant: str, request: Request, context: CallContext) -> None:
@@ -48,6 +54,7 @@ class Turn:
         self.since = 0.0
         self.called: asyncio.Future[None] | None = None
         self.waits = False
+        self.came_to_none = False
         self.inside = False
         self._gate = gate
         self._context = context
@@ -69,11 +76,13 @@ class Turn:
             if self._chunks is not None:
                 await self._chunks.aclose()
         finally:
-            if self.inside:
-                self._gate.leave(self)
+            self._leave()
 
     def __del__(self) -> None:
         """A place must not be lost for good to a caller that forgot to close."""
+        self._leave()
+
+    def _leave(self) -> None:
         if self.inside:
             self._gate.leave(self)
 
@@ -94,11 +103,20 @@ class Turn:
         chunks = self._gate.source.generate(self.request, self._told())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         chunk = await self._chunks.__anext__()
-        if chunk.num_cached_tokens:
+        if chunk.num_cached_tokens and self.inside:
             self._gate.found_cached(self, chunk.num_cached_tokens)
         return chunk
 
     def _told(self) -> CallContext:
+        # Its place is free once the replicas are done with it: a client that reads slowly must not keep it. The
+        # source holds no turn alive, or one that its caller dropped would never be known to be dropped.
+        turn = weakref.ref(self)
+
+        def on_end() -> None:
+            if (ended := turn()) is not None:
+                ended._leave()
+
         if self.called is None:
-            return self._context
-        return replace(self._context, waited=asyncio.get_running_loop().time() - self.since)
+            return replace(self._context, on_end=on_end)
+        waited = asyncio.get_running_loop().time() - self.since
+        return replace(self._context, waited=waited, patience=self._gate.patience(self), on_end=on_end)

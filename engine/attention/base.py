@@ -120,6 +120,8 @@ class AttentionBackend(ABC):
     rotates: bool = False
     # Whether decode steps can be recorded in a CUDA graph; see `decode_metadata`.
     supports_graphs: bool = False
+    # Whether small mixed steps can be, too; see `mixed_metadata`.
+    supports_mixed_graphs: bool = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -129,7 +131,9 @@ class AttentionBackend(ABC):
         """Return whatever all layers of this step need; called once per step."""
 
     def decode_metadata(self, step: StepTensors, max_seq_len: int) -> Any:
-        """Return metadata of a decode step that stays true while the step's tensors are refilled in place.
+        """Return metadata of a decode step, for a graph that holds this call as well as what is done with it.
+
+        It stays true while the step's tensors are refilled in place before each replay.
 
         step: one token per row, `query_start_loc` counting 0, 1, 2, ...; its `layout` is not looked at. Rows of
         padding have a seq_len of 0, write to the null block and get zeros. max_seq_len: no row will ever be longer.
@@ -137,6 +141,29 @@ class AttentionBackend(ABC):
         Raises `NotImplementedError` where `supports_graphs` is False.
         """
         raise NotImplementedError(f"attention backend {self.name} cannot be recorded in a CUDA graph")
+
+    def mixed_plan_size(self, tokens: int, rows: int) -> int:
+        """Return the int32 of `mixed_plan`."""
+        raise NotImplementedError(f"attention backend {self.name} records no mixed steps")
+
+    def mixed_plan(self, layout: StepLayout, tokens: int, rows: int) -> Ints | None:
+        """Return what `mixed_metadata` needs of a step that is padded to so many tokens and rows; on the host.
+
+        None where there is no room for it: the step is run as it is. All ranks must come to the same.
+        """
+        raise NotImplementedError(f"attention backend {self.name} records no mixed steps")
+
+    def mixed_metadata(self, step: StepTensors, plan: Tensor, max_seq_len: int) -> Any:
+        """Return metadata of a step of any rows, for a graph that holds this call as well as what is done with it.
+
+        It stays true while `plan`, all zeros or from `mixed_plan`, and the step's tensors are refilled in place
+        before each replay. step: its last row is padding, without a query and without a length, as may be others
+        before it; tokens that belong to no row may get anything. Its `layout` is not looked at. max_seq_len: no row
+        will ever be longer.
+
+        Raises `NotImplementedError` where `supports_mixed_graphs` is False.
+        """
+        raise NotImplementedError(f"attention backend {self.name} records no mixed steps")
 
     @abstractmethod
     def forward(

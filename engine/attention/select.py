@@ -13,6 +13,7 @@ from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.torch_varlen import TorchVarlenAttention, why_not_torch_varlen
 from engine.attention.triton_fit import why_not_triton
+from engine.attention.whole_prompts import TorchPrompts, why_not_torch_prompts
 from engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,12 +27,16 @@ ON_CPU = ("flash", "native")
 def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
     """Return the backend called `wanted`, or with "auto" the fastest that works here.
 
+    With "auto" prompts go to FlashAttention-3 where it is installed, else whole ones, which need no pages, to what
+    torch brings along, else to ours.
+
     Raises `ConfigError` naming `attention_backend` when the wanted one cannot be used, and `kv_cache_dtype` when no
     backend that works here keeps such a cache.
     """
     if spec.fp8_cache:
         return _with_fp8_cache(wanted, spec)
-    finders = {"flash": _flash, "triton": _triton, "torch_varlen": _torch_varlen, "native": _native}
+    triton = _triton_beside_torch if wanted == "auto" else _triton
+    finders = {"flash": _flash, "triton": triton, "torch_varlen": _torch_varlen, "native": _native}
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
     reasons: dict[str, str] = {}
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
@@ -93,8 +98,21 @@ def _native(spec: AttentionSpec) -> AttentionBackend | str:
 
 
 def _triton(spec: AttentionSpec) -> AttentionBackend | str:
+    return why_not_triton(spec) or _made_triton(spec, None)
+
+
+def _triton_beside_torch(spec: AttentionSpec) -> AttentionBackend | str:
     reason = why_not_triton(spec)
     if reason is not None:
         return reason
-    backend: AttentionBackend = importlib.import_module("engine.attention.triton").TritonAttention(spec)
-    return backend
+    theirs = why_not_torch_prompts(spec)
+    if theirs is None:
+        logger.info("attention of whole prompts: torch's varlen_attn")
+        return _made_triton(spec, TorchPrompts(spec))
+    logger.info("attention of whole prompts: triton; torch's varlen_attn cannot be used: %s", theirs)
+    return _made_triton(spec, None)
+
+
+def _made_triton(spec: AttentionSpec, torchs: TorchPrompts | None) -> AttentionBackend:
+    made: AttentionBackend = importlib.import_module("engine.attention.triton").TritonAttention(spec, torchs=torchs)
+    return made

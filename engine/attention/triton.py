@@ -2,52 +2,82 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-import triton
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, MergedHeads, StepTensors
+from engine.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    Ints,
+    LayerCache,
+    MergedHeads,
+    StepLayout,
+    StepTensors,
+)
 from engine.attention.tiles import cut
-from engine.attention.tuned import Tile, Tuning, padded, tuning_of
+from engine.attention.tuned import Tile, Tuning, padded, tuning_of, unmeasured
+from engine.attention.whole_prompts import TorchPrompts, WholePrompts
+from engine.kernels.handles import ceil_div
 from engine.kernels.triton_attend import attend
-from engine.kernels.triton_combine import combine
+from engine.kernels.triton_splits import combine, share_out
 from engine.kernels.triton_store import norm_rotate_store, store
 from engine.upload import upload
 
 LEAST_SPLIT = 128  # keys of a split below which its start and end cost more than it saves
-MOST_SPLITS = 64
+MOST_SPLITS = 64  # of a row
+SHARED_OUT_TOGETHER = 256  # rows that `share_out` looks at
+MIXED_PROMPTS = 16  # prompts, or chunks of them, that a graph has room for whatever their lengths
 STORED_TOGETHER = 1024  # elements of a token that one program stores
 COMBINED_TOGETHER = 16  # splits
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """What the rows of one query have been shared out to, and what is to be joined of that.
+
+    rows: see `_identity`. shares, spans, parts, weights: see `triton_splits`.
+    """
+
+    rows: Tensor
+    shares: Tensor
+    spans: Tensor
+    parts: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """Tiles of queries that one launch takes, in every layer.
 
-    tiles: row and first query of each, [num_tiles, 2]. size: how they are cut. tokens: queries of each.
-    parts, weights: what `splits` of the keys give before they are joined; None where keys are not split.
+    tiles: row and first query of each, [num_tiles, 2], or the shares of `splits`. size: how they are cut. tokens:
+    queries of each. splits: None where each has all keys of its queries.
     """
 
     tiles: Tensor
     size: Tile
     tokens: int
-    splits: int = 1
-    parts: Tensor | None = None
-    weights: Tensor | None = None
+    splits: _Splits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
+    """What there is to launch, and the whole prompts that are another's."""
+
     step: StepTensors
     launches: tuple[_Launch, ...]
+    whole: WholePrompts | None = None
 
 
 class TritonAttention(AttentionBackend):
     """Rows that decode, keys in splits, in one launch, queries of prompts in another; both read the cache alone.
+
+    Whole prompts may be left to torch, which attends to their own keys and values.
 
     With `batch_invariant` all are launched as prompts are: a token has the same bits whether it was generated or is
     computed again as part of a prompt, elsewhere or after a preemption.
@@ -57,31 +87,41 @@ class TritonAttention(AttentionBackend):
     reads_unwritten = False
     rotates = True
     supports_graphs = True
+    supports_mixed_graphs = True
 
-    def __init__(self, spec: AttentionSpec, tuning: Tuning | None = None) -> None:
-        """tuning: None = what is known to be best here."""
+    def __init__(self, spec: AttentionSpec, tuning: Tuning | None = None, torchs: TorchPrompts | None = None) -> None:
+        """tuning: None = what is known to be best here. torchs: takes whole prompts, None = nobody else does."""
         super().__init__(spec)
         on_gpu = spec.device.type == "cuda"
-        self._tuning = tuning or tuning_of(spec, torch.cuda.get_device_name(spec.device) if on_gpu else "")
+        self._tuning = tuning or (_tuning_here(spec) if on_gpu else unmeasured(spec))
         self._tokens = self._tuning.prefill.rows // spec.group  # of a tile of prompts
-        self._programs = self._tuning.waves * (_processors(spec.device) if on_gpu else 4)
+        self._processors = _processors(spec.device) if on_gpu else 4
         self._all_rows = _identity(256, spec.device)
         self._graph_rows: dict[int, Tensor] = {}
+        self._torchs = torchs
 
     @override
     def prepare(self, step: StepTensors) -> _Metadata:
         layout = step.layout
         lengths = np.diff(layout.query_start_loc)
-        longest = int(layout.seq_lens.max(initial=0))
         if lengths.max(initial=0) <= 1:
-            return _Metadata(step, (self._decode(self._rows(len(lengths)), longest),))
+            return _Metadata(step, (self._decode(step, self._rows(len(lengths)), layout.seq_lens),))
+        whole = self._torchs.find(step) if self._torchs else None
         tiles = cut(layout, self._tokens)[:, :2]
-        single = lengths[tiles[:, 0]] == 1
+        if whole is not None:
+            tiles = tiles[(tiles[:, 0] < whole.row) | (tiles[:, 0] >= whole.beyond_row)]
+        return _Metadata(step, self._launches(step, tiles, lengths[tiles[:, 0]] == 1), whole)
+
+    def _launches(self, step: StepTensors, tiles: Ints, single: NDArray[np.bool_]) -> tuple[_Launch, ...]:
+        """Return the launches of tiles of queries. single: those of rows of one query."""
+        if not len(tiles):
+            return ()
         count = int(single.sum())
         # Those with the most keys first, so that none of them is what the others have to be waited for.
         (listed,) = upload([np.concatenate((tiles[single], tiles[~single][::-1]))], self.spec.device)
-        prompts = self._prompts(listed[count:])
-        return _Metadata(step, (prompts, self._decode(listed[:count], longest)) if count else (prompts,))
+        prompts = (self._prompts(listed[count:]),) if count < len(tiles) else ()
+        keys = step.layout.seq_lens[tiles[single, 0]]
+        return (*prompts, self._decode(step, listed[:count], keys)) if count else prompts
 
     @override
     def decode_metadata(self, step: StepTensors, max_seq_len: int) -> _Metadata:
@@ -89,7 +129,34 @@ class TritonAttention(AttentionBackend):
         # Kept for good, and made before anything is recorded: a graph keeps the address and need not make them again.
         if count not in self._graph_rows:
             self._graph_rows[count] = _identity(count, self.spec.device)
-        return _Metadata(step, (self._decode(self._graph_rows[count], max_seq_len),))
+        return _Metadata(step, (self._decode(step, self._graph_rows[count], np.array([max_seq_len])),))
+
+    @override
+    def mixed_plan_size(self, tokens: int, rows: int) -> int:
+        return 2 * (rows + self._mixed_tiles(tokens))
+
+    @override
+    def mixed_plan(self, layout: StepLayout, tokens: int, rows: int) -> Ints | None:
+        tiles = cut(layout, self._tokens)[:, :2]
+        single = np.diff(layout.query_start_loc)[tiles[:, 0]] == 1
+        decodes, prompts = tiles[single], tiles[~single][::-1]
+        if len(prompts) > self._mixed_tiles(tokens):
+            return None
+        plan = np.zeros((rows + self._mixed_tiles(tokens), 2), np.int32)
+        plan[:, 0] = rows  # the row of padding
+        plan[: len(decodes)] = decodes
+        plan[rows : rows + len(prompts)] = prompts
+        return plan.reshape(-1)
+
+    @override
+    def mixed_metadata(self, step: StepTensors, plan: Tensor, max_seq_len: int) -> _Metadata:
+        rows, tiles = len(step.seq_lens) - 1, plan.view(-1, 2)
+        decodes = self._decode(step, tiles[:rows], np.array([max_seq_len]))
+        return _Metadata(step, (self._prompts(tiles[rows:]), decodes))
+
+    def _mixed_tiles(self, tokens: int) -> int:
+        """Return how many tiles of prompts a graph of so many tokens has room for."""
+        return ceil_div(tokens, self._tokens) + MIXED_PROMPTS
 
     def _rows(self, count: int) -> Tensor:
         if len(self._all_rows) < count:
@@ -99,22 +166,38 @@ class TritonAttention(AttentionBackend):
     def _prompts(self, tiles: Tensor) -> _Launch:
         return _Launch(tiles, self._tuning.prefill, self._tokens)
 
-    def _decode(self, tiles: Tensor, longest: int) -> _Launch:
-        """Return the launch of rows of one query. longest: keys that a row may have."""
-        spec, size = self.spec, self._tuning.decode
-        if spec.batch_invariant:
-            return self._prompts(tiles)
-        splits = self._splits(len(tiles), longest)
-        if splits == 1:
-            return _Launch(tiles, size, 1)
-        shape = (len(tiles), spec.num_heads, splits)
-        parts = torch.empty(*shape, spec.head_dim, device=spec.device)
-        return _Launch(tiles, size, 1, splits, parts, torch.empty(shape, device=spec.device))
+    def _decode(self, step: StepTensors, rows: Tensor, lengths: NDArray[np.integer]) -> _Launch:
+        """Return the launch of rows of one query. lengths: keys that they have, or that one of them may have."""
+        if self.spec.batch_invariant:
+            return self._prompts(rows)
+        whole = _Launch(rows, self._tuning.decode, 1)
+        seen = np.minimum(lengths, self._widest() or lengths)
+        least = max(LEAST_SPLIT, ceil_div(int(seen.sum()), self._programs()))
+        return self._split(step, whole) if seen.max(initial=0) > least else whole
 
-    def _splits(self, rows: int, longest: int) -> int:
-        seen = min(longest, max(self.spec.windows)) if all(self.spec.windows) else longest
-        wanted = triton.cdiv(self._programs, max(rows * self.spec.num_kv_heads, 1))
-        return max(1, min(wanted, seen // LEAST_SPLIT, MOST_SPLITS))
+    def _split(self, step: StepTensors, whole: _Launch) -> _Launch:
+        """Share the keys out among programs, on the device: a graph is replayed with lengths that nobody knew."""
+        spec, rows, count = self.spec, whole.tiles, len(whole.tiles)
+        room = count + self._programs()
+        made = partial(torch.empty, device=spec.device)
+        shares, spans = made((room, 3), dtype=torch.int32), made((count, 2), dtype=torch.int32)
+        share_out[count,](
+            *(shares, spans, rows, step.seq_lens, count, room, self._programs(), self._widest()),
+            LEAST=LEAST_SPLIT,
+            MOST=MOST_SPLITS,
+            BLOCK=SHARED_OUT_TOGETHER,
+        )
+        parts = made((room, spec.num_heads, spec.head_dim), dtype=torch.float32)
+        weights = made((room, spec.num_heads), dtype=torch.float32)
+        return replace(whole, tiles=shares, splits=_Splits(rows, shares, spans, parts, weights))
+
+    def _programs(self) -> int:
+        """Return how many programs there should be for each KV head."""
+        return ceil_div(self._tuning.waves * self._processors, self.spec.num_kv_heads)
+
+    def _widest(self) -> int:
+        """Return the most keys that any layer reads of a row, 0 = all."""
+        return max(self.spec.windows) if all(self.spec.windows) else 0
 
     @override
     def forward(
@@ -123,7 +206,7 @@ class TritonAttention(AttentionBackend):
         spec = self.spec
         tokens, kv_heads, head_dim = key.shape
         together = self._stored_together()
-        store[tokens, triton.cdiv(kv_heads, together)](
+        store[tokens, ceil_div(kv_heads, together)](
             *(key, value, cache.keys, cache.values, cache.scales, metadata.step.slot_mapping),
             *(key.stride(0), value.stride(0), kv_heads),
             HEAD_DIM=head_dim,
@@ -131,7 +214,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_H=together,
             FP8=spec.fp8_cache,
         )
-        return self._attend(query, cache, metadata, window)
+        return self._attend(query, key, value, cache, metadata, window)
 
     @override
     def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: _Metadata, window: int) -> Tensor:
@@ -140,9 +223,10 @@ class TritonAttention(AttentionBackend):
         spec = self.spec
         tokens, all_heads, head_dim = merged.heads.shape
         query = merged.heads.new_empty(tokens, spec.num_heads, head_dim)
+        key = None if metadata.whole is None else merged.heads.new_empty(tokens, spec.num_kv_heads, head_dim)
         together = self._stored_together()
-        norm_rotate_store[tokens, triton.cdiv(all_heads, together)](
-            *(query, merged.heads, merged.norms, merged.rotation, cache.keys, cache.values, cache.scales),
+        norm_rotate_store[tokens, ceil_div(all_heads, together)](
+            *(query, key, merged.heads, merged.norms, merged.rotation, cache.keys, cache.values, cache.scales),
             *(metadata.step.slot_mapping, merged.heads.stride(0), spec.num_heads, spec.num_kv_heads, merged.eps),
             HEAD_DIM=head_dim,
             BLOCK_D=padded(head_dim),
@@ -150,23 +234,30 @@ class TritonAttention(AttentionBackend):
             NORMED=merged.norms is not None,
             ROTATED=merged.rotation is not None,
             FP8=spec.fp8_cache,
+            KEPT=key is not None,
         )
-        return self._attend(query, cache, metadata, window)
+        value = merged.heads[:, spec.num_heads + spec.num_kv_heads :]
+        return self._attend(query, key, value, cache, metadata, window)
 
-    def _attend(self, query: Tensor, cache: LayerCache, metadata: _Metadata, window: int) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor | None, value: Tensor, cache: LayerCache, metadata: _Metadata, window: int
+    ) -> Tensor:
+        """Return the attention of all queries. key: may be None where there is no whole prompt."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        if metadata.whole is not None and key is not None:
+            metadata.whole.attend(out, query, key, value, window)
         for launch in metadata.launches:
             self._launch(out, query, cache, metadata.step, launch, window)
-            if launch.parts is not None:
-                self._combine(out, metadata.step, launch)
+            if launch.splits is not None:
+                self._combine(out, metadata.step, launch.splits)
         return out
 
     def _launch(
         self, out: Tensor, query: Tensor, cache: LayerCache, step: StepTensors, launch: _Launch, window: int
     ) -> None:
-        spec, size = self.spec, launch.size
-        attend[len(launch.tiles), spec.num_kv_heads, launch.splits](
-            *(out if launch.parts is None else launch.parts, launch.weights, query),
+        spec, size, splits = self.spec, launch.size, launch.splits
+        attend[len(launch.tiles), spec.num_kv_heads](
+            *((out, None, None, query) if splits is None else (out, splits.parts, splits.weights, query)),
             *(cache.keys, cache.values, cache.scales),
             *(launch.tiles, step.query_start_loc, step.seq_lens, step.block_tables),
             *(spec.scale, spec.softcap, window),
@@ -178,7 +269,7 @@ class TritonAttention(AttentionBackend):
             BLOCK_M=size.rows,
             BLOCK_N=size.keys,
             BLOCK_D=padded(spec.head_dim),
-            SPLIT=launch.parts is not None,
+            SPLIT=splits is not None,
             WINDOWED=window > 0,
             CAPPED=spec.softcap > 0,
             FP8=spec.fp8_cache,
@@ -187,10 +278,10 @@ class TritonAttention(AttentionBackend):
             num_stages=size.stages,
         )
 
-    def _combine(self, out: Tensor, step: StepTensors, launch: _Launch) -> None:
+    def _combine(self, out: Tensor, step: StepTensors, splits: _Splits) -> None:
         spec = self.spec
-        combine[len(launch.tiles), spec.num_heads](
-            *(out, launch.parts, launch.weights, launch.tiles, step.query_start_loc, launch.splits),
+        combine[len(splits.rows), spec.num_heads](
+            *(out, splits.parts, splits.weights, splits.spans, splits.rows, step.query_start_loc),
             HEAD_DIM=spec.head_dim,
             BLOCK_D=padded(spec.head_dim),
             BLOCK_S=COMBINED_TOGETHER,
@@ -205,6 +296,11 @@ def _identity(count: int, device: torch.device) -> Tensor:
     """Return the tiles of `count` rows of one query."""
     rows = torch.arange(count, dtype=torch.int32, device=device)
     return torch.stack((rows, torch.zeros_like(rows)), dim=1)
+
+
+def _tuning_here(spec: AttentionSpec) -> Tuning:
+    device = spec.device
+    return tuning_of(spec, torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
 
 
 def _processors(device: torch.device) -> int:

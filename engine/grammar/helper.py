@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import cast
 
-import numpy as np
-
 from engine.errors import InvalidRequestError
 from engine.grammar.texts import grammar_text
+from engine.grammar.trial import try_out
 from engine.grammar.xgr import Vocabulary
 from engine.sampling_params import GrammarKind, StructuredOutput
 
@@ -57,10 +56,7 @@ def receive(link: Connection) -> list[str]:
 def _answer(vocabulary: Vocabulary, wanted: StructuredOutput) -> Answer:
     try:
         text = grammar_text(wanted)
-        bits = np.zeros(vocabulary.num_words, np.int32)
-        vocabulary.compile(text).state().fill(bits)
-        if not bits.any():
-            raise InvalidRequestError(f"nothing matches this {wanted.kind}", "structured")
+        try_out(vocabulary, vocabulary.compile(text))
     except InvalidRequestError as error:
         return "refused", str(error), error.code
     except (MemoryError, RecursionError):

@@ -6,23 +6,36 @@ escapes, and lets an additional property take the name of a declared one. So it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from decimal import Decimal
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
 from engine.errors import InvalidRequestError
 from engine.grammar import json_text
 from engine.grammar.ebnf import Rules, either, literal, repeat
-from engine.grammar.formats import format_pattern
 from engine.grammar.json_text import COLON, COMMA, listed
-from engine.grammar.number_rules import Bounds, bounded
+from engine.grammar.keywords import constraints
+from engine.grammar.number_rules import Bounds, bounded, bounds_of
 from engine.grammar.regex import convert
-from engine.grammar.schema_check import MAX_DEPTH, Schema, constraints, parse_schema, pointer_to, refuse
-from engine.grammar.schema_kinds import disjoint, has_type, names_of, same, types_of
+from engine.grammar.schema_check import MAX_DEPTH, Schema, find, parse_schema, pointer_to, refuse
+from engine.grammar.schema_kinds import (
+    Lookup,
+    has_type,
+    listed_names,
+    marks,
+    merged,
+    names_of,
+    narrowed,
+    requiring,
+    resolved,
+    same,
+    types_of,
+)
+from engine.grammar.string_rules import string_pattern
 
 NOTHING = ""  # no rule: nothing matches
 _QUOTE = literal('"')
+_OF_NAMES = {"const", "enum", "format", "maxLength", "minLength", "pattern", "type"}
 
 
 def schema_grammar(text: str) -> str:
@@ -30,8 +43,13 @@ def schema_grammar(text: str) -> str:
 
     Raises `InvalidRequestError` naming what cannot be enforced, and where it stands.
     """
-    converter = _Converter(parse_schema(text))
-    return converter.grammar()
+    rules = Rules()
+    return rules.text(schema_rules(text, rules))
+
+
+def schema_rules(text: str, rules: Rules) -> str:
+    """Return an expression for the same, over rules that are added to `rules`."""
+    return _Converter(parse_schema(text), rules).root()
 
 
 def object_grammar() -> str:
@@ -41,73 +59,83 @@ def object_grammar() -> str:
 
 
 class _Converter:
-    def __init__(self, root: Schema) -> None:
+    def __init__(self, root: Schema, rules: Rules) -> None:
         self._root = root
-        self._rules = Rules()
-        self._refs: dict[str, str] = {}
+        self._rules = rules
+        self._refs: dict[tuple[str, frozenset[str]], str] = {}
 
-    def grammar(self) -> str:
-        """Return the whole grammar."""
-        root = self._ref("#", "")
-        if root == NOTHING:
-            refuse("", "nothing matches this schema")
-        return self._rules.text(root)
+    def root(self) -> str:
+        """Return the expression for the whole schema."""
+        return self._ref("#", "")
 
     def _value(self, schema: Schema, at: str) -> str:
         """Return an expression for the values that match `schema`, NOTHING if there are none. at: its pointer."""
-        if isinstance(schema, bool):
-            return json_text.any_value(self._rules) if schema else NOTHING
+        if schema is False or (schema is not True and schema.get("not") in (True, {})):
+            return NOTHING
+        if schema is True or not constraints(schema):
+            return json_text.any_value(self._rules)
         if "$ref" in schema:
-            return self._ref(schema["$ref"], at)
+            return self._referred(schema, at)
         for name in ("anyOf", "oneOf", "allOf"):
             if name in schema:
-                return self._any_of(name, schema[name], at)
+                return self._combined(name, schema, at)
         if "enum" in schema or "const" in schema:
             return self._constants(schema, at)
-        if not constraints(schema):
-            return json_text.any_value(self._rules)
         options = [found for name in types_of(schema, at) if (found := self._typed(name, schema, at))]
         return self._rules.add(either(*options)) if options else NOTHING
 
-    def _ref(self, target: str, at: str) -> str:
-        if target not in self._refs:
-            found = self._lookup(target, at)
-            for _ in range(MAX_DEPTH):
-                if not isinstance(found, dict) or "$ref" not in found:
-                    break
-                found = self._lookup(found["$ref"], at)
-            else:
-                refuse(at, f"$ref {target} points to itself, or through too many others")
-            name = self._refs[target] = self._rules.reserve()
-            body = self._value(found, unquote(target[1:]))
+    def _referred(self, schema: dict[str, Any], at: str) -> str:
+        (found,) = narrowed([{"$ref": schema["$ref"]}], schema, self._find_from(at), at)
+        return self._ref(schema["$ref"], at) if found else NOTHING
+
+    def _ref(self, target: str, at: str, needed: Iterable[str] = ()) -> str:
+        """Return the rule of what a reference points to. needed: properties that are always written."""
+        key = target, frozenset(needed)
+        if key not in self._refs:
+            found = self._target(target, at)
+            name = self._refs[key] = self._rules.reserve()
+            body = self._value(requiring(found, key[1]), unquote(target[1:]))
             if body in (NOTHING, name):
                 refuse(at, "nothing matches this schema")
             self._rules.define(name, body)
-        return self._refs[target]
+        return self._refs[key]
 
-    def _lookup(self, target: str, at: str) -> Schema:
-        node: Any = self._root
-        for part in target.split("/")[1:]:
-            key = unquote(part).replace("~1", "/").replace("~0", "~")
-            try:
-                node = node[int(key) if isinstance(node, list) else key]
-            except (KeyError, IndexError, ValueError, TypeError):
-                refuse(at, f"$ref {target} points to nothing in this schema")
-        if not isinstance(node, dict | bool):
-            refuse(at, f"$ref {target} points to something that is no schema")
-        return node
+    def _target(self, target: str, at: str) -> Schema:
+        """Return what a reference points to, through others up to one that has a `type` beside it."""
+        chain = [find(self._root, target, at)]
+        while isinstance(last := chain[-1], dict) and "$ref" in last:
+            chain.append(find(self._root, last["$ref"], at))
+            if len(chain) > MAX_DEPTH:
+                refuse(at, f"$ref {target} points to itself, or through too many others")
+        return next((each for each in chain if isinstance(each, dict) and "type" in each), chain[-1])
 
-    def _any_of(self, name: str, schemas: Sequence[Schema], at: str) -> str:
-        if name == "oneOf" and not disjoint(schemas, lambda target: self._lookup(target, at)):
+    def _find_from(self, at: str) -> Lookup:
+        return lambda target: find(self._root, target, at)
+
+    def _combined(self, name: str, schema: dict[str, Any], at: str) -> str:
+        lookup, schemas = self._find_from(at), schema[name]
+        if name == "allOf" and (len(schemas) > 1 or constraints(schema) - {"allOf", "type"}):
+            schemas = [merged(schema, lookup, at)]
+        schemas = narrowed(schemas, schema, lookup, at)
+        needed = marks(schemas, lookup) if name == "oneOf" else [set() for _ in schemas]
+        if needed is None:
             refuse(
                 at,
                 "oneOf cannot be enforced where its options may match the same value; use anyOf, or give the "
-                "options a required property with different constants",
+                "options a property with different constants",
                 "not_supported",
             )
-        found = [self._value(each, at + pointer_to(name, number)) for number, each in enumerate(schemas)]
+        found = [
+            self._option(each, more, at + pointer_to(name, number))
+            for number, (each, more) in enumerate(zip(schemas, needed, strict=True))
+        ]
         options = [each for each in found if each != NOTHING]
         return self._rules.add(either(*options)) if options else NOTHING
+
+    def _option(self, schema: Schema, needed: set[str], at: str) -> str:
+        if isinstance(schema, dict) and "$ref" in schema and needed:
+            return self._ref(schema["$ref"], at, needed)
+        return self._value(requiring(schema, needed), at)
 
     def _constants(self, schema: dict[str, Any], at: str) -> str:
         values = schema.get("enum", [schema.get("const")])
@@ -133,9 +161,7 @@ class _Converter:
         return json_text.constant(None)
 
     def _string(self, schema: dict[str, Any], at: str) -> str:
-        pattern = schema.get("pattern")
-        if "format" in schema:
-            pattern = format_pattern(schema["format"])
+        pattern = string_pattern(schema, at)
         if pattern is None:
             return json_text.string(self._rules, schema.get("minLength", 0), schema.get("maxLength"))
         try:
@@ -147,7 +173,7 @@ class _Converter:
         return f"{_QUOTE} {before}{self._rules.add(found.body)} {behind}{_QUOTE}"
 
     def _number(self, schema: dict[str, Any], at: str, whole: bool) -> str:
-        found = _bounds(schema)
+        found = bounds_of(schema)
         if found == Bounds():
             return self._rules.add(json_text.INTEGER if whole else json_text.NUMBER)
         try:
@@ -156,10 +182,13 @@ class _Converter:
             refuse(at, str(error), error.code)
 
     def _array(self, schema: dict[str, Any], at: str) -> str:
-        prefix, least, most = schema.get("prefixItems", []), schema.get("minItems", 0), schema.get("maxItems")
-        item: Schema = schema.get("items", not prefix or least > len(prefix))
-        heads = [self._value(each, at + pointer_to("prefixItems", number)) for number, each in enumerate(prefix)]
-        rest = self._value(item, at + "/items")
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        listed_before = isinstance(schema.get("items"), list)  # as JSON Schema had it before 2020
+        first, others = ("items", "additionalItems") if listed_before else ("prefixItems", "items")
+        prefix = schema.get(first, [])
+        free: Schema = schema.get("unevaluatedItems", not prefix or least > len(prefix))
+        heads = [self._value(each, at + pointer_to(first, number)) for number, each in enumerate(prefix)]
+        rest = self._value(schema.get(others, free), at + pointer_to(others))
         if NOTHING in heads:
             heads, rest = heads[: heads.index(NOTHING)], NOTHING
         top = len(heads) if rest == NOTHING else most
@@ -190,13 +219,17 @@ class _Converter:
 
     def _object(self, schema: dict[str, Any], at: str) -> str:
         properties: dict[str, Schema] = schema.get("properties", {})
-        extra: Schema = schema.get("additionalProperties", not properties)
+        other: Schema = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
         required = dict.fromkeys(schema.get("required", ()))
-        wanted = properties | {name: extra for name in required if name not in properties}
+        wanted = properties | {name: other for name in required if name not in properties}
         if not wanted:
-            return self._map(schema, extra, at)
+            return self._map(schema, other, at)
+        extra = other if "additionalProperties" in schema or "unevaluatedProperties" in schema else not properties
         if "propertyNames" in schema:
-            refuse(at, "propertyNames beside properties cannot be enforced", "not_supported")
+            names = self._listed_names(schema, at)
+            if any(name not in names for name in required):
+                return NOTHING
+            wanted, extra = {name: wanted.get(name, other) for name in names}, False
         pairs: list[tuple[str, bool]] = []
         for name, each in wanted.items():
             value = self._value(each, at + pointer_to("properties", name))
@@ -206,8 +239,8 @@ class _Converter:
                 pairs.append((self._rules.add(f"{json_text.constant(name)} {COLON} {value}"), name in required))
         value = self._value(extra, at + "/additionalProperties")
         self._check_counts(schema, len(required), None if value else len(pairs), at)
-        other = f"{json_text.other_name(self._rules, wanted)} {COLON} {value}" if value else NOTHING
-        return listed("{", self._members(pairs, other), "}")
+        more = f"{json_text.other_name(self._rules, wanted)} {COLON} {value}" if value else NOTHING
+        return listed("{", self._members(pairs, more), "}")
 
     def _check_counts(self, schema: dict[str, Any], least: int, most: int | None, at: str) -> None:
         if schema.get("minProperties", 0) > least:
@@ -216,21 +249,29 @@ class _Converter:
             refuse(at, "maxProperties below the number of properties cannot be enforced", "not_supported")
 
     def _members(self, pairs: list[tuple[str, bool]], other: str) -> str:
-        """Return an expression for the members in their order, the optional ones maybe left out, then others."""
-        first = f"({other} ({COMMA} {other})*)?" if other else '""'
+        """Return an expression for the members in their order, the optional ones maybe left out, then others.
+
+        A comma comes before it is said which member follows: else each token that ends a member is held against all.
+        """
+        some = f"{other} ({COMMA} {other})*" if other else NOTHING  # one member and what follows
         later = f"({COMMA} {other})*" if other else '""'
+        any_required = False
         for pair, required in reversed(pairs):
-            begun, going_on = f"{pair} {later}", f"{COMMA} {pair} {later}"
-            first = self._rules.add(begun if required else f"{begun} | {first}")
-            later = self._rules.add(going_on if required else f"{going_on} | {later}")
-        return first
+            here = f"{pair} {later}"
+            some = self._rules.add(here if required or some == NOTHING else f"{here} | {some}")
+            any_required = any_required or required
+            later = self._rules.add(f"{COMMA} {some}" if any_required else f'"" | {COMMA} {some}')
+        return some if any_required else f"({some})?" if some != NOTHING else '""'
 
     def _map(self, schema: dict[str, Any], extra: Schema, at: str) -> str:
         least, most = schema.get("minProperties", 0), schema.get("maxProperties")
         if least > 1:
             refuse(at, "minProperties above 1 cannot be enforced for a map: names may be repeated", "not_supported")
+        allowed, where = schema.get("propertyNames", True), "/propertyNames"
+        for pattern, each in schema.get("patternProperties", {}).items():
+            allowed, where, extra = {"pattern": pattern}, "/patternProperties", each
         value = self._value(extra, at + "/additionalProperties")
-        names = self._names(schema.get("propertyNames", True), at + "/propertyNames")
+        names = self._names(allowed, at + where)
         if NOTHING in (value, names) or most == 0:
             return listed("{", '""', "}") if least == 0 else NOTHING
         member = f"{names} {COLON} {value}"
@@ -238,23 +279,16 @@ class _Converter:
         return listed("{", f"{member} {more}" if least else f"({member} {more})?", "}")
 
     def _names(self, schema: Schema, at: str) -> str:
+        schema = resolved(schema, self._find_from(at))
         if isinstance(schema, bool):
             return json_text.string(self._rules) if schema else NOTHING
-        found = constraints(schema) - {"pattern", "minLength", "maxLength", "enum", "type"}
-        if found or schema.get("type", "string") != "string":
-            refuse(
-                at, "of propertyNames only pattern, minLength, maxLength and enum can be enforced", "not_supported"
-            )
+        if constraints(schema) - _OF_NAMES or schema.get("type", "string") != "string":
+            known = ", ".join(sorted(_OF_NAMES))
+            refuse(at, f"of propertyNames only {known} can be enforced", "not_supported")
         return self._value({"type": "string", **schema}, at)
 
-
-def _bounds(schema: dict[str, Any]) -> Bounds:
-    lows = [
-        (Decimal(repr(schema[name])), name != "minimum") for name in ("minimum", "exclusiveMinimum") if name in schema
-    ]
-    highs = [
-        (Decimal(repr(schema[name])), name == "maximum") for name in ("maximum", "exclusiveMaximum") if name in schema
-    ]
-    low, low_open = max(lows, default=(None, False))
-    high, closed = min(highs, default=(None, True))
-    return Bounds(low, high, low_open, not closed, int(schema.get("multipleOf", 1)))
+    def _listed_names(self, schema: dict[str, Any], at: str) -> list[str]:
+        names = listed_names(schema, self._find_from(at))
+        if names is None:
+            refuse(at, "propertyNames beside properties cannot be enforced, unless it is an enum", "not_supported")
+        return names

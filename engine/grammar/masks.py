@@ -3,47 +3,99 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from engine.grammar.base import GrammarState
+from engine.errors import InvalidRequestError
+from engine.machine import cores
 from engine.report import Ints
+from engine.request import Sequence as Choice
 from engine.wordless import wordless
 
 logger = logging.getLogger(__name__)
+
+MOST_THREADS = 4
+ROWS_EACH = 4  # that a thread is worth: each takes some tenths of a millisecond
 
 Masks = tuple[Ints, Ints]  # rows, [num_masked]; their bits, [num_masked, vocab / 32 rounded up]
 
 
 class MaskMaker:
-    """Fills masks in a thread of its own. The arrays of one call are overwritten by the next."""
+    """Fills masks in a few threads of its own. The arrays of one call are overwritten by the next.
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
+    drawn: waits for the tokens of the step in flight, one for each of its samples. threads: unless as many as the
+    machine has cores, up to `MOST_THREADS`.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, drawn: Callable[[], Ints], threads: int | None = None
+    ) -> None:
         self._bits: Ints = np.zeros((num_slots, -(-vocab_size // 32)), np.int32)
+        self._drawn = drawn
+        self._threads = threads or min(MOST_THREADS, cores())
         self._pool: ThreadPoolExecutor | None = None
+        self._jobs: list[Future[None]] = []
 
-    def start(self, rows: Sequence[int], states: Sequence[GrammarState]) -> Callable[[], Masks]:
-        """Begin to fill the masks of `states`; what is returned waits for them. rows: the sample of each."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        job = self._pool.submit(self._fill, states)
+    def start(self, rows: Sequence[int], choices: Sequence[Choice], drawn_now: Sequence[int]) -> Callable[[], Masks]:
+        """Begin to fill the masks of `choices`, each with a grammar; what is returned waits for them.
+
+        rows: the sample of each. drawn_now: the sample of the step in flight that draws the last token of each, -1
+        where it is known; their grammars take that token, and their masks are filled, when they are waited for.
+        """
+        wait(self._jobs)  # of a call that nobody waited for: no grammar is used by two threads
+        self._jobs = []
         found = np.array(rows, np.int32)
-        return lambda: (found, job.result())
+        bits = self._bits[: len(found)]
+        late = [place for place, sample in enumerate(drawn_now) if sample >= 0]
+        self._begin([(choices[place], bits[place]) for place, sample in enumerate(drawn_now) if sample < 0])
+
+        def masks() -> Masks:
+            if late:
+                tokens = self._drawn()
+                for place in late:
+                    _match(choices[place], int(tokens[drawn_now[place]]))
+                self._begin([(choices[place], bits[place]) for place in late])
+            for job in self._jobs:
+                job.result()
+            return found, bits
+
+        return masks
 
     def close(self) -> None:
-        """End the thread. Can be called twice."""
+        """End the threads. Can be called twice."""
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _fill(self, states: Sequence[GrammarState]) -> Ints:
-        bits = self._bits[: len(states)]
-        for row, state in zip(bits, states, strict=True):
-            try:
-                state.fill(row)
-            except Exception as error:
-                # Its own request ends, for no token is left to it; the others go on.
-                logger.error("a grammar could not say what may come next", exc_info=wordless(error))
-                row[:] = 0
-        return bits
+    def _begin(self, wanted: Sequence[tuple[Choice, Ints]]) -> None:
+        """Have the threads fill masks, about as many each."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="grammar-masks")
+        share = max(ROWS_EACH, -(-len(wanted) // self._threads))
+        parts = [wanted[first : first + share] for first in range(0, len(wanted), share)]
+        self._jobs += [self._pool.submit(_fill, part) for part in parts]
+
+
+def _match(choice: Choice, token_id: int) -> None:
+    """Have a grammar take the token that the step in flight drew."""
+    try:
+        choice.match(token_id, choice.num_output_tokens)
+    except Exception:
+        logger.debug("a grammar did not take a token; its request ends when the step is taken in")
+
+
+def _fill(wanted: Iterable[tuple[Choice, Ints]]) -> None:
+    for choice, bits in wanted:
+        try:
+            if choice.grammar is None or choice.mismatch is not None:
+                bits[:] = 0
+            else:
+                choice.grammar.fill(bits)
+        except InvalidRequestError as error:
+            choice.mismatch = choice.mismatch or error  # with which its request ends: no token is left to it
+            bits[:] = 0
+        except Exception as error:
+            # Its own request ends, for no token is left to it; the others go on.
+            logger.error("a grammar could not say what may come next", exc_info=wordless(error))
+            bits[:] = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
+from typing import Any
 
 from engine.errors import InvalidRequestError
 from engine.grammar.ebnf import Rules, either, literal
@@ -22,6 +23,19 @@ class Bounds:
     low_open: bool = False
     high_open: bool = False
     multiple: int = 1
+
+
+def bounds_of(schema: dict[str, Any]) -> Bounds:
+    """Return what a schema says of its numbers."""
+    lows = [
+        (Decimal(repr(schema[name])), name != "minimum") for name in ("minimum", "exclusiveMinimum") if name in schema
+    ]
+    highs = [
+        (Decimal(repr(schema[name])), name == "maximum") for name in ("maximum", "exclusiveMaximum") if name in schema
+    ]
+    low, low_open = max(lows, default=(None, False))
+    high, closed = min(highs, default=(None, True))
+    return Bounds(low, high, low_open, not closed, int(schema.get("multipleOf", 1)))
 
 
 def bounded(rules: Rules, bounds: Bounds, whole: bool) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import threading
-from collections import OrderedDict, deque
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,25 +17,29 @@ from typing_extensions import override
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar, GrammarCompiler
 from engine.grammar.helper import READY, Answer, receive, send, serve
+from engine.grammar.refused import Refused
+from engine.grammar.turns import Turns
 from engine.grammar.xgr import Vocabulary, XgrGrammar
 from engine.sampling_params import StructuredOutput
 from parallel.launcher import Gang, launch
 
 START_TIME = 120.0  # seconds that the helper may take to load its libraries on a machine that is busy
 _ATTEMPTS = 2  # a helper may be killed for no fault of the grammar
+_DEATH_TIME = 5.0  # seconds until a process whose link is closed has ended
+_OWN_DEATHS = (-signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV)  # of a grammar, whoever tries it again
 
 
 @dataclass(frozen=True, slots=True)
 class CompileLimits:
     """deadline: seconds for one grammar. room: bytes of memory for one. kept: bytes of grammars that are kept.
 
-    waiting: how many may wait for their turn.
+    waiting: how many of one owner may wait for their turn.
     """
 
     deadline: float = 10.0
     room: int = 4 << 30
     kept: int = 256 << 20
-    waiting: int = 256
+    waiting: int = 64
 
 
 class HelperProcess:
@@ -58,12 +64,15 @@ class HelperProcess:
             try:
                 kind, words, code = self._ask(wanted)
             except (EOFError, OSError):
-                self.kill()
+                if self._died_of_it():
+                    break
                 continue
             if kind == "text":
                 return words
             raise InvalidRequestError(words, "structured", code)
-        raise InvalidRequestError(f"compiling this {wanted.kind} ended its process; make it simpler", "structured")
+        raise InvalidRequestError(
+            f"compiling this {wanted.kind} ended its process by its time or memory; make it simpler", "structured"
+        )
 
     def kill(self) -> None:
         """End the helper, whatever it does. Can be called twice."""
@@ -79,6 +88,15 @@ class HelperProcess:
         gang = self._gang
         if gang is not None:
             gang.kill()
+
+    def _died_of_it(self) -> bool:
+        """End a helper that does not answer; return whether the grammar ended it, by its time or its memory."""
+        gang = self._gang
+        if gang is not None:
+            gang.join(_DEATH_TIME)
+        died = gang is not None and gang.exit_codes[0] in _OWN_DEATHS
+        self.kill()
+        return died
 
     def _ask(self, wanted: StructuredOutput) -> Answer:
         link = self._link or self._start()
@@ -111,7 +129,7 @@ def _answer(link: Connection) -> Answer:
 
 
 class GrammarService(GrammarCompiler):
-    """Compiles for all requests of one model, in one thread: callers take turns, equal ones are served at once.
+    """Compiles for all requests of one model, in one thread: owners take turns, equal wishes are served at once.
 
     Each grammar is tried out in the helper first: one that takes for ever, or all memory, ends the helper and
     is refused; then it is compiled here, which is known to be short. (The compiled form could be handed over instead,
@@ -130,7 +148,8 @@ class GrammarService(GrammarCompiler):
         self._ends = tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutput, XgrGrammar] = OrderedDict()
         self._jobs: dict[StructuredOutput, Future[CompiledGrammar]] = {}
-        self._turns: OrderedDict[bytes, deque[StructuredOutput]] = OrderedDict()  # by owner, the next one first
+        self._turns: Turns[StructuredOutput] = Turns(self._limits.waiting)
+        self._refused = Refused()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._helper: HelperProcess | None = None
@@ -151,26 +170,24 @@ class GrammarService(GrammarCompiler):
     def compile(self, wanted: StructuredOutput) -> CompiledGrammar:
         return self.submit(wanted).result()
 
-    def submit(self, wanted: StructuredOutput, owner: bytes = b"") -> Future[CompiledGrammar]:
+    def submit(self, wanted: StructuredOutput, owner: str = "") -> Future[CompiledGrammar]:
         """Return what will be the grammar, or the `InvalidRequestError` that `compile` raises.
 
-        owner: who asks; each owner has one turn, then the next. Equal wishes share one result: do not cancel it.
+        owner: who asks, and is charged for the time; whoever has used least is next. Equal wishes share one result:
+        do not cancel it.
         """
         with self._changed:
-            found = self._known(wanted)
+            found = self._known(wanted, owner)
             if found is not None:
                 return found
             future: Future[CompiledGrammar] = Future()
-            if self._closed or len(self._jobs) >= self._limits.waiting:
-                why = "the server stops" if self._closed else "too many grammars wait to be compiled; try again later"
-                future.set_exception(InvalidRequestError(why, "structured", "busy"))
-                return future
-            self._jobs[wanted] = future
-            self._turns.setdefault(owner, deque()).append(wanted)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if self._closed:
+                future.set_exception(InvalidRequestError("the server stops", "structured", "shutting_down"))
+            elif not self._turns.add(owner, wanted):
+                why = f"{self._limits.waiting} of your grammars wait to be compiled; try again later"
+                future.set_exception(InvalidRequestError(why, "structured", "rate_limit_exceeded"))
+            else:
+                self._begin(wanted, future)
             return future
 
     def close(self) -> None:
@@ -183,35 +200,53 @@ class GrammarService(GrammarCompiler):
         if self._thread is not None:
             self._thread.join()
 
-    def _known(self, wanted: StructuredOutput) -> Future[CompiledGrammar] | None:
+    def _begin(self, wanted: StructuredOutput, future: Future[CompiledGrammar]) -> None:
+        self._jobs[wanted] = future
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _known(self, wanted: StructuredOutput, owner: str) -> Future[CompiledGrammar] | None:
+        """Return what is known of a wish, or asked for by somebody: then it comes with the turn that is first."""
+        if wanted in self._jobs:
+            self._turns.add(owner, wanted)
+            return self._jobs[wanted]
+        future: Future[CompiledGrammar] = Future()
+        error = self._refused.find(wanted)
         if wanted in self._kept:
             self._kept.move_to_end(wanted)
-            future: Future[CompiledGrammar] = Future()
             future.set_result(self._kept[wanted])
-            return future
-        return self._jobs.get(wanted)
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            return None
+        return future
 
     def _run(self) -> None:
         try:
-            while (wanted := self._next()) is not None:
+            while (turn := self._next()) is not None:
+                owner, wanted = turn
+                begun = time.monotonic()
                 self._finish(wanted, self._made)
+                with self._changed:
+                    self._turns.charge(owner, time.monotonic() - begun)
         finally:
             if self._helper is not None:
                 self._helper.kill()
             for wanted in list(self._jobs):
                 self._finish(wanted, _stopped)
 
-    def _next(self) -> StructuredOutput | None:
-        """Wait for the next wish; None when this is closed."""
+    def _next(self) -> tuple[str, StructuredOutput] | None:
+        """Wait for the next wish that no other turn has brought, and return whose it is and what; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._turns)
-            if self._closed:
-                return None
-            owner, queue = self._turns.popitem(last=False)
-            wanted = queue.popleft()
-            if queue:
-                self._turns[owner] = queue
-            return wanted
+            while True:
+                self._changed.wait_for(lambda: self._closed or self._turns)
+                if self._closed:
+                    return None
+                owner, wanted = self._turns.take()
+                if wanted in self._jobs:
+                    return owner, wanted
 
     def _finish(self, wanted: StructuredOutput, make: Callable[[StructuredOutput], XgrGrammar]) -> None:
         try:
@@ -219,6 +254,7 @@ class GrammarService(GrammarCompiler):
         except BaseException as error:
             with self._changed:
                 future = self._jobs.pop(wanted)
+                self._refused.add(wanted, error)
             future.set_exception(error)
             return
         with self._changed:
@@ -245,4 +281,4 @@ def _size(wanted: StructuredOutput, grammar: XgrGrammar) -> int:
 
 
 def _stopped(_: StructuredOutput) -> XgrGrammar:
-    raise InvalidRequestError("the server stops", "structured", "busy")
+    raise InvalidRequestError("the server stops", "structured", "shutting_down")

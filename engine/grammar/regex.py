@@ -66,21 +66,24 @@ class _Parser:
         self._at = 0
         self._depth = 0
         self._counted_size = 0  # of all up to here
-        self._split = False  # whether the alternatives read last were more than one
         self._spell = spell
         self._rules = rules
 
     def parse(self) -> Pattern:
-        begins = self._take("^")
-        body = self._alternatives()
-        ends = self._take("$")
+        options = [self._anchored()]
+        while self._take("|"):
+            options.append(self._anchored())
         if self._at < len(self._text):
             what = self._text[self._at]
             hint = "; ^ and $ may stand at the ends of the whole only, put (?:...) around alternatives"
             raise self._error(f"{what!r} has no place there{hint if what in '|$^' else ''}")
-        if (begins or ends) and self._split:
+        if len({(each.begins, each.ends) for each in options}) > 1:
             raise self._error("^ and $ beside | belong to one alternative only; put (?:...) around the alternatives")
-        return Pattern(body, begins, ends)
+        return Pattern(either(*[each.body for each in options]), options[0].begins, options[0].ends)
+
+    def _anchored(self) -> Pattern:
+        begins = self._take("^")
+        return Pattern(self._sequence(), begins, self._take("$"))
 
     def _alternatives(self) -> str:
         self._depth += 1
@@ -90,7 +93,6 @@ class _Parser:
         while self._take("|"):
             options.append(self._sequence())
         self._depth -= 1
-        self._split = len(options) > 1
         return either(*options)
 
     def _sequence(self) -> str:

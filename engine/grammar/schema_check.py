@@ -5,89 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
+from urllib.parse import unquote
 
 from engine.errors import InvalidRequestError
+from engine.grammar.keywords import FORMATS, REFUSED, TYPES, constraints, says_nothing
 
 Schema = dict[str, Any] | bool
 MAX_DEPTH = 32
 MAX_NODES = 2000
-TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-FORMATS = ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-
-# keyword -> what holds it back, "" where nothing does.
-ENFORCED: Final = {
-    "type": "",
-    "enum": "beside it only `type`",
-    "const": "beside it only `type`",
-    "anyOf": "nothing that constrains beside it",
-    "oneOf": "as anyOf; options of different types, or objects that differ in a required constant property",
-    "allOf": "of one schema, nothing that constrains beside it",
-    "$ref": "within the schema (`#` or `#/...`), nothing that constrains beside it",
-    "$defs": "",
-    "definitions": "",
-    "properties": "written in the order in which they are listed",
-    "required": "",
-    "additionalProperties": "without it, an object with `properties` has no others",
-    "minProperties": "up to the number of required properties; 1 for a map",
-    "maxProperties": "for a map, or not below the number of properties",
-    "propertyNames": "for a map (no `properties`): pattern, minLength, maxLength, enum",
-    "items": "",
-    "prefixItems": "without `items`, nothing follows them unless minItems wants it",
-    "minItems": "",
-    "maxItems": "",
-    "minLength": "counted in characters, none of which is written as an escape; without pattern and format",
-    "maxLength": "as minLength",
-    "pattern": "what Python and ECMAScript share, without look-around, back-references, word boundaries and flags",
-    "format": ", ".join(FORMATS),
-    "minimum": "at most 15 digits are written, with no exponent",
-    "maximum": "as minimum",
-    "exclusiveMinimum": "as minimum; a number",
-    "exclusiveMaximum": "as maximum; a number",
-    "multipleOf": "whole numbers up to 100",
-}
-ANNOTATIONS: Final = (
-    "title",
-    "description",
-    "default",
-    "examples",
-    "example",
-    "$schema",
-    "$id",
-    "$comment",
-    "deprecated",
-    "readOnly",
-    "writeOnly",
-)
-REFUSED: Final = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "uniqueItems",
-    "contains",
-    "minContains",
-    "maxContains",
-    "patternProperties",
-    "dependentRequired",
-    "dependentSchemas",
-    "dependencies",
-    "unevaluatedProperties",
-    "unevaluatedItems",
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_CHILDREN = (
+    "items",
     "additionalItems",
-    "contentEncoding",
-    "contentMediaType",
-    "contentSchema",
-    "nullable",
-    "discriminator",
-    "$anchor",
-    "$dynamicRef",
-    "$dynamicAnchor",
-    "$recursiveRef",
-    "$recursiveAnchor",
-    "$vocabulary",
+    "unevaluatedItems",
+    "additionalProperties",
+    "unevaluatedProperties",
+    "propertyNames",
 )
 _ALONE = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
+_BESIDE = {"enum": {"const"}, "const": {"enum"}, "allOf": {"properties", "required"}}  # and `type`
+_NAMED = {"properties", "required", "propertyNames"}
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_COUNT = 100_000
@@ -103,9 +42,22 @@ def parse_schema(text: str) -> Schema:
         json.dumps(schema, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"json_schema is not JSON: {error}", "structured") from error
-    _Walk().check(schema, "", 0)
+    _Walk(schema).run()
     checked: Schema = schema
     return checked
+
+
+def find(root: Schema, target: str, at: str) -> Schema:
+    """Return the schema that a `$ref` standing at `at` points to; raises `InvalidRequestError` if there is none."""
+    node: Any = root
+    for part in _parts(target):
+        try:
+            node = node[int(part) if isinstance(node, list) else part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            refuse(at, f"$ref {target} points to nothing in this schema")
+    if not isinstance(node, dict | bool):
+        refuse(at, f"$ref {target} points to something that is no schema")
+    return node
 
 
 def _no_number(name: str) -> NoReturn:
@@ -124,26 +76,34 @@ def refuse(pointer: str, problem: str, code: str = "invalid_value") -> NoReturn:
     raise InvalidRequestError(f"json_schema at #{pointer}: {problem}", "structured", code)
 
 
-def constraints(schema: dict[str, Any]) -> set[str]:
-    """Return the keywords of `schema` that constrain what may be written."""
-    harmless = {*ANNOTATIONS, "$defs", "definitions"}
-    return {name for name in schema if name not in harmless and not _vacuous(name, schema[name])}
-
-
 def pointer_to(*parts: object) -> str:
     """Return the JSON pointer of a member."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in parts)
 
 
-def _vacuous(name: str, value: Any) -> bool:
-    return name.startswith("x-") or (name in ("uniqueItems", "nullable") and value is False)
+def _parts(target: str) -> list[str]:
+    return [unquote(part).replace("~1", "/").replace("~0", "~") for part in target.split("/")[1:]]
 
 
 class _Walk:
-    def __init__(self) -> None:
+    """Checks the whole of a schema, and what it refers to wherever that stands."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
         self._nodes = 0
+        self._seen: set[str] = set()
+        self._targets: list[tuple[str, str]] = []  # each with the place that refers to it
+
+    def run(self) -> None:
+        self.check(self._root, "", 0)
+        while self._targets:
+            target, place = self._targets.pop()
+            pointer = pointer_to(*_parts(target))
+            if pointer not in self._seen:
+                self.check(find(self._root, target, place), pointer, 0)
 
     def check(self, schema: Any, pointer: str, depth: int) -> None:
+        self._seen.add(pointer)
         self._nodes += 1
         if self._nodes > MAX_NODES:
             refuse(pointer, f"a schema may hold at most {MAX_NODES} schemas")
@@ -156,30 +116,27 @@ class _Walk:
         for name, value in schema.items():
             _check_keyword(name, value, pointer)
         _check_company(schema, pointer)
+        if "$ref" in schema:
+            self._targets.append((schema["$ref"], pointer))
         for child, place in _children(schema, pointer):
             self.check(child, place, depth + 1)
 
 
 def _check_keyword(name: str, value: Any, pointer: str) -> None:
-    if name in ANNOTATIONS or _vacuous(name, value):
+    if says_nothing(name, value):
         return
     place = pointer + pointer_to(name)
-    if name not in ENFORCED:
-        known = "cannot be enforced" if name in REFUSED else "is unknown"
-        refuse(place, f"{name} {known}; leave it out", "not_supported")
+    if name in REFUSED:
+        refuse(place, f"{name} cannot be enforced; leave it out", "not_supported")
+    if name == "not" and value is not True and value != {}:
+        refuse(place, "not cannot be enforced, except of {}, which nothing matches", "not_supported")
     if name in _COUNTS and (not _is_integer(value) or not 0 <= value <= MAX_COUNT):
         refuse(place, f"{name} must be a whole number from 0 to {MAX_COUNT}, not {_short(value)}")
-    if name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float)):
-        refuse(place, f"{name} must be a number, not {_short(value)}")
-    if name == "multipleOf" and not (value == int(value) and 1 <= value <= 100):
-        refuse(
-            place,
-            f"multipleOf {_short(value)} cannot be enforced: only whole numbers from 1 to 100 can",
-            "not_supported",
-        )
-    if name in ("properties", "$defs", "definitions") and not isinstance(value, dict):
+    if name in _NUMBERS:
+        _check_number(name, value, place)
+    if name in _MAPS and not isinstance(value, dict):
         refuse(place, f"{name} must be an object, not {_short(value)}")
-    if name in ("anyOf", "oneOf", "allOf", "enum", "prefixItems") and (not isinstance(value, list) or not value):
+    if name in (*_LISTS, "enum") and (not isinstance(value, list) or not value):
         refuse(place, f"{name} must be a list that is not empty, not {_short(value)}")
     if name == "required" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
         refuse(place, f"required must be a list of names, not {_short(value)}")
@@ -193,6 +150,17 @@ def _check_keyword(name: str, value: Any, pointer: str) -> None:
         _check_type(value, place)
 
 
+def _check_number(name: str, value: Any, place: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        refuse(place, f"{name} must be a number, not {_short(value)}")
+    if name == "multipleOf" and not (value == int(value) and 1 <= value <= 100):
+        refuse(
+            place,
+            f"multipleOf {_short(value)} cannot be enforced: only whole numbers from 1 to 100 can",
+            "not_supported",
+        )
+
+
 def _check_type(value: Any, place: str) -> None:
     names = value if isinstance(value, list) else [value]
     if not names or any(not isinstance(each, str) or each not in TYPES for each in names):
@@ -203,31 +171,33 @@ def _check_company(schema: dict[str, Any], pointer: str) -> None:
     """Refuse keywords that can be enforced, but not together."""
     found = constraints(schema)
     for name in _ALONE:
-        allowed = {name, "type", "enum", "const"} if name in ("enum", "const") else {name}
+        allowed = {name, "type"} | _BESIDE.get(name, set())
         if name in found and found - allowed:
             other = sorted(found - allowed)[0]
             refuse(pointer, f"{name} and {other} together cannot be enforced; merge them", "not_supported")
-    if len(schema.get("allOf", ())) > 1:
-        refuse(pointer, "allOf of several schemas cannot be enforced; merge them", "not_supported")
-    lengths = found & {"minLength", "maxLength"}
-    for name in sorted(found & {"pattern", "format"}):
-        others = (found & {"pattern", "format"} | lengths) - {name}
-        if others:
-            refuse(pointer, f"{name} and {sorted(others)[0]} together cannot be enforced", "not_supported")
+    if "prefixItems" in schema and isinstance(schema.get("items"), list):
+        refuse(pointer, "items is a list, as before prefixItems: send one of them")
+    if "patternProperties" in found and (len(schema["patternProperties"]) > 1 or found & _NAMED):
+        refuse(
+            pointer,
+            "patternProperties of several patterns, or beside properties, cannot be enforced",
+            "not_supported",
+        )
     for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
         if schema.get(low, 0) > schema.get(high, MAX_COUNT):
             refuse(pointer, f"{low} is above {high}: nothing matches")
 
 
 def _children(schema: dict[str, Any], pointer: str) -> Iterator[tuple[Any, str]]:
-    for name in ("properties", "$defs", "definitions"):
+    for name in _MAPS:
         for key, child in schema.get(name, {}).items():
             yield child, pointer + pointer_to(name, key)
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+    lists = (*_LISTS, "items") if isinstance(schema.get("items"), list) else _LISTS
+    for name in lists:
         for number, child in enumerate(schema.get(name, ())):
             yield child, pointer + pointer_to(name, number)
-    for name in ("items", "additionalProperties", "propertyNames"):
-        if name in schema:
+    for name in _CHILDREN:
+        if name in schema and name not in lists:
             yield schema[name], pointer + pointer_to(name)
 
 

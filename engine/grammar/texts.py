@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from engine.errors import InvalidRequestError
+from engine.grammar.calls import calls_or_json_grammar
 from engine.grammar.ebnf import Rules, either, literal
 from engine.grammar.json_schema import object_grammar, schema_grammar
 from engine.grammar.json_text import spell_raw
@@ -23,6 +24,8 @@ def grammar_text(wanted: StructuredOutput) -> str:
         return schema_grammar(wanted.text)
     if wanted.kind == "json_object":
         return object_grammar()
+    if wanted.kind == "calls_or_json":
+        return calls_or_json_grammar(wanted.text)
     if wanted.kind == "regex":
         rules = Rules()
         return rules.text(convert(wanted.text, spell_raw, rules).body)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from engine.errors import GrammarError, InvalidRequestError
+from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar, GrammarState
+from engine.grammar.budget import GrammarBudget
+from engine.grammar.xgr_classes import inner_ascii, truthful
 from engine.report import Ints
-
-MAX_TOKEN_TIME = 0.5  # seconds of CPU for one token: ambiguous grammars grow dearer with each
 
 
 class Vocabulary:
@@ -33,19 +33,21 @@ class Vocabulary:
             raise InvalidRequestError(
                 "structured output needs the extra: pip install squadron[structured]", "structured", "not_supported"
             ) from error
+        self.size = len(tokens)
         self.num_words = -(-len(tokens) // 32)  # of a mask
-        ends = set(eos_token_ids)
-        shown = [b"" if token in ends else text for token, text in enumerate(tokens)]
+        self.ends = frozenset(eos_token_ids)
+        shown = [b"" if token in self.ends else text for token, text in enumerate(tokens)]
+        self._inner = inner_ascii(shown)
         kind = self.library.VocabType.RAW
         self._info = self.library.TokenizerInfo(
-            shown, kind, vocab_size=len(shown), stop_token_ids=sorted(ends), add_prefix_space=False
+            shown, kind, vocab_size=len(shown), stop_token_ids=sorted(self.ends), add_prefix_space=False
         )
 
     def compile(self, text: str) -> XgrGrammar:
         """Return the grammar `text` (GBNF) made ready. Raises `InvalidRequestError` when it cannot be read."""
         compiler = self.library.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         try:
-            compiled = compiler.compile_grammar(text)
+            compiled = compiler.compile_grammar(truthful(text, self._inner))
         except RuntimeError as error:  # xgrammar's only kind of error
             raise InvalidRequestError(f"the grammar cannot be used: {_reason(error)}", "structured") from error
         return XgrGrammar(self.library, compiled)
@@ -60,25 +62,23 @@ class XgrGrammar(CompiledGrammar):
         self.num_bytes: int = compiled.memory_size_bytes
 
     @override
-    def state(self) -> GrammarState:
-        return _State(self._library.GrammarMatcher(self._compiled))
+    def state(self, budget: GrammarBudget | None = None) -> GrammarState:
+        return _State(self._library.GrammarMatcher(self._compiled), budget or GrammarBudget())
 
 
 class _State(GrammarState):
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, budget: GrammarBudget) -> None:
         self._matcher = matcher
-        self._spent = 0.0  # seconds of CPU since the last token
+        self._budget = budget
 
     @override
     def accept(self, token_id: int) -> bool:
         if self.finished:
             return False
+        self._budget.check()
         begun = time.thread_time()
         taken: bool = self._matcher.accept_token(token_id)
-        spent = self._spent + time.thread_time() - begun
-        self._spent = 0.0
-        if taken and spent > MAX_TOKEN_TIME:
-            raise GrammarError(f"the grammar is too ambiguous: it took {spent:.1f} s for one token")
+        self._budget.charge(time.thread_time() - begun, 1)
         return taken
 
     @override
@@ -86,11 +86,12 @@ class _State(GrammarState):
         if self.finished:
             bits[:] = 0
             return
+        self._budget.check()
         begun = time.thread_time()
         row = torch.from_numpy(bits.view(np.int32)[None])
         if not self._matcher.fill_next_token_bitmask(row):
             bits[:] = -1
-        self._spent = time.thread_time() - begun
+        self._budget.charge(time.thread_time() - begun)
 
     @property
     @override

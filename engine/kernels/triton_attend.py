@@ -9,23 +9,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.handles import kept
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 # Of what changes from step to step, numbers that divide by 16 and addresses that do would get a kernel of their own,
 # compiled while it is waited for.
+@kept
 @triton.jit(
     do_not_specialize=["window", "table_stride"],
     do_not_specialize_on_alignment=["scales", "tiles", "starts", "lengths", "tables"],
 )
 def attend(
-    out,  # [num_tokens, heads, HEAD_DIM]; of splits: [num_tiles, heads, splits, HEAD_DIM] fp32
-    weight,  # of splits: log2 of what exponents sum to, [num_tiles, heads, splits] fp32
+    out,  # [num_tokens, heads, HEAD_DIM]
+    parts,  # of splits, where a row has several: [num_tiles, heads, HEAD_DIM] fp32
+    weight,  # of those: log2 of what exponents sum to, [num_tiles, heads] fp32
     query,  # [num_tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, PAGE, kv_heads, HEAD_DIM], as values
     values,
     scales,  # [2, kv_heads] fp32, of fp8 keys and values
-    tiles,  # row and first query of each tile, [num_tiles, 2]
+    tiles,  # row and first query of each tile, [num_tiles, 2]; of splits: the shares of `triton_splits.share_out`
     starts,  # [num_rows + 1], queries of each row
     lengths,  # [num_rows], keys of each row
     tables,  # [num_rows, ...]
@@ -48,10 +52,15 @@ def attend(
     FP8: tl.constexpr,
     UNIFORM: tl.constexpr,  # all keys by the same code, that bits do not depend on where the tile begins
 ):
-    """A program per tile, KV head and split."""
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
-    row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    """A program per tile and KV head."""
+    tile, kv_head, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, split, splits = 0, 0, 1
+    if SPLIT:
+        row, split, splits = tl.load(tiles + 3 * tile), tl.load(tiles + 3 * tile + 1), tl.load(tiles + 3 * tile + 2)
+        if splits == 0:
+            return
+    else:
+        row, first = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     start = tl.load(starts + row)
     length = tl.load(lengths + row)
     # A row of padding has no key, and so no query that attends, but a result to be written.
@@ -98,15 +107,15 @@ def attend(
     result = sums * tl.where(found, value_scale / tl.where(found, total, 1.0), 0.0)[:, None]
     heads = kv_heads * GROUP
     if SPLIT:
-        where = (tile.to(tl.int64) * heads + head) * splits + split
-        held = rows < GROUP
+        where = tile.to(tl.int64) * heads + head
+        held = (rows < GROUP) & (splits > 1)
         level = tl.where(found, best + tl.log2(tl.where(found, total, 1.0)), float("-inf"))
         tl.store(weight + where, level, mask=held)
-        tl.store(out + where[:, None] * HEAD_DIM + dims[None, :], result, mask=held[:, None] & inside[None, :])
-    else:
-        where = place * heads + head
-        result = result.to(out.dtype.element_ty)
-        tl.store(out + where[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & inside[None, :])
+        tl.store(parts + where[:, None] * HEAD_DIM + dims[None, :], result, mask=held[:, None] & inside[None, :])
+        real = real & (splits == 1)
+    where = place * heads + head
+    result = result.to(out.dtype.element_ty)
+    tl.store(out + where[:, None] * HEAD_DIM + dims[None, :], result, mask=real[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -144,13 +153,16 @@ def attend_keys(
     """
     dims = tl.arange(0, BLOCK_D)
     inside = dims < HEAD_DIM
+    # The table is read one iteration ahead: Triton loads keys and values beside the products before theirs only where
+    # their addresses wait for no load of the same iteration.
+    block = blocks_of(table, low, high, PAGE, BLOCK_N)
     for first in tl.range(low, beyond, BLOCK_N):
         key = first + tl.arange(0, BLOCK_N)
         there = key < high
-        block = tl.load(table + key // PAGE, mask=there, other=0)
         slot = block.to(tl.int64) * block_stride + (key % PAGE) * slot_stride
         address = slot[:, None] + dims[None, :]
         # What lies beyond the last key was never written, and might be a NaN.
+        block = blocks_of(table, first + BLOCK_N, high, PAGE, BLOCK_N)
         k = load_tile(keys + address, there, inside, MASKED, HEAD_DIM != BLOCK_D).to(q.dtype)
         v = load_tile(values + address, there, inside, MASKED, HEAD_DIM != BLOCK_D).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
@@ -172,6 +184,13 @@ def attend_keys(
         sums = tl.dot(weights.to(q.dtype), v, sums * shrink[:, None], input_precision="tf32x3")
         best = higher
     return best, total, sums
+
+
+@triton.jit
+def blocks_of(table, first, high, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the blocks of the keys from `first` on, the null block for those from `high` on."""
+    key = first + tl.arange(0, BLOCK_N)
+    return tl.load(table + key // PAGE, mask=key < high, other=0)
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.handles import kept
+
 RUN = tl.constexpr(64)
 RUN_INDEX = tl.constexpr(1 << 32)  # where the runs' indices begin in the noise of a row
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -19,6 +21,7 @@ NEVER = tl.constexpr(float("-inf"))
 
 
 # Shares of a vocabulary need no kernels of their own: where their peaks and masses begin follows from the rows.
+@kept
 @triton.jit(do_not_specialize=["num_runs"], do_not_specialize_on_alignment=["peaks", "masses"])
 def scan(
     logits: tl.tensor,  # [num_rows, vocab], rows strided
@@ -44,6 +47,7 @@ def scan(
         tl.store(masses + row * num_runs + run, tl.sum(weights, 1), mask=run < num_runs)
 
 
+@kept
 @triton.jit(do_not_specialize=["num_runs", "filtered"], do_not_specialize_on_alignment=["peaks", "masses", "leasts"])
 def race(
     logits: tl.tensor,
@@ -91,6 +95,7 @@ def race(
     tl.store(tokens + row, token)
 
 
+@kept
 @triton.jit
 def forbid(
     logits: tl.tensor,  # [num_rows, vocab], rows strided, changed in place

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.handles import kept
 from engine.kernels.triton_draw import NEVER, RUN, sound
 
 SLACK = tl.constexpr(1.0001)  # that a bound made of peaks has to spare, so that rounding cannot make it too high
 
 
+@kept
 @triton.jit
 def bound(
     temperatures: tl.tensor,
@@ -58,6 +60,7 @@ def bound(
     tl.store(leasts + row, least)
 
 
+@kept
 @triton.jit
 def restrict(
     logits: tl.tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
+from engine.kernels.handles import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_quantised import TritonInt8Linear, quantise_rows_in_one_pass
 from parallel.methods import LinearMethod
 
@@ -63,8 +64,8 @@ class TritonKernels(TorchKernels):
             return super().norm_rotate(heads, norms, None if rotation is None else super().rotation(rotation), eps)
         if (norms is None and rotation is None) or not heads.numel():
             return heads
-        block = triton.next_power_of_2(size // 2)
-        _norm_rotate_kernel[(num_tokens, triton.cdiv(num_heads, HEADS))](
+        block = next_power_of_2(size // 2)
+        _norm_rotate_kernel[(num_tokens, ceil_div(num_heads, HEADS))](
             heads, norms, rotation, heads.stride(0), num_heads, eps,
             HALF=size // 2, HEADS=HEADS, BLOCK=block, NORM=norms is not None, ROTATE=rotation is not None,
             num_warps=_warps(2 * HEADS * block),
@@ -78,7 +79,7 @@ class TritonKernels(TorchKernels):
         rows, size = len(x), x.shape[1] // 2
         out = x.new_empty(rows, size)
         if out.numel():
-            grid = (rows, triton.cdiv(size, GATE_BLOCK))
+            grid = (rows, ceil_div(size, GATE_BLOCK))
             _silu_gate_kernel[grid](x, out, size, BLOCK=GATE_BLOCK, num_warps=_warps(GATE_BLOCK))
         return out
 
@@ -92,7 +93,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     out = torch.empty_like(x)
     rows, size = x.shape
     if out.numel():
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         _norm_kernel[(rows,)](
             x, residual, weight, out, size, eps, ADD=residual is not None, BLOCK=block, num_warps=_warps(block)
         )
@@ -104,6 +105,7 @@ def _warps(elements: int) -> int:
     return max(1, min(16, elements // 256))
 
 
+@kept
 @triton.jit
 def _norm_kernel(
     x: tl.tensor,
@@ -127,6 +129,7 @@ def _norm_kernel(
     tl.store(out + at, (wide * scale * weights).to(row.dtype), mask=inside)
 
 
+@kept
 @triton.jit
 def _norm_rotate_kernel(
     heads: tl.tensor,  # [num_tokens, num_heads, 2 * HALF], changed in place
@@ -165,6 +168,7 @@ def _norm_rotate_kernel(
     tl.store(at + HALF, high.to(dtype), mask=inside)
 
 
+@kept
 @triton.jit
 def _silu_gate_kernel(x: tl.tensor, out: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)

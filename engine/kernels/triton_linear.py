@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.handles import ceil_div, kept
 from parallel.methods import LinearMethod
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +54,7 @@ class TritonLinear(LinearMethod):
         outs = self.weight.shape[0]
         out = x.new_empty(rows, outs)
         tiling = self._tiling
-        grid = (triton.cdiv(rows, tiling.rows) * triton.cdiv(outs, tiling.outs),)
+        grid = (ceil_div(rows, tiling.rows) * ceil_div(outs, tiling.outs),)
         if rows:
             _multiply[grid](
                 x, self.weight, bias, out, rows, outs, ins, x.stride(0), self.weight.stride(0),
@@ -65,12 +66,14 @@ class TritonLinear(LinearMethod):
 
 def tiling_of(outs: int, ins: int, dtype: torch.dtype) -> Tiling:
     """Return the tiling of a weight, [outs, ins]: of its shape and dtype alone, never of the rows to come."""
+    # Three stages: the next tiles are loaded while these are multiplied. With two the loads are waited for.
     if dtype is torch.float32:
-        return Tiling(32, 64, 32, 4, 2)
+        return Tiling(32, 64, 32, 4, 3)
     return Tiling(64, 64 if outs <= NARROW else 128, 64, 4, 3)
 
 
 # Triton would compile another program for one row, and for multiples of 16.
+@kept
 @triton.jit(do_not_specialize=["rows"])
 def _multiply(
     x_ptr: tl.tensor,  # [rows, ins], rows strided

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.handles import ceil_div, kept, next_power_of_2
 from parallel.fp8 import E4M3, LARGEST, LEAST_SCALE, quantise_rows
 from parallel.int8 import FEW_ROWS, Int8Linear
 
@@ -28,7 +29,7 @@ def quantise_rows_in_one_pass(x: Tensor) -> tuple[Tensor, Tensor]:
         return quantise_rows(x)
     found = torch.empty(rows, size, dtype=E4M3, device=x.device)
     scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _quantise_rows[(rows,)](
         x, found, scales, x.stride(0), size,
         LIMIT=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=max(1, min(8, block // 512)),
@@ -48,13 +49,14 @@ class TritonInt8Linear(Int8Linear):
         out = x.new_empty(rows, outs)
         tile = 16 if outs <= NARROW else 32
         if rows:
-            _multiply_int8[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(outs, tile))](
+            _multiply_int8[(ceil_div(rows, TILE_ROWS), ceil_div(outs, tile))](
                 x, self.weight, self.scale, bias, out, rows, outs, ins, x.stride(0),
                 ROWS=TILE_ROWS, OUTS=tile, INS=TILE_INS, BIAS=bias is not None, num_warps=4, num_stages=4,
             )  # fmt: skip
         return out
 
 
+@kept
 @triton.jit
 def _quantise_rows(
     x_ptr: tl.tensor,  # [rows, size], rows strided
@@ -75,6 +77,7 @@ def _quantise_rows(
     tl.store(scales_ptr + row, scale)
 
 
+@kept
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_int8(
     x_ptr: tl.tensor,  # [rows, ins], rows strided

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from typing_extensions import override
 
 from engine.draws import Longs, TokenDraws
 from engine.kernels import triton_draw, triton_filters
+from engine.kernels.handles import ceil_div, next_power_of_2
 from engine.noise import row_keys
 from engine.report import Floats, SamplingInputs
 from engine.upload import upload
@@ -22,6 +22,7 @@ RUNS = 64  # runs that a program looks at together: 4,096 logits
 RACED = 512  # runs that `race` looks at together
 FORBIDDEN_IDS = 4096  # ids that a program of `forbid` looks at
 WARPS = 8
+TINY = np.finfo(np.float32).tiny
 
 
 class TritonDraws(TokenDraws):
@@ -42,7 +43,7 @@ class TritonDraws(TokenDraws):
     @override
     def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         vocab = logits.shape[1]
-        grid = (len(rows), triton.cdiv(vocab, FORBIDDEN_IDS))
+        grid = (len(rows), ceil_div(vocab, FORBIDDEN_IDS))
         triton_draw.forbid[grid](
             logits, rows, bits, logits.stride(0), vocab, bits.shape[1], BLOCK=FORBIDDEN_IDS, num_warps=WARPS
         )
@@ -51,8 +52,8 @@ class TritonDraws(TokenDraws):
     def draw(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         rows = _Rows.of(logits, inputs)
         sizes = (logits.stride(0), rows.vocab, rows.num_runs)
-        block = triton.next_power_of_2(rows.num_runs)
-        triton_draw.scan[len(logits), triton.cdiv(rows.num_runs, RUNS)](
+        block = next_power_of_2(rows.num_runs)
+        triton_draw.scan[len(logits), ceil_div(rows.num_runs, RUNS)](
             logits, rows.temperature, rows.peaks, rows.masses, *sizes, RUNS=RUNS, num_warps=WARPS
         )
         if rows.filters is not None:
@@ -68,17 +69,17 @@ class TritonDraws(TokenDraws):
     def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
         # Of each run of 64 logits the ranks tell each other 8 bytes; the one that has the run that wins has the id.
         count, share = own.shape
-        own_runs, num_runs = share // RUN, triton.cdiv(vocab, RUN)
+        own_runs, num_runs = share // RUN, ceil_div(vocab, RUN)
         sent_keys, sent_temperature = upload((keys, temperature), own.device)
         mine = torch.zeros(2, count, own_runs, device=own.device)
-        triton_draw.scan[count, triton.cdiv(own_runs, RUNS)](
+        triton_draw.scan[count, ceil_div(own_runs, RUNS)](
             own, sent_temperature, mine[0], mine[1], own.stride(0), share, own_runs, RUNS=RUNS, num_warps=WARPS
         )
         peaks, masses = group.all_gather(mine)[:, :, :num_runs].contiguous()
         tokens = torch.empty(count, dtype=torch.int32, device=own.device)
         triton_draw.race[count,](
             own, sent_temperature, sent_keys, peaks, masses, peaks, tokens, own.stride(0), vocab, num_runs,
-            group.rank * share, share, 0, BLOCK=triton.next_power_of_2(num_runs), RACED=RACED, num_warps=WARPS,
+            group.rank * share, share, 0, BLOCK=next_power_of_2(num_runs), RACED=RACED, num_warps=WARPS,
         )  # fmt: skip
         return group.all_gather(tokens[:, None]).amax(dim=-1)
 
@@ -99,13 +100,14 @@ class _Rows:
     @classmethod
     def of(cls, logits: Tensor, inputs: SamplingInputs) -> _Rows:
         num_rows, vocab = logits.shape
-        num_runs = triton.cdiv(vocab, RUN)
+        num_runs = ceil_div(vocab, RUN)
         with np.errstate(divide="ignore"):
             log_min_p = np.log(inputs.min_p)
         top_k = np.where(inputs.top_k < vocab, inputs.top_k, 0).clip(min=0).astype(np.int32)
         filtered = ((top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)) & (inputs.temperature > 0)
         keys = row_keys(inputs.seeds, inputs.choices, inputs.positions)
-        filters = (log_min_p, top_k, inputs.top_p) if filtered.any() else ()
+        # Of no mass at all there is no least logit: a top-p too small for fp32 is 0 there.
+        filters = (log_min_p, top_k, np.maximum(inputs.top_p, TINY)) if filtered.any() else ()
         moved = upload((keys, inputs.temperature, *filters), logits.device)
         peaks = torch.empty(num_rows, num_runs, device=logits.device)
         return cls(

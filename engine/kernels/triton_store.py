@@ -5,9 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.handles import kept
+
 FP8_MAX: tl.constexpr = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
+@kept
 @triton.jit(do_not_specialize_on_alignment=["scales", "slots"])
 def store(
     key,  # [num_tokens, kv_heads, HEAD_DIM], tokens strided; as value
@@ -40,9 +43,11 @@ def store(
     tl.store(values + target, v.to(values.dtype.element_ty), mask=real)
 
 
+@kept
 @triton.jit(do_not_specialize_on_alignment=["scales", "slots", "angles"])
 def norm_rotate_store(
     query,  # [num_tokens, heads, HEAD_DIM], written
+    key,  # [num_tokens, kv_heads, HEAD_DIM], written where KEPT
     merged,  # [num_tokens, heads + 2 * kv_heads, HEAD_DIM], tokens strided
     norms,  # [heads + kv_heads, HEAD_DIM]
     angles,  # [num_tokens, 2, HEAD_DIM / 2] fp32: cosines, sines
@@ -60,6 +65,7 @@ def norm_rotate_store(
     NORMED: tl.constexpr,
     ROTATED: tl.constexpr,
     FP8: tl.constexpr,
+    KEPT: tl.constexpr,
 ):
     """A program per token and BLOCK_H heads: of queries, of keys and of values, whichever they are.
 
@@ -98,6 +104,9 @@ def norm_rotate_store(
     slot = tl.load(slots + token).to(tl.int64) * kv_heads
     key_head, value_head = head - heads, head - heads - kv_heads
     is_key, is_value = (head >= heads) & turned, (value_head >= 0) & (value_head < kv_heads)
+    if KEPT:
+        place = (token * kv_heads + key_head)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(key + place, x.to(key.dtype.element_ty), mask=is_key[:, None] & inside)
     k, v = x, x
     if FP8:
         k = to_fp8(x, tl.load(scales + key_head, mask=is_key, other=1.0)[:, None])

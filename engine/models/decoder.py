@@ -123,6 +123,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.spec = spec
         self.group = group
+        # Whoever draws from logits widens them as it reads them; where they are capped they are wide already.
+        self.logits_dtype = torch.float32 if spec.logits_softcap else dtype
         hidden, vocab = spec.hidden_size, spec.vocab_size
         self.embedding = VocabParallelEmbedding(vocab, hidden, group=group, dtype=dtype)
         self.positions: LearnedPositions | None = None
@@ -178,22 +180,24 @@ class Decoder(nn.Module):
         return self.norm(hidden).float()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits on every rank, a buffer of its own: [num_samples, hidden] -> [num_samples, vocab]."""
-        return self._capped(self.head(self.norm(hidden)).float())
+        """Return logits on every rank, of `logits_dtype`: [num_samples, hidden] -> [num_samples, vocab].
+
+        They are in a buffer of their own.
+        """
+        return self._capped(self.head(self.norm(hidden)))
 
     def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return fp32 logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share].
+        """Return logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share].
 
-        out: where to put them; None = a buffer of their own.
+        They are of `logits_dtype`. out: where to put them; None = a buffer of their own.
         """
-        products = self.head.own(self.norm(hidden))
-        logits = self._capped(products.float() if out is None else out.copy_(products))
+        logits = self._capped(self.head.own(self.norm(hidden)))
         logits[:, self.head.num_own :] = float("-inf")
-        return logits
+        return logits if out is None else out.copy_(logits)
 
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.spec.logits_softcap
-        return logits if not cap else logits.div_(cap).tanh_().mul_(cap)
+        return logits if not cap else logits.float().div_(cap).tanh_().mul_(cap)
 
 
 class LearnedPositions(nn.Module):

@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.llm import LLM
+from engine.machine import cores
 from engine.sampling_params import SamplingParams
-from tests.bench.machine import cores, provenance
+from tests.bench.machine import provenance
 from tests.bench.random_model import VOCAB, make_load, save_random_model
 from tests.chaos.batch import BatchProcess, write_rows
 from tests.cluster.harness import deploy, start_ray, start_serve

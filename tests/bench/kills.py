@@ -2,10 +2,15 @@
 
     python -m tests.bench.kills [--runs 3] [--streams 32] [--tokens 200]     one replica killed after a second
     python -m tests.bench.kills --kills 200 [--seed 1] [--streams 32]        random kills under streams without end
+    python -m tests.bench.kills --faults stall,cut --kills 100               the same with other faults than kills
 
 The demo model, two replicas, each a tensor-parallel pair, behind a real Serve proxy on loopback. Every stream is
 compared, token by token, with an undisturbed run. `short` is a 200 that just ends, without an error and without a
 finish reason: what a client takes for an answer. `back` is the time until all replicas serve again.
+
+Faults: `kill` of a replica or rank; `stall`, one of these or a router is stopped (SIGSTOP) for 2 to 10 s, a router
+for 6 at most; `cut`, nothing comes through between a router and all replicas for 2 to 10 s. Without a kill every
+stream must be whole and the same.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +31,10 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from tests.bench.machine import provenance
+from tests.bench.random_faults import CUT, KILL, KINDS
 from tests.bench.random_kills import RandomKiller
 from tests.bench.siege import DIFFERS, SAME, until_back, verdict
+from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
 from tests.cluster.harness import App, deploy, kill, replica_processes, start_ray, start_serve
 
@@ -53,12 +60,15 @@ class Comparison:
 
 
 @contextmanager
-def served_demo(**settings: Any) -> Iterator[App]:
-    """A Ray and an app of our own: two replicas of the demo model, each a tensor-parallel pair."""
+def served_demo(board: Switchboard | None = None, **settings: Any) -> Iterator[App]:
+    """A Ray and an app of our own: two replicas of the demo model, each a tensor-parallel pair.
+
+    board: what the links between routers and replicas go through.
+    """
     import ray
     from ray import serve
 
-    start_ray()
+    start_ray(runtime_env=board.runtime_env if board is not None else None)
     try:
         defaults = {"model": "demo", "replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
         yield deploy(start_serve(), **defaults | settings)
@@ -108,22 +118,35 @@ def figures_table(figures: dict[str, Any], title: str = "random kills") -> Table
     return table
 
 
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split(","))
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(KINDS)}")
+    return kinds
+
+
 def main() -> None:
     """Run, print, and fail where a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=0, help="random kills instead of the comparison")
+    parser.add_argument("--kills", type=int, default=0, help="so many random faults instead of the comparison")
+    parser.add_argument("--faults", type=_kinds, default=(KILL,), help=f"kinds of them: some of {','.join(KINDS)}")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
-    with served_demo() as app:
+    if options.faults != (KILL,) and not options.kills:
+        parser.error("--faults needs --kills, the number of faults, such as --kills 100")
+    with ExitStack() as stack:
+        board = stack.enter_context(Switchboard()) if CUT in options.faults else None
+        app = stack.enter_context(served_demo(board))
         if options.kills:
-            killer = RandomKiller(app, options.kills, options.streams, options.tokens, options.seed)
-            report = asyncio.run(killer.run())
-            figures = report.figures()
-            table, kept = figures_table(figures), report.promise_kept and report.exact_share >= 0.99
+            run = options.kills, options.streams, options.tokens, options.seed, options.faults
+            report = asyncio.run(RandomKiller(app, *run, board).run())
+            figures, least = report.figures(), 0.99 if KILL in options.faults else 1.0
+            table = figures_table(figures, f"random faults: {', '.join(options.faults)}")
+            kept = report.promise_kept and report.exact_share >= least
         else:
             runs = [asyncio.run(compare_once(app, options.streams, options.tokens)) for _ in range(options.runs)]
             figures = {"runs": [asdict(run) for run in runs]}

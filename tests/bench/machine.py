@@ -9,6 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.machine import cores
+
 
 def provenance() -> dict[str, Any]:
     """Return machine, versions and date, as they stand beside every figure in bench.json."""
@@ -18,11 +20,6 @@ def provenance() -> dict[str, Any]:
         | {name: version(name) for name in ("squadron", "torch", "ray", "transformers", "numpy")},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model() -> str:

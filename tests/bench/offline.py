@@ -1,11 +1,18 @@
-"""Offline tokens per second of `engine.llm.LLM`, side by side with transformers' `generate` in the same run.
+"""Offline tokens per second of `engine.llm.LLM`, side by side with transformers in the same run.
 
 The load: 64 sequences at once, prompts of 32 to 256 and outputs of 32 to 128 tokens, greedy, end-of-sequence
-ignored, 2 threads; on the demo model and on a random Qwen3-shaped checkpoint of 100M parameters. `generate` gets all
-64 as one left-padded batch, which runs to the longest output, as it would for a user; only the tokens that were asked
-for count, for both, and both decode their tokens to text. Every measurement has a fresh process.
+ignored, 2 threads; on the demo model and on a random Qwen3-shaped checkpoint of 100M parameters. Only the tokens that
+were asked for count, and all are decoded to text. transformers is run in three ways:
 
-`python -m tests.bench.offline` prints the figures.
+- `static`: `generate` on one left-padded batch, which runs to the longest output, as it would for a user;
+- `continuous`: its continuous batching, each sequence to its own length;
+- `alone`: one sequence, milliseconds per token.
+
+`even` is a load of 64 prompts of 128 tokens with 80 more each: nothing is padded and nothing runs on for others, so
+that `generate` is told as an engine, without what its batching costs. Every measurement has a fresh process; the
+engines take turns, `--runs` times, and the median is told with the least and the most.
+
+    python -m tests.bench.offline [--runs 3]
 """
 
 from __future__ import annotations
@@ -13,13 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -29,27 +36,66 @@ from tests.bench.random_model import Load, make_load, save_random_model
 
 THREADS = 2
 SINGLE_TOKENS = 64
-TIMEOUT = 900.0
+EVEN = (64, 128, 80)  # sequences, tokens of a prompt, tokens of an answer
+TIMEOUT = 1800.0
+RUNS = 3
+PAGES = 256  # of continuous batching, 256 tokens each: a CPU's memory would be filled without a bound
+BATCHED = 512  # tokens of one of its steps at most
+# A ratio of `measure`: ours over theirs, or the other way round where less is better.
+RATIOS = {
+    "static": ("tokens_per_s", "transformers", "tokens_per_s"),
+    "even": ("even_tokens_per_s", "transformers", "even_tokens_per_s"),
+    "continuous": ("tokens_per_s", "continuous", "tokens_per_s"),
+    "alone": ("tpot_ms", "transformers", "tpot_ms"),
+}
 
 Generate = Callable[[list[list[int]], list[int]], float]
+Figures = dict[str, float]
 
 
-def measure() -> dict[str, float]:
-    """Return the figures by name: tokens/s, ratios, milliseconds per token at batch 1, seconds to the first token."""
-    figures: dict[str, float] = {}
-    demo = _in_process("squadron", demo_model_path(), "auto")
-    figures["offline_demo_tokens_per_s"] = demo["tokens_per_s"]
-    figures["offline_demo_tpot_ms"] = demo["tpot_ms"]
+def measure(runs: int = RUNS) -> Figures:
+    """Return the figures by name: tokens/s, ratios, milliseconds per token at batch 1, seconds to the first token.
+
+    Each is a median; `..._least` and `..._most` tell the spread where there was more than one run.
+    """
+    samples: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder))
-        for dtype in ("float32", *(["bfloat16"] if has_bf16_units() else [])):
-            ours = _in_process("squadron", Path(folder), dtype)
-            theirs = _in_process("transformers", Path(folder), dtype)
-            figures |= {f"offline_100m_{dtype}_{name}": value for name, value in ours.items()}
-            figures |= {f"transformers_100m_{dtype}_{name}": value for name, value in theirs.items()}
-            ratio = "offline_vs_transformers_ratio" + ("" if dtype == "float32" else "_bfloat16")
-            figures[ratio] = ours["tokens_per_s"] / theirs["tokens_per_s"]
-    return figures
+        for _ in range(runs):
+            demo = _in_process("squadron", demo_model_path(), "auto")
+            _add(samples, {f"offline_demo_{name}": demo[name] for name in ("tokens_per_s", "tpot_ms")})
+            for dtype in ("float32", *(["bfloat16"] if has_bf16_units() else [])):
+                found = {engine: _in_process(engine, Path(folder), dtype) for engine in ENGINES}
+                for engine, figures in found.items():
+                    stem = "offline" if engine == "squadron" else engine
+                    _add(samples, {f"{stem}_100m_{dtype}_{name}": value for name, value in figures.items()})
+                _add(samples, ratios(found, dtype))
+    return summary(samples)
+
+
+def ratios(found: Mapping[str, Figures], dtype: str) -> Figures:
+    """Return how many times faster we are, in each way to compare."""
+    result = {}
+    for name, (ours, engine, theirs) in RATIOS.items():
+        value = found["squadron"][ours] / found[engine][theirs]
+        suffix = "" if dtype == "float32" else f"_{dtype}"
+        result[f"offline_vs_transformers_{name}{suffix}"] = 1 / value if ours.endswith("_ms") else value
+    return result
+
+
+def summary(samples: Mapping[str, Sequence[float]]) -> Figures:
+    """Return the median of each figure under its name, and its least and its most beside it."""
+    found: Figures = {}
+    for name, values in samples.items():
+        found[name] = statistics.median(values)
+        if len(values) > 1:
+            found |= {f"{name}_least": min(values), f"{name}_most": max(values)}
+    return found
+
+
+def _add(samples: dict[str, list[float]], figures: Mapping[str, float]) -> None:
+    for name, value in figures.items():
+        samples.setdefault(name, []).append(value)
 
 
 def has_bf16_units() -> bool:
@@ -58,20 +104,30 @@ def has_bf16_units() -> bool:
     return any(can.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def run_load(generate: Generate, load: Load) -> dict[str, float]:
-    """Return tokens/s of the load and milliseconds per token of one sequence alone, after a warm-up of each."""
+def even_load(vocab: int) -> Load:
+    """Return prompts of one length that want one number of tokens."""
+    sequences, length, tokens = EVEN
+    prompts = [[10 + (7919 * row + place) % (vocab - 10) for place in range(length)] for row in range(sequences)]
+    return Load(prompts, [tokens] * sequences)
+
+
+def run_load(generate: Generate, vocab: int) -> Figures:
+    """Return tokens/s of both loads and milliseconds per token of one sequence alone, after a warm-up of each."""
+    load, even = make_load(vocab), even_load(vocab)
     generate(load.prompts[:8], [4] * 8)
     seconds = generate(load.prompts, load.outputs)
+    evenly = generate(even.prompts, even.outputs)
     first = load.prompts[:1]
     prefill = generate(first, [1])
     whole = generate(first, [1 + SINGLE_TOKENS])
     return {
         "tokens_per_s": sum(load.outputs) / seconds,
+        "even_tokens_per_s": sum(even.outputs) / evenly,
         "tpot_ms": (whole - prefill) / SINGLE_TOKENS * 1000,
     }
 
 
-def squadron(folder: Path, dtype: str) -> dict[str, float]:
+def squadron(folder: Path, dtype: str) -> Figures:
     """Measure the engine of this repository, in this process."""
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
@@ -89,11 +145,11 @@ def squadron(folder: Path, dtype: str) -> dict[str, float]:
 
         generate([[5, 6, 7]], [1])
         start = time.time() - psutil.Process().create_time()
-        figures = run_load(generate, make_load(llm.info.vocab_size))
+        figures = run_load(generate, llm.info.vocab_size)
     return figures | {"start_to_first_token_s": start}
 
 
-def transformers(folder: Path, dtype: str) -> dict[str, float]:
+def transformers(folder: Path, dtype: str) -> Figures:
     """Measure transformers' `generate`, in this process."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -117,31 +173,59 @@ def transformers(folder: Path, dtype: str) -> dict[str, float]:
 
     generate([[5, 6, 7]], [1])
     start = time.time() - psutil.Process().create_time()
-    return run_load(generate, make_load(model.config.vocab_size)) | {"start_to_first_token_s": start}
+    return run_load(generate, model.config.vocab_size) | {"start_to_first_token_s": start}
 
 
-def _in_process(engine: str, folder: Path, dtype: str) -> dict[str, float]:
+def continuous(folder: Path, dtype: str) -> Figures:
+    """Measure transformers' continuous batching, in this process."""
+    from transformers import AutoTokenizer
+
+    from tests.bench.gpu.theirs import answered, continuous_batching, their_model
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = their_model(folder, getattr(torch, dtype), torch.device("cpu"))
+    load = make_load(model.config.vocab_size)
+    settings = {"num_blocks": PAGES, "max_batch_tokens": BATCHED}
+    with continuous_batching(model, load, {"do_sample": False}, **settings) as manager:
+        answered(manager, Load(load.prompts[:8], [4] * 8), "warm", TIMEOUT)
+        began = time.perf_counter()
+        found = answered(manager, load, "load", TIMEOUT)
+        tokenizer.batch_decode(found)
+        seconds = time.perf_counter() - began
+    if sorted(map(len, found)) != sorted(load.outputs):
+        raise RuntimeError("some sequence has not as many tokens as were asked for")
+    return {"tokens_per_s": sum(load.outputs) / seconds}
+
+
+ENGINES: dict[str, Callable[[Path, str], Figures]] = {
+    "squadron": squadron,
+    "transformers": transformers,
+    "continuous": continuous,
+}
+
+
+def _in_process(engine: str, folder: Path, dtype: str) -> Figures:
     command = [sys.executable, "-m", "tests.bench.offline", "--engine", engine, "--model", folder, "--dtype", dtype]
     environment = os.environ | {"OMP_NUM_THREADS": str(THREADS), "MKL_NUM_THREADS": str(THREADS)}
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT, env=environment, check=True)
-    figures: dict[str, float] = json.loads(result.stdout.splitlines()[-1])
+    figures: Figures = json.loads(result.stdout.splitlines()[-1])
     return figures
 
 
 def main() -> None:
     """Print the figures: of one engine as JSON for the process that asked, else of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("squadron", "transformers"))
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"of each engine, in turns (default: {RUNS})")
+    parser.add_argument("--engine", choices=ENGINES, help="measure this one alone, in this process")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--dtype", default="auto")
     options = parser.parse_args()
     if options.engine is None:
-        for name, value in measure().items():
-            print(f"{name:55} {value:10.2f}")
+        for name, value in measure(options.runs).items():
+            print(f"{name:60} {value:10.2f}")
         return
     torch.set_num_threads(THREADS)
-    engines: dict[str, Any] = {"squadron": squadron, "transformers": transformers}
-    print(json.dumps(engines[options.engine](options.model, options.dtype)))
+    print(json.dumps(ENGINES[options.engine](options.model, options.dtype)))
 
 
 if __name__ == "__main__":

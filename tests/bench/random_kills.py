@@ -1,4 +1,4 @@
-"""Random kills under streams without end: what `python -m tests.bench.kills --kills 200` runs."""
+"""Random faults under streams without end: what `python -m tests.bench.kills --kills 200` runs, kills if not told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 
+from tests.bench.random_faults import KILL, RandomFaults
 from tests.bench.siege import BACK, SAME, Siege
+from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
 from tests.cluster.harness import App
 
@@ -21,7 +23,7 @@ DISTINCT = 48  # requests to choose from: each is run undisturbed once
 
 @dataclass(slots=True)
 class RandomKills(Siege):
-    """The report. waits: kill -> of each stream under way then, seconds to its next token."""
+    """The report. waits: fault -> of each stream under way then, seconds to its next token."""
 
     waits: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -44,37 +46,61 @@ class RandomKills(Siege):
             "next_token_s_median_of_all": _median([wait for waits in self.waits.values() for wait in waits]),
             "next_token_s_median_of_longest": _median(longest),
             "next_token_s_worst": max(longest, default=0.0),
+            "next_token_s_worst_by_victim": self._worst_by_victim(),
             "back_s_median": _median(self.back),
         }
 
+    def _worst_by_victim(self) -> dict[str, float]:
+        worst: dict[str, float] = defaultdict(float)
+        for number, waits in self.waits.items():
+            victim = self.victims[number]
+            worst[victim] = max(worst[victim], *(round(wait, 2) for wait in waits))
+        return dict(worst)
+
 
 class RandomKiller:
-    """Keeps `streams` streams going and kills a replica or a worker rank whenever all replicas serve."""
+    """Keeps `streams` streams going and strikes whenever all replicas serve: a process is killed, unless told else.
 
-    def __init__(self, app: App, kills: int, streams: int, tokens: int, seed: int) -> None:
+    faults: the kinds to draw from (`tests.bench.random_faults`). board: what the links go through, for cuts.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        kills: int,
+        streams: int,
+        tokens: int,
+        seed: int,
+        faults: tuple[str, ...] = (KILL,),
+        board: Switchboard | None = None,
+    ) -> None:
         self.report = RandomKills(seed)
         self._app = app
         self._kills = kills
         self._streams = streams
         self._tokens = tokens
         self._rng = Random(seed)
+        self._faults = RandomFaults(app, self.report, self._rng, faults, board)
         self._over = False
 
     async def run(self) -> RandomKills:
-        """Kill as often as was asked for and return what the clients saw."""
+        """Strike as often as was asked for and return what the clients saw."""
         asked = [greedy_or_seeded(index, self._tokens) for index in range(DISTINCT)]
         async with client_of(self._app.url) as client, self.report.watched(self._app.url, period=1.0):
             oracle = await read_all(client, asked)
             rngs = [Random(self._rng.random()) for _ in range(self._streams)]
             readers = [asyncio.create_task(self._read(client, oracle, rng)) for rng in rngs]
             for number in range(1, self._kills + 1):
-                await self._kill_one()
-                print(
-                    f"kill {number}: {self.report.victims[-1]}, back after {self.report.back[-1]:.1f} s", flush=True
-                )
+                await asyncio.sleep(self._rng.uniform(0.2, 2.0))
+                await self._faults.strike()
+                print(f"{number}: {self._last()}", flush=True)
             self._over = True
             await asyncio.gather(*readers)
         return self.report
+
+    def _last(self) -> str:
+        ends = ", ".join(f"{count} {name}" for name, count in self.report.outcomes.items())
+        return f"{self.report.victims[-1]}, back after {self.report.back[-1]:.1f} s; streams so far: {ends}"
 
     async def _read(self, client: httpx.AsyncClient, oracle: Sequence[Stream], rng: Random) -> None:
         while not self._over:
@@ -86,10 +112,6 @@ class RandomKiller:
                     self.report.waits[number].append(wait)
             if stream.error is not None:
                 await asyncio.sleep(1.0)  # as a client that honours Retry-After
-
-    async def _kill_one(self) -> None:
-        await asyncio.sleep(self._rng.uniform(0.2, 2.0))
-        await self.report.kill_one(self._app, self._rng)
 
 
 def _median(values: list[float]) -> float:

@@ -2,9 +2,14 @@
 
     python -m tests.bench.router [--streams 32] [--tokens 2000] [--seconds 4]
 
-Figures: the replica in a process of its own behind a TCP link (the one that counts); replica and router in one
-process; and the microseconds that the dispatcher needs for one report, without consumers.
-Everything is real but the tokens: scheduler, engine thread, reports, link, token logs, a consumer task per stream.
+Figures: the replica in a process of its own behind a TCP link; replica and router in one process; and the
+microseconds that the dispatcher needs for one report, without consumers. Everything is real but the tokens:
+scheduler, engine thread, reports, link, token logs, a consumer task per stream.
+
+An engine that computes nothing is ahead of the router, whose consumers then get several tokens in a chunk
+(`router_tokens_per_chunk_...`): that is a rate of tokens, not of chunks. `router_single_tokens_per_s_...` is the
+highest rate found at which nearly every token comes in a chunk of its own, as from a real model: the engine is slowed
+down to where its steps can be followed.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ import asyncio
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
+
+from typing_extensions import override
 
 from cluster.counters import DispatcherCounters
 from cluster.dispatch_config import DispatcherConfig
@@ -29,24 +36,45 @@ from cluster.replica_facts import ReplicaFacts
 from cluster.token_log import TokenLog
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.executor import Pending
+from engine.report import SamplingInputs, StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.bench.host_step import VOCAB, ReadyTokens
 
 BLOCKS = 40_000
+SINGLE = 1.05  # tokens per chunk that still count as one
+SHORTEST, LONGEST, SEARCHES = 50e-6, 20e-3, 7  # seconds of a step, between which the shortest is searched
 
 
-def _replica() -> ReplicaCore:
+class PacedTokens(ReadyTokens):
+    """Begins a step every so many seconds, as long as it is asked in time."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self._every = step
+        self._due = 0.0
+
+    @override
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+        now = time.perf_counter()
+        self._due = max(self._due + self._every, now)
+        time.sleep(self._due - now)
+        return super().launch(inputs, sampling)
+
+
+def _replica(step: float = 0.0) -> ReplicaCore:
     config = EngineConfig("none", max_model_len=8192, max_num_seqs=256)
     facts = ReplicaFacts("bench", "none", 8192, VOCAB, config.block_size, BLOCKS - 1)
-    return ReplicaCore(EngineCore(config, ReadyTokens(), (2,), VOCAB, BLOCKS), facts)
+    executor = PacedTokens(step) if step else ReadyTokens()
+    return ReplicaCore(EngineCore(config, executor, (2,), VOCAB, BLOCKS), facts)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, step: float) -> None:
     """The replica's process: says where it listens, and ends when the pipe does."""
 
     async def main() -> None:
-        replica = _replica()
+        replica = _replica(step)
         server = tcp.LinkServer(replica.serve)
         pipe.send(await server.start())
         await asyncio.to_thread(pipe.poll, None)
@@ -92,10 +120,10 @@ async def local_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple
     return figures
 
 
-async def remote_tokens_per_s(streams: int, tokens: int, seconds: float) -> tuple[float, float]:
-    """Measure with the replica in a process of its own, behind a TCP link."""
+async def remote_tokens_per_s(streams: int, tokens: int, seconds: float, step: float = 0.0) -> tuple[float, float]:
+    """Measure with the replica in a process of its own, behind a TCP link. step: seconds that its steps take."""
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, step), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -104,6 +132,20 @@ async def remote_tokens_per_s(streams: int, tokens: int, seconds: float) -> tupl
     finally:
         ours.close()
         process.join(10)
+
+
+async def single_tokens_per_s(streams: int, seconds: float) -> tuple[float, float]:
+    """Return tokens/s and tokens per chunk at the shortest step with which nearly every token has its own chunk."""
+    low, high = SHORTEST, LONGEST
+    best = 0.0, 0.0
+    for _ in range(SEARCHES):
+        step = (low * high) ** 0.5
+        rate, size = await remote_tokens_per_s(streams, max(16, int(seconds / step / 4)), seconds, step)
+        if size <= SINGLE:
+            best, high = max(best, (rate, size)), step
+        else:
+            low = step
+    return best
 
 
 class _NoLink:
@@ -141,6 +183,8 @@ def measure(streams: int = 32, tokens: int = 2000, seconds: float = 4.0) -> dict
     ):
         rate, size = asyncio.run(measured)
         figures |= {f"{name}_tokens_per_s_{streams}": rate, f"{name}_tokens_per_chunk_{streams}": size}
+    rate, size = asyncio.run(single_tokens_per_s(streams, seconds / 2))
+    figures |= {f"router_single_tokens_per_s_{streams}": rate, f"router_single_tokens_per_chunk_{streams}": size}
     return figures | {f"router_report_us_{streams}": report_us(streams)}
 
 

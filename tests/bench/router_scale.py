@@ -103,7 +103,7 @@ async def _flood(addresses: list[LinkAddress], pipe: Connection, live: int, seco
     """Fill the router with `live` requests, let them run, and return the figures."""
     config = DispatcherConfig(stall_timeout=60.0)
     dispatcher = Dispatcher(config, Random(0))
-    chooser = dispatcher._fleet._chooser = TimedChooser(config, dispatcher.caches.index, Random(0))
+    chooser = dispatcher._fleet.pool.chooser = TimedChooser(config, dispatcher.caches.index, Random(0))
     for address in addresses:
         dispatcher.add_link(await tcp.connect(address, "bench"))
     workload = Workload(**{**_fields(WORKLOAD), "requests": live})

@@ -58,7 +58,7 @@ def rays(imbalanced_threshold: float) -> tuple[DispatcherConfig, Setup]:
     def setup(dispatcher: Dispatcher) -> None:
         from tests.bench.ray_affinity import RayAffinity  # sets up logging of its own when it is imported
 
-        dispatcher._fleet._chooser = RayAffinity(Random(0), imbalanced_threshold)
+        dispatcher._fleet.pool.chooser = RayAffinity(Random(0), imbalanced_threshold)
 
     return DispatcherConfig(), setup
 

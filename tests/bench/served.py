@@ -2,22 +2,32 @@
 
     python -m tests.bench.served [--rounds 40] [--ingress serve haproxy]
 
-The demo model on one rank and one CPU thread, the same prompts and the same lengths each time: by `EngineCore` in a
-process of its own, all requests added at once, and by the OpenAI endpoint of a real Ray Serve app, each request a
-stream of its own, through Serve's proxy (`served_...`) and through HAProxy (`haproxy_...`, where it is installed). A
-client on the same cores reads raw sockets. Prompts differ from round to round, so that no prefix is cached.
+The demo model on one rank and one CPU thread, the same prompts and the same lengths each time: by the OpenAI endpoint
+of a real Ray Serve app, each request a stream of its own, through Serve's proxy (`served_...`) and through HAProxy
+(`haproxy_...`, where it is installed), and by `EngineCore` in a process of its own. A client on the same cores reads
+raw sockets. Prompts differ from round to round, so that no prefix is cached.
+
+The engine is offered its requests twice: all at once (`engine_...`), and one after the other as they came to the
+replica's engine behind that ingress (`engine_as_served_...`, `engine_as_haproxy_...`): what is added is told of
+these. When they came there is known of the spans of rounds of their own, as tracing is off in what is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +47,9 @@ STREAMS = (1, 8, 32)
 HEALTH_ROUNDS = 200
 NAMES = {"serve": "served", "haproxy": "haproxy"}  # of figures, by ingress
 NUM_THREADS = 1  # what Ray gives to a replica with `--cpus-per-worker 1`
+ARRIVAL_ROUNDS = 5
 Figures = dict[str, float]
+Arrivals = dict[int, list[float]]  # seconds of each request, by number of streams
 
 
 def prompt(number: int) -> list[int]:
@@ -45,40 +57,50 @@ def prompt(number: int) -> list[int]:
     return [300 + (number * 7919 + place * 104729) % 3000 for place in range(PROMPT_TOKENS)]
 
 
-def bare(rounds: int, pipe: Connection) -> None:
-    """Send the figures of the engine alone."""
+def bare(rounds: int, offered: Mapping[str, Arrivals], pipe: Connection) -> None:
+    """Send the figures of the engine alone, for each way in which its requests are `offered`, by name."""
     torch.set_num_threads(NUM_THREADS)
     executor, info = build_executor(EngineConfig(str(demo_model_path()), device="cpu"))
     core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
     figures: Figures = {}
-    number = 0
+    numbers = itertools.count()
     for streams in STREAMS:
-        firsts: list[float] = []
-        rates: list[float] = []
-        for _ in range(max(3, rounds // streams)):
-            numbers = range(number, number + streams)
-            number += streams
-            waits, rate = _run_bare(core, numbers)
-            firsts += waits
-            rates.append(rate)
-        figures |= _named("engine", streams, firsts, rates)
+        for name, arrivals in offered.items():
+            firsts: list[float] = []
+            rates: list[float] = []
+            for _ in range(max(3, rounds // streams)):
+                waits, rate = run_bare(core, list(itertools.islice(numbers, streams)), arrivals[streams])
+                firsts += waits
+                rates.append(rate)
+            figures |= _named(name, streams, firsts, rates)
     core.close()
     pipe.send(figures)
 
 
-def _run_bare(core: EngineCore, numbers: range) -> tuple[list[float], float]:
+def run_bare(core: EngineCore, numbers: Sequence[int], arrivals: Sequence[float]) -> tuple[list[float], float]:
+    """Offer each request at its time, in seconds from now; return how long each waited for a token, and tokens/s.
+
+    One that comes during a step is taken when that is over, as a replica does.
+    """
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    began = time.perf_counter()
-    for number in numbers:
-        core.add(Request(f"r{number}", tuple(prompt(number)), params))
+    due = {f"r{number}": seconds for number, seconds in zip(numbers, arrivals, strict=True)}
+    coming = deque(zip(numbers, arrivals, strict=True))
     waits: dict[str, float] = {}
     tokens = 0
-    while core.has_unfinished:
+    began = time.perf_counter()
+    while coming or core.has_unfinished:
+        while coming and coming[0][1] <= time.perf_counter() - began:
+            number, _ = coming.popleft()
+            core.add(Request(f"r{number}", tuple(prompt(number)), params))
+        if not core.has_unfinished:
+            time.sleep(max(0.0, coming[0][1] - (time.perf_counter() - began)))
+            continue
         report = core.step()
-        now = time.perf_counter()
+        now = time.perf_counter() - began
         tokens += len(report.token_ids)
         for sequence in report.sequences:
-            waits.setdefault(sequence.request.request_id, now - began)
+            name = sequence.request.request_id
+            waits.setdefault(name, now - due[name])
     return list(waits.values()), tokens / (time.perf_counter() - began)
 
 
@@ -140,37 +162,45 @@ def _named(what: str, streams: int, firsts: list[float], rates: list[float]) -> 
 
 def measure(rounds: int = 40, ingresses: Sequence[str] = INGRESSES) -> Figures:
     """Return the figures by name, and what is added: milliseconds to the first token, share of the tokens/s."""
-    figures = _in_a_process(bare, rounds)
+    figures: Figures = {}
+    offered: dict[str, Arrivals] = {"engine": {streams: [0.0] * streams for streams in STREAMS}}
+    for ingress in ingresses:
+        found = _in_a_process(serve_and_ask, rounds, ingress)
+        if found is not None:
+            name, (asked, came) = NAMES[ingress], found
+            figures |= asked | {f"{name}_arrivals_ms_{streams}": 1e3 * times[-1] for streams, times in came.items()}
+            offered[f"engine_as_{name}"] = came
+    figures |= _in_a_process(bare, rounds, offered)
     for ingress in ingresses:
         name = NAMES[ingress]
-        figures |= _in_a_process(serve_and_ask, rounds, ingress)
-        for streams in STREAMS if f"{name}_health_ms" in figures else ():
-            added = figures[f"{name}_ttft_ms_{streams}"] - figures[f"engine_ttft_ms_{streams}"]
-            share = figures[f"{name}_tokens_per_s_{streams}"] / figures[f"engine_tokens_per_s_{streams}"]
+        alone = f"engine_as_{name}"
+        for streams in STREAMS if alone in offered else ():
+            added = figures[f"{name}_ttft_ms_{streams}"] - figures[f"{alone}_ttft_ms_{streams}"]
+            share = figures[f"{name}_tokens_per_s_{streams}"] / figures[f"{alone}_tokens_per_s_{streams}"]
             figures[f"{'router' if ingress == 'serve' else name}_added_ttft_ms_{streams}"] = added
             figures[f"{name}_share_of_engine_{streams}"] = share
     return figures
 
 
-def _in_a_process(target: Callable[..., None], *arguments: object) -> Figures:
+def _in_a_process(target: Callable[..., None], *arguments: object) -> Any:
     """Ray reads its settings when it is imported, so that each ingress needs a fresh interpreter."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     process = context.Process(target=target, args=(*arguments, theirs))
     process.start()
     theirs.close()
-    figures: Figures = mine.recv()
+    found = mine.recv()
     process.join()
-    return figures
+    return found
 
 
 def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
-    """Start Ray and the app, and send the figures; none where the ingress is not installed."""
+    """Start Ray and the app; send figures and when requests come to the engine, None without the ingress."""
     try:
         haproxy = prepare_haproxy(parse_config({"model": "demo"})) if ingress == "haproxy" else None
     except ConfigError as error:
         print(f"not measured: {error}")
-        pipe.send({})
+        pipe.send(None)
         return
     import ray
     from ray import serve
@@ -179,13 +209,52 @@ def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
 
     start_ray()
     try:
-        app = deploy(start_serve(), model="demo", replicas=1, ingress=ingress)
-        pipe.send(asyncio.run(served(app.port, rounds, NAMES[ingress])))
+        port = start_serve()
+        settings = {"model": "demo", "replicas": 1, "ingress": ingress}
+        figures = asyncio.run(served(deploy(port, **settings).port, rounds, NAMES[ingress]))
+        with tempfile.TemporaryDirectory() as folder:
+            spans = Path(folder, "spans.jsonl")
+            deploy(port, **settings, otlp_traces_endpoint=spans.as_uri())
+            pipe.send((figures, asyncio.run(arrivals(port, spans))))
     finally:
         serve.shutdown()
         ray.shutdown()
         if haproxy is not None:
             haproxy.remove()
+
+
+async def arrivals(port: int, spans: Path) -> Arrivals:
+    """Return when requests that are sent at once come to the replica's engine, in seconds after the first of them.
+
+    In order, by number of streams: the medians of some rounds.
+    """
+    number = 2_000_000
+    await _asked(port, spans, range(number - 4, number))
+    found: Arrivals = {}
+    for streams in STREAMS:
+        rounds = []
+        for _ in range(ARRIVAL_ROUNDS):
+            times = await _asked(port, spans, range(number, number + streams))
+            number += streams
+            rounds.append([one - times[0] for one in times])
+        found[streams] = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return found
+
+
+async def _asked(port: int, spans: Path, numbers: range) -> list[float]:
+    """Ask for all of them at once; return when each came to the engine."""
+    known = len(queued(spans))
+    await asyncio.gather(*[_stream(port, number) for number in numbers])
+    while len(found := queued(spans)) < known + len(numbers):  # spans are written some time after the end
+        await asyncio.sleep(0.1)
+    return found[known:]
+
+
+def queued(spans: Path) -> list[float]:
+    """Return when each request came to a replica's engine, by the spans in a file: ascending, as of `time.time`."""
+    lines = spans.read_text(encoding="utf-8").splitlines() if spans.is_file() else []
+    found = [json.loads(line) for line in lines]
+    return sorted(datetime.fromisoformat(span["start_time"]).timestamp() for span in found if span["name"] == "queue")
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from engine.attention.base import AttentionSpec
-from engine.attention.tuned import Tile, Tuning, padded, shape_of, unmeasured
+from engine.attention.tuned import OVERLAPPING, Tile, Tuning, padded, shape_of, unmeasured
 from tests.bench.gpu.machine import machine
 from tests.bench.gpu.part_attention import Case, calls_of, plain_spec
 from tests.bench.gpu.timing import rotations, seconds_per_call
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def tune(spec: AttentionSpec, decodes: Sequence[Case] = DECODES, prompts: Sequence[Case] = PROMPTS) -> Tuning:
     """Return the fastest tuning: tiles of decodes, then how many splits these are given, then tiles of prompts."""
-    base = unmeasured(spec)
+    base = unmeasured(spec, torch.cuda.get_device_capability(spec.device))
     by_tile = [replace(base, decode=tile) for tile in decode_tiles(spec)]
     best = fastest(by_tile, decodes, lambda tuning, case: seconds(spec, tuning, case))
     by_waves = [replace(best, waves=waves) for waves in (1, 2, 3, 4, 6, 8)]
@@ -56,14 +56,14 @@ def tune(spec: AttentionSpec, decodes: Sequence[Case] = DECODES, prompts: Sequen
 
 
 def decode_tiles(spec: AttentionSpec) -> list[Tile]:
-    """Return the candidates for decodes; their rows are the group's."""
-    sizes = itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4))
+    """Return the candidates for decodes; their rows are the group's. With fewer stages no load overlaps a product."""
+    sizes = itertools.product((16, 32, 64, 128), (2, 4, 8), (OVERLAPPING, OVERLAPPING + 1, OVERLAPPING + 2))
     return [Tile(padded(spec.group), *size) for size in sizes]
 
 
 def prefill_tiles(spec: AttentionSpec) -> list[Tile]:
     """Return the candidates for prompts."""
-    sizes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4))
+    sizes = itertools.product((64, 128), (32, 64, 128), (4, 8), (OVERLAPPING, OVERLAPPING + 1))
     return [Tile(*size) for size in sizes if size[0] >= padded(spec.group)]
 
 

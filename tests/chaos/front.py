@@ -14,8 +14,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.ingress.check import IngressCheck
+from cluster.ingress.guard import RouterLossGuard
 from cluster.links.local import connect_local
 from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
@@ -35,10 +39,15 @@ class Front:
     """A front end on a loopback port over one replica on the fake model; leaving it checks that nothing is left.
 
     pace: seconds of each step; 0 leaves out the check after each, too. max_pending_tokens: as in `DispatcherConfig`.
+    proxied: clients come through the guarded proxy of Ray Serve, as far as its queues go.
     """
 
-    def __init__(self, folder: Path, pace: float = 0.002, max_pending_tokens: int = 4096) -> None:
+    def __init__(
+        self, folder: Path, pace: float = 0.002, max_pending_tokens: int = 4096, proxied: bool = False
+    ) -> None:
         self.model = served_model(folder, max_model_len=CONTEXT)
+        self.proxy: ServeQueues | None = None
+        self._proxied = proxied
         self._pace = pace
         self._config = DispatcherConfig(max_pending_tokens=max_pending_tokens)
         self._stack = AsyncExitStack()
@@ -47,7 +56,10 @@ class Front:
         self.dispatcher = Dispatcher(self._config)
         self.replica = self._replica()
         self.dispatcher.add_link(await connect_local(self.replica.serve, "router"))
-        app = app_for(self.dispatcher, self.model)
+        app: ASGIApp = app_for(self.dispatcher, self.model)
+        if self._proxied:
+            self.proxy = ServeQueues(IngressCheck(app))
+            app = RouterLossGuard(self.proxy)
         self.url = await self._stack.enter_async_context(serving(app))
         self.client = await self._stack.enter_async_context(client_of(self.url))
         return self
@@ -92,6 +104,54 @@ class Front:
         core = CheckedCore if self._pace else EngineCore
         engine = core(config, executor, (self.model.tokenizer.eos_token_id or 0,), vocab, NUM_BLOCKS)
         return ReplicaCore(engine, ReplicaFacts("a", MODEL, CONTEXT, vocab, BLOCK, NUM_BLOCKS - 1))
+
+
+class ServeQueues:
+    """The part of Ray Serve's proxy that matters here: queues without bound between a router and its clients (ASGI).
+
+    Source: ray/serve/_private/http_util.py, `MessageQueue`. held: bytes of bodies in all of them now; most: ever.
+    """
+
+    def __init__(self, router: ASGIApp) -> None:
+        self.held = 0
+        self.most = 0
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one exchange on, with a queue in each direction."""
+        if scope["type"] != "http":
+            await self._router(scope, receive, send)
+            return
+        answer: asyncio.Queue[Message | None] = asyncio.Queue()
+        asked: asyncio.Queue[Message] = asyncio.Queue()
+
+        async def enqueue(message: Message) -> None:
+            self.held += len(message.get("body", b""))
+            self.most = max(self.most, self.held)
+            answer.put_nowait(message)
+
+        async def listen() -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                asked.put_nowait(message)
+            asked.put_nowait(message)
+
+        async def route() -> None:
+            try:
+                await self._router(scope, asked.get, enqueue)
+            finally:
+                answer.put_nowait(None)
+
+        tasks = [asyncio.create_task(listen()), asyncio.create_task(route())]
+        try:
+            while (message := await answer.get()) is not None:
+                await send(message)
+                self.held -= len(message.get("body", b""))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            while not answer.empty() and (left := answer.get_nowait()) is not None:
+                self.held -= len(left.get("body", b""))
 
 
 def body(index: int, tokens: int = 40, **changes: Any) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from engine.sampling_params import SamplingParams
 from tests.chaos.tcp_proxy import TcpProxy
 from tests.unit.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, until
 
-# Of the product's seconds: stall_timeout 3, ping 1, heartbeat 0.5, router_timeout 10.
+# Of the product's seconds: stall_timeout 3, ping 1, heartbeat 0.5, router_timeout 10, no_replica_timeout 30.
 SCALE = 0.1
 TIMES = ReplicaTimes(heartbeat=0.05, router_timeout=1.0)
-CONFIG = DispatcherConfig(stall_timeout=0.3, ping_interval=0.1, no_replica_timeout=8.0, quarantine_deaths=100)
+CONFIG = DispatcherConfig(stall_timeout=0.3, ping_interval=0.1, no_replica_timeout=3.0)
 PERIOD = 0.005  # seconds between two looks at what must add up
 
 

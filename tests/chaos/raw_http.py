@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,3 +102,30 @@ async def _exchange(port: int, request: bytes, exchange: Exchange, on_data: Call
             on_data()
     finally:
         writer.close()
+
+
+async def stalled(
+    port: int, asked: dict[str, Any], prefix: str = "", key: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a stream of completions on a connection whose client reads nothing, and whose kernel takes little."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
+    body = json.dumps(asked | {"stream": True}).encode()
+    head = f"POST {prefix}/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return reader, writer
+
+
+async def last_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> dict[str, Any]:
+    """Read on to the end of a chunked stream of events and return the error that is its last one."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    tail = b""
+    while not tail.endswith(b"\r\n0\r\n\r\n"):
+        some = await asyncio.wait_for(reader.read(READ_BYTES), 60)
+        assert some, f"the connection was closed after {tail!r}"
+        tail = (tail + some)[-4096:]
+    error: dict[str, Any] = json.loads(tail.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+    return error

@@ -44,8 +44,9 @@ async def test_a_client_that_resets_at_any_phase_leaves_nothing(tmp_path: Path, 
         assert (await front.ask(2)).kind == WHOLE
 
 
-async def test_a_reader_that_stops_is_not_generated_for_and_slows_nobody(tmp_path: Path) -> None:
-    async with Front(tmp_path, pace=0, max_pending_tokens=500) as front:
+@pytest.mark.parametrize("proxied", [False, True], ids=["direct", "behind Serve's queues"])
+async def test_a_reader_that_stops_is_not_generated_for_and_slows_nobody(tmp_path: Path, proxied: bool) -> None:
+    async with Front(tmp_path, pace=0, max_pending_tokens=500, proxied=proxied) as front:
         oracle = [await front.ask(index, 200) for index in range(4)]
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -61,6 +62,7 @@ async def test_a_reader_that_stops_is_not_generated_for_and_slows_nobody(tmp_pat
             # What the kernel takes is sent, 500 tokens more are kept, and then the engine is rid of it.
             await until(lambda: front.replica.num_requests == 0 and front.held_blocks == 0, deadline=90)
             assert front.dispatcher.counters.tokens - 2 * 4 * 200 < 7900, "all of it was generated"
+            assert front.proxy is None or front.proxy.most < 3 << 20, "the proxy has taken more than it should hold"
             # Megabytes through a window of 4 kB take as long as the kernel's timers like.
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
             rest = await read_response(reader)

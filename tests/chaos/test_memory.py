@@ -13,7 +13,7 @@ import torch
 
 from cluster.errors import ApiError
 from engine.errors import StepMemoryError
-from engine.local_executor import out_of_memory_told
+from engine.out_of_memory import out_of_memory_told
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
 from parallel.launcher import launch

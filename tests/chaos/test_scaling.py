@@ -6,8 +6,13 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
+import ray
 from ray import serve
 
+from cluster.discovery import ReplicaWatch
+from cluster.link import ReplicaLink
+from cluster.links.tcp import connect
+from cluster.messages import Draining, Ping
 from tests.chaos.traffic import Traffic
 from tests.cluster.harness import App, apply_file, eventually, gone, processes, router_processes
 
@@ -68,3 +73,44 @@ async def test_copies_stop_and_start_without_a_restart_of_the_others_or_a_lost_s
     await traffic.during(down_and_up)
     traffic.check(undisturbed, least=2 * STREAMS)
     assert [router.pid for router in router_processes(NAME)] == routers, "the routers were restarted"
+
+
+async def linked_to_all(app: App) -> dict[str, ReplicaLink]:
+    """Link up with each replica as one more router does; returns the links by replica."""
+    links: dict[str, ReplicaLink] = {}
+    handle = serve.get_deployment_handle("Replica", app_name=NAME).options(stream=True)
+    watch = ReplicaWatch(asyncio.get_running_loop(), lambda _: None)
+    node = ray.get_runtime_context().get_node_id()
+    while len(links) < app.replicas:
+        announcement = await anext(handle.lease.remote("a router of this test", node, watch=watch))
+        watch.known.add(announcement.replica_id)
+        links[announcement.replica_id] = await connect(announcement.address, "a router of this test")
+    return links
+
+
+async def until_it_leaves(link: ReplicaLink) -> str:
+    """Return once a replica says that it is to go."""
+    while not isinstance(await link.receive(), Draining):
+        link.send(Ping())
+    return link.replica_id
+
+
+async def test_a_replica_that_serve_stops_says_so_itself_before_its_links_end(app: App) -> None:
+    links = await linked_to_all(app)
+    try:
+        leaving = [asyncio.create_task(until_it_leaves(link)) for link in links.values()]
+        await asyncio.to_thread(apply_config, 1)
+        done, others = await asyncio.wait(leaving, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        (gone_one,) = [task.result() for task in done]
+        assert not links[gone_one].closed, "it ended before it said so"
+        assert not any(task.done() for task in others)
+    finally:
+        for task in leaving:
+            task.cancel()
+        for link in links.values():
+            link.close()
+            await link.wait_closed()
+    app.replicas = 1
+    await asyncio.to_thread(app.wait_whole)
+    await asyncio.to_thread(eventually, lambda: len(copies()) == 1, "the replica that was to go has gone", 20)
+    await scale(app, 2)

@@ -10,7 +10,7 @@ import openai
 import pytest
 from ray import serve
 
-from tests.cluster.harness import App, deploy, eventually
+from tests.cluster.harness import App, deploy, eventually, kill, processes, router_processes
 
 NAME = "scaled"
 LIMITS = {"max_num_seqs": 4, "num_kv_blocks": 256, "cpus_per_worker": 0.5}
@@ -84,6 +84,21 @@ def test_to_none_and_back_by_a_request_that_waits(app: App) -> None:
     assert answer.json()["usage"]["completion_tokens"] == 20
     assert time.monotonic() - began < 60
     eventually(lambda: replicas(app) == 1 and not app.ready()["cold"], "one replica is there again", 20)
+
+
+def test_a_router_that_comes_anew_wakes_nobody_and_serves(app: App) -> None:
+    eventually(lambda: replicas(app) == 0 and app.ready()["cold"], "no replica while nobody asks", 60)
+    eventually(lambda: not processes(f"ray::ServeReplica:{NAME}:Replica"), "the last replica is gone", 20)
+    former = app.ready()["router"]
+    kill(router_processes(NAME)[0])
+    eventually(lambda: app.ready()["router"] != former, "another router", 60)
+    for _ in range(80):  # 8 s: longer than a replica takes to start
+        assert not processes(f"ray::ServeReplica:{NAME}:Replica"), "a replica was woken although nobody asks"
+        time.sleep(0.1)
+    body = app.ready()
+    assert (body["ready"], body["cold"], body["replicas"]) == (True, ["demo"], [])
+    answer = httpx.post(f"{app.url}/v1/completions", json=_json(asked(0, 20)), timeout=100)
+    assert answer.status_code == 200, answer.text
 
 
 def _json(request: dict) -> dict:

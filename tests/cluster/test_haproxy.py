@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import os
 import re
@@ -20,6 +21,7 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from deploy.local_ray import kill_all
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
+from tests.chaos.raw_http import last_error, stalled
 from tests.cluster.command import LEAK_SECONDS, Command, url_of
 from tests.cluster.harness import answers, eventually
 
@@ -78,6 +80,14 @@ def statistics(command: Command) -> re.Match[str]:
     return re.search(told, command.text, re.MULTILINE)
 
 
+def unfinished(command: Command) -> float:
+    """Sequences that the replicas run, as whichever router answers sees them."""
+    lines = httpx.get(f"{url_of(command)}/metrics", headers=BEARER, timeout=10).text.splitlines()
+    found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("squadron_num_requests_running{")]
+    assert found
+    return sum(found)
+
+
 def routers(command: Command) -> set[str]:
     """Names of the routers to which HAProxy sends requests."""
     rows = csv.DictReader(httpx.get(f"{statistics(command)[1]};csv", timeout=10).text.splitlines())
@@ -128,6 +138,20 @@ async def test_every_answer_survives_a_replica(served: Command) -> None:
     got, _ = await exchanges(port_of(served), victim.kill, KEY)
     assert outcomes(got) == {"whole": len(ALL)}
     whole_again(served)
+
+
+async def test_a_reader_that_stops_is_told_and_no_router_holds_its_answer(served: Command) -> None:
+    """HAProxy holds little; the router's own server takes all that it is given, unless somebody waits for it."""
+    asked = {"model": "demo", "prompt": "x", "ignore_eos": True, "max_tokens": 1900, "logprobs": 20, "n": 16}
+    reader, writer = await stalled(port_of(served), asked, key=KEY)  # 50 MB of them
+    try:
+        beside, _ = await exchanges(port_of(served), lambda: None, KEY)
+        assert outcomes(beside) == {"whole": len(ALL)}
+        await asyncio.to_thread(eventually, lambda: not unfinished(served), "it is not generated for", 120)
+        error = await last_error(reader, writer)
+        assert (error["code"], error["retryable"]) == ("slow_consumer", False)
+    finally:
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -26,4 +26,7 @@ def test_the_cache_of_a_gpu_is_within_5_percent_of_the_plan():
     config = EngineConfig(str(demo_model_path()), device="cuda", dtype="bfloat16", block_size=256)
     planned = fit(config, open_model(config.model).spec, here)
     runner = ModelRunner(config, SoloGroup("cuda:0"))
-    assert runner.config.num_kv_blocks == pytest.approx(planned.num_blocks, rel=0.05)
+    try:
+        assert runner.config.num_kv_blocks == pytest.approx(planned.num_blocks, rel=0.05)
+    finally:
+        runner.close()

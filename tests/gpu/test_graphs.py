@@ -33,8 +33,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runner(folder):
-    config = EngineConfig(str(folder), num_kv_blocks=2000, **SETTINGS)
-    return ModelRunner(config, SoloGroup("cuda:0"))
+    runner = ModelRunner(EngineConfig(str(folder), num_kv_blocks=2000, **SETTINGS), SoloGroup("cuda:0"))
+    yield runner
+    runner.close()
 
 
 def prompts(count):
@@ -63,13 +64,32 @@ def test_a_replay_has_the_bits_of_the_same_step_run_eagerly(runner, count):
         size = graphs.choose(inputs)
         with torch.inference_mode():
             replayed = runner._forward.run(inputs).rows.clone()
-            graphs._logits.zero_()
-            graphs._decode(size)
+            graphs.step.logits.zero_()
+            graphs.step.run(size)
         assert replayed.isfinite().all()
-        assert torch.equal(replayed, graphs._logits[:count])
+        assert torch.equal(replayed, graphs.step.logits[:count])
         for sequence, token in zip(sequences, replayed.argmax(dim=-1).tolist(), strict=True):
             sequence.computed += 1
             sequence.tokens.append(token)
+    stepper.release(sequences)
+
+
+@pytest.mark.parametrize(("decoding", "chunks"), [(1, [40]), (9, [100, 30, 2]), (0, [300, 5]), (20, [480])])
+def test_a_replayed_mixed_step_has_the_bits_of_the_same_step_run_eagerly(runner, decoding, chunks):
+    stepper = Stepper(runner)
+    sequences = [Sequence(list(prompt)) for prompt in prompts(decoding)]
+    if decoding:
+        stepper.step({i: len(s.tokens) for i, s in enumerate(sequences)}, sequences)
+    sequences += [Sequence([9] * count) for count in chunks]
+    inputs = stepper.inputs(sequences, [1] * decoding + chunks)
+    graphs = runner._forward.mixed
+    with torch.inference_mode():
+        fit = graphs.choose(inputs)
+        replayed = runner._forward.run(inputs).rows.clone()
+        graphs.step.results.logits.zero_()
+        graphs.step.run(fit.tokens)
+    assert replayed.isfinite().all()
+    assert torch.equal(replayed, graphs.step.results.logits[: len(sequences)])
     stepper.release(sequences)
 
 
@@ -106,8 +126,6 @@ def test_an_engine_says_the_same_with_graphs_and_without(folder, ahead):
         settings = SETTINGS | {"dtype": "float32", "enforce_eager": eager, "async_scheduling": ahead}
         with LLM(folder, **settings) as llm:
             told.append([result.outputs[0].token_ids for result in llm.generate(prompts(24), asked, use_tqdm=False)])
-        del llm
-        torch.cuda.empty_cache()
     assert told[0] == told[1]
 
 

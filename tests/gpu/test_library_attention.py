@@ -24,7 +24,7 @@ STEPS = [([0, 0, 0], [5, 1, 300]), ([0, 800, 20], [5, 3, 1]), ([4, 700, 20], [1,
 @pytest.mark.parametrize("window", [0, 40])
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize(("computed", "lengths"), STEPS)
-@pytest.mark.parametrize("name", ["flash", "torch_varlen"])
+@pytest.mark.parametrize("name", ["flash", "torch_varlen", "auto"])  # "auto" leaves whole prompts to torch
 def test_a_library_gives_the_references_attention(name, computed, lengths, page, window):
     device, dtype = torch.device("cuda:0"), torch.bfloat16
     spec = AttentionSpec(16, 4, 128, 128**-0.5, (window,), 0.0, page, dtype, device)

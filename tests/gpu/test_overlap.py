@@ -21,11 +21,16 @@ pytestmark = [
 ]
 
 # All start together and end by length, so that the batches of a run, and with them the rounding, are the same.
+WORDS = tuple((first, last) for first in range(0, 199, 4) for last in range(0, 199, 3))
 CASES = {
     "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
     "seeded": SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True),
     "filtered": SamplingParams(temperature=1.2, top_p=0.9, top_k=20, seed=7, max_tokens=24, ignore_eos=True),
     "logprobs": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3),
+    "penalised": SamplingParams(
+        temperature=0, repetition_penalty=1.8, frequency_penalty=2, max_tokens=24, ignore_eos=True
+    ),
+    "worded": SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True, bad_words_ids=WORDS),
 }
 BUSY = 2_000_000_000  # cycles: about a second
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -9,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from engine.attention.base import StepTensors
 from engine.attention.reference import ReferenceAttention
 from engine.forward import Forward
-from engine.graph_sizes import GraphSizes
+from engine.graph_sizes import NO_SIZES, GraphSizes
 from engine.runner import ModelRunner
-from engine.step_buffers import BufferSizes, StepBuffers
+from engine.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
 from tests.unit.graph_lab import CPU, WatchedCopies
 
 
@@ -58,11 +59,21 @@ class RecordingDevice:
 
 
 class GraphAttention(ReferenceAttention):
-    """The reference, with decode steps in plain operations on tensors: nothing is planned on the host."""
+    """The reference, with decode and mixed steps in plain operations on tensors: nothing is planned on the host."""
 
     supports_graphs = True
+    supports_mixed_graphs = True
 
     def decode_metadata(self, step, max_seq_len):
+        return step
+
+    def mixed_plan_size(self, tokens, rows):
+        return 1
+
+    def mixed_plan(self, layout, tokens, rows):
+        return np.zeros(1, np.int32)
+
+    def mixed_metadata(self, step, plan, max_seq_len):
         return step
 
     def forward(self, query, key, value, cache, metadata, window):
@@ -70,14 +81,21 @@ class GraphAttention(ReferenceAttention):
             return super().forward(query, key, value, cache, metadata, window)
         for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
-        spec, lens = self.spec, metadata.seq_lens[:, None]
-        # [rows, keys, kv heads, head_dim], a head for each query head
+        spec, starts = self.spec, metadata.query_start_loc
+        token = torch.arange(len(query), dtype=torch.int32)
+        # A token of no row takes the last one, which has no keys where there are such tokens.
+        row = torch.searchsorted(starts[1:].contiguous(), token, right=True).clamp(max=len(starts) - 2)
+        lens = metadata.seq_lens[row]
+        position = (lens - (starts[1:] - starts[:-1])[row] + token - starts[row])[:, None]
+        # [tokens, keys, kv heads, head_dim], a head for each query head
         keys, values = (
-            store[metadata.block_tables].flatten(1, 2).repeat_interleave(self.group, dim=2)
+            store[metadata.block_tables[row]].flatten(1, 2).repeat_interleave(self.group, dim=2)
             for store in (cache.keys, cache.values)
         )
         places = torch.arange(keys.shape[1])[None]
-        seen = (places < lens) & (places >= (lens - window if window else 0))
+        seen = (places < lens[:, None]) & (places <= position)
+        if window:
+            seen = seen & (places > position - window)
         scores = torch.einsum("rhd,rkhd->rhk", query.float(), keys.float()) * spec.scale
         if spec.softcap:
             scores = torch.tanh(scores / spec.softcap) * spec.softcap
@@ -85,17 +103,18 @@ class GraphAttention(ReferenceAttention):
         return torch.einsum("rhk,rkhd->rhd", weights, values.float()).to(query.dtype)
 
 
-def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None, attention=None):
+def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None, attention=None, mixed=NO_SIZES):
     """Let a runner on the CPU take the way of a GPU: inputs through `StepBuffers`, decode steps as graphs.
 
-    attention: a backend other than `GraphAttention`.
+    attention: a backend other than `GraphAttention`. mixed: tokens of the graphs of mixed steps.
     """
     config, device = runner.config, device or RecordingDevice()
     rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
-    buffers = StepBuffers(
-        BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq), CPU, WatchedCopies()
-    )
-    runner._attention = attention or GraphAttention(runner._attention.spec)
-    runner._forward = Forward(runner.model, runner._attention, runner._cache, runner._carry, buffers)
-    runner._forward.use_graphs(device, sizes, config.context_len)
+    runner._attention = attention = attention or GraphAttention(runner._attention.spec)
+    most = min(config.max_num_seqs, mixed.largest)
+    largest = MixedShape(mixed.largest, most, attention.mixed_plan_size(mixed.largest, most)) if most else NOT_MIXED
+    room = BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq, largest)
+    buffers = StepBuffers(room, CPU, WatchedCopies())
+    runner._forward = Forward(runner.model, attention, runner._cache, runner._carry, buffers)
+    runner._forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
     return device

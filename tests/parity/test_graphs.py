@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.graph_sizes import GraphSizes
+from engine.graph_sizes import NO_SIZES, GraphSizes
 from engine.local_executor import SoloExecutor
 from engine.request import Request
 from engine.runner import ModelRunner
@@ -23,6 +23,7 @@ from tests.unit.graph_lab import RerunDevice
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = GraphSizes((1, 2, 4, 8), (2, 8))
+MIXED = GraphSizes((4, 16, 48), (4, 16, 48))
 ABORTED = ("r0", "r4")
 
 
@@ -38,7 +39,7 @@ def runner_of(folder, **values):
 
 @torch.inference_mode()
 def capture(runner):
-    runner._capture(runner._forward.graphs.pool)
+    runner._capture(runner._forward.pools)
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,31 @@ def test_every_architecture_says_the_same_from_graphs(tmp_path, name):
     sequences = stepper.generate(ragged, 6)
     assert device.replays == 5
     check_against(model, sequences, ragged)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_architecture_says_the_same_from_graphs_of_mixed_steps(tmp_path, name):
+    """Chunks of prompts beside decodes, whole prompts, and steps of more tokens than there are graphs for."""
+    model = make(name, tmp_path)
+    runner = runner_of(tmp_path)
+    device = use_graphs(runner, SIZES, mixed=MIXED)
+    capture(runner)
+    assert [pool.captured for pool in runner._forward.pools] == [(2, 8), (4, 16, 48)]
+    ragged = prompts(6, seed=4)
+    sequences = [Sequence(list(prompt)) for prompt in ragged]
+    steps = in_chunks(stepper_of(runner), sequences, 4)
+    check_against(model, sequences, ragged)
+    assert device.replays > 0.8 * steps > 5
+
+
+def in_chunks(stepper, sequences, count):
+    """Draw `count` tokens of each, four sequences at a time, prompts in chunks beside them; return the steps."""
+    steps = 0
+    while short := [i for i, s in enumerate(sequences) if len(s.logits) < count]:
+        left = {i: len(sequences[i].tokens) - sequences[i].computed for i in short[:4]}
+        stepper.step({i: min(7 + 2 * i, new) for i, new in left.items()}, sequences)
+        steps += 1
+    return steps
 
 
 def stepper_of(runner):
@@ -90,17 +116,22 @@ def test_tritons_kernels_take_padding_for_nothing(llama):
     model, folder = llama
     runner = runner_of(folder, block_size=16)
     triton = import_module("engine.attention.triton").TritonAttention(runner._attention.spec)
-    device = use_graphs(runner, SIZES, RerunDevice(), triton)
+    device = use_graphs(runner, SIZES, RerunDevice(), triton, mixed=MIXED)
     sequences = stepper_of(runner).generate(prompts(3, seed=4), 3)
     assert device.replays == 2
     check_against(model, sequences, prompts(3, seed=4))
+    mixed = [Sequence(list(prompt)) for prompt in prompts(5, seed=5)]
+    steps = in_chunks(stepper_of(runner), mixed, 2)
+    check_against(model, mixed, prompts(5, seed=5))
+    assert device.replays > 2 + 0.8 * steps > 5
 
 
-def engine_of(folder, graphs, **settings):
+def engine_of(folder, graphs, mixed=NO_SIZES, **settings):
     runner = runner_of(folder)
-    device = use_graphs(runner, SIZES) if graphs else None
+    device = use_graphs(runner, SIZES, mixed=mixed) if graphs else None
     if device is not None:
-        runner._forward.graphs.pool._patience = 2
+        for pool in runner._forward.pools:
+            pool._patience = 2
         capture(runner)
     config = runner.config.resolved(num_kv_blocks=40, **settings)
     core = EngineCore(config, SoloExecutor(runner), runner.spec.eos_token_ids, VOCAB, 40)
@@ -136,11 +167,12 @@ def histories(core, seed):
     return tokens
 
 
+@pytest.mark.parametrize("mixed", [NO_SIZES, MIXED], ids=["decodes", "mixed steps too"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead):
+def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead, mixed):
     _, folder = llama
     eager, _, _ = engine_of(folder, graphs=False, async_scheduling=False)
-    core, runner, device = engine_of(folder, graphs=True, async_scheduling=ahead)
+    core, runner, device = engine_of(folder, graphs=True, mixed=mixed, async_scheduling=ahead)
     for seed in range(2):
         told, expected = histories(core, seed), histories(eager, seed)
         assert told.keys() == expected.keys()
@@ -155,12 +187,13 @@ def test_an_engine_says_the_same_with_graphs_and_without(llama, ahead):
     assert (core.stats().steps_ahead > 20) == ahead
 
 
+@pytest.mark.parametrize("mixed", [NO_SIZES, MIXED], ids=["decodes", "mixed steps too"])
 @pytest.mark.parametrize("beside", [{}, {"pooling": "last"}], ids=["a chunk of one token", "an embedding"])
-def test_siblings_draw_from_their_own_prompt_beside_one_that_draws_nothing(llama, beside):
+def test_siblings_draw_from_their_own_prompt_beside_one_that_draws_nothing(llama, beside, mixed):
     """As many logits as tokens and sequences, but not one of each."""
-    told = []
+    told, pooled = [], []
     for graphs in (True, False):
-        core, _, _ = engine_of(llama[1], graphs, max_num_batched_tokens=2)
+        core, _, _ = engine_of(llama[1], graphs, mixed, max_num_batched_tokens=2)
         core.add(Request("family", (9,), SamplingParams(n=2, max_tokens=4, ignore_eos=True), seed=1))
         prompt = (7,) if beside else (5, 6, 7)
         core.add(Request("beside", prompt, SamplingParams(max_tokens=2, ignore_eos=True), **beside))
@@ -169,7 +202,10 @@ def test_siblings_draw_from_their_own_prompt_beside_one_that_draws_nothing(llama
             report = core.step()
             for sequence, token in zip(report.sequences, report.token_ids, strict=True):
                 told[-1].setdefault((sequence.request.request_id, sequence.index), []).append(token)
+            pooled += [state for _, state in report.pooled]
     assert told[0] == told[1]
+    assert len(pooled) == 2 * bool(beside)
+    np.testing.assert_allclose(*pooled or ([], []), rtol=1e-4)
 
 
 def test_two_ranks_say_from_graphs_what_they_say_without(two_ranks, llama):

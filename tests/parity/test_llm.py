@@ -92,6 +92,21 @@ def test_cached_prefixes_match_transformers(llm, oracle):
     check(oracle, results)
 
 
+def test_what_was_cached_is_told_whichever_choice_ends_first(llm):
+    (prompt,) = prompts(1, longest=40, seed=6)
+    prompt = prompt + [7] * 20
+    vocab = llm.info.spec.vocab_size
+    params = [
+        SamplingParams(n=4, temperature=1.0, seed=seed, max_tokens=30, stop_token_ids=tuple(range(seed, vocab, 6)))
+        for seed in range(8)
+    ]
+    llm.generate([prompt], GREEDY)
+    results = llm.generate([prompt] * len(params), params)
+    lengths = [[len(output.token_ids) for output in result.outputs] for result in results]
+    assert any(mine[0] > min(mine) for mine in lengths)
+    assert {result.num_cached_tokens for result in results} == {(len(prompt) - 1) // 4 * 4}
+
+
 def test_preempted_requests_match_transformers(folder, oracle):
     with open_llm(folder, num_kv_blocks=24, max_model_len=92) as tight:
         results = tight.generate(prompts(8, longest=30, seed=4), GREEDY)
@@ -219,7 +234,7 @@ def test_prompts_may_be_texts_ids_or_one_of_them(llm):
 @pytest.mark.parametrize(
     ("asked", "params", "error", "message"),
     [
-        ([[5], [5] * 300], GREEDY, PromptTooLongError, r"prompts\[1\]: prompt has 300 tokens"),
+        ([[5], [5] * 300], GREEDY, PromptTooLongError, r"prompts\[1\]: This model.* the prompt has 300 tokens"),
         ([[5], []], GREEDY, InvalidRequestError, r"prompts\[1\]"),
         ([[5], [10**6]], GREEDY, InvalidRequestError, r"prompts\[1\]"),
         ([[5], "a\ud800"], GREEDY, InvalidRequestError, r"prompts\[1\]"),

@@ -3,18 +3,24 @@
 import pytest
 
 from engine.llm import LLM
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutput
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+WORDS = tuple((first, last) for first in range(0, 199, 4) for last in range(0, 199, 3))
 CASES = {
     "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1),
     "seeded": SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=12),
     "apart": SamplingParams(temperature=1.2, top_k=20, seed=3, max_tokens=12, stop_token_ids=[7, 70, 77]),
     "several": SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=9),
     "penalised": SamplingParams(temperature=0.8, seed=3, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=12),
+    "repeated": SamplingParams(temperature=0, repetition_penalty=1.8, frequency_penalty=2, max_tokens=12),
+    "worded": SamplingParams(temperature=1.0, seed=2, frequency_penalty=0.4, max_tokens=12, bad_words_ids=WORDS),
+    "structured": SamplingParams(
+        temperature=1.0, seed=4, max_tokens=12, structured=StructuredOutput("regex", "[a-z]+")
+    ),
     "scored": SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
     "late": SamplingParams(temperature=1.0, seed=9, min_tokens=5, max_tokens=10),
 }

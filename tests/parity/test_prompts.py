@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequestError
-from engine.forward import LOGIT_ROWS
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
@@ -44,6 +43,9 @@ def check_logprobs(model, results):
             continue
         best = torch.tensor([[value for _, value in one.top] for one in found])
         torch.testing.assert_close(best, expected[:-1].topk(3).values, rtol=3e-4, atol=3e-4)
+        ranks = torch.tensor([one.rank for one in found])  # which of near equals comes first is the rounding's choice
+        assert (ranks > (expected[:-1] > chosen[:, None] + 3e-4).sum(-1)).all()
+        assert (ranks <= (expected[:-1] >= chosen[:, None] - 3e-4).sum(-1)).all()
 
 
 def embedding(model, ids, pooling):
@@ -77,13 +79,40 @@ def test_prompt_logprobs_and_embeddings_are_transformers_in_any_chunks(checkpoin
 
 def test_long_prompts_have_their_logits_in_pieces(checkpoint, monkeypatch):
     folder, model = checkpoint
-    monkeypatch.setattr("engine.runner.LOGIT_ROWS", 5)
+    monkeypatch.setattr("engine.runner.logit_rows", lambda config, vocab: 5)
     monkeypatch.setattr("engine.forward.PART_TOKENS", 16)
     ragged = prompts(5, longest=40, seed=1)
     with open_llm(folder) as llm:
         check_logprobs(model, llm.generate(ragged, ASKED))
         check_embeddings(model, llm.embed(ragged, "mean"), "mean")
-    assert LOGIT_ROWS > 5
+
+
+def test_the_size_of_the_pieces_changes_no_bit(checkpoint, monkeypatch):
+    found = []
+    for rows in (1024, 64, 7, 1):
+        monkeypatch.setattr("engine.runner.logit_rows", lambda config, vocab, rows=rows: rows)
+        with open_llm(checkpoint[0]) as llm:
+            results = llm.generate(prompts(5, longest=40, seed=1), ASKED)
+        found.append([(result.prompt_logprobs, result.outputs) for result in results])
+    assert all(one == found[0] for one in found[1:])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_memory_for_the_scores_of_a_prompt_ends_their_request_alone(checkpoint, monkeypatch, ranks):
+    asks, other = prompts(2, longest=30, seed=3)
+    plain = replace(ASKED, prompt_logprobs=None)
+    with open_llm(checkpoint[0], tensor_parallel_size=ranks) as llm:
+        expected = llm.generate([asks, other], plain)
+
+        def scarce(*given):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with monkeypatch.context() as during:
+            during.setattr("engine.step_outputs._scores", scarce)
+            lost, kept = llm.generate([asks, other], [ASKED, plain])
+        assert lost.outputs[0].finish_reason == "error"
+        assert kept.outputs[0].token_ids == expected[1].outputs[0].token_ids
+        check_logprobs(checkpoint[1], llm.generate([asks], ASKED))
 
 
 def test_two_ranks_tell_what_one_tells(checkpoint):

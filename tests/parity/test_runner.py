@@ -1,7 +1,10 @@
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +17,7 @@ from engine.errors import CheckpointError, ConfigError, EngineDeadError
 from engine.executor_start import build_executor, drive_gang, prepare_model
 from engine.local_executor import GangExecutor
 from engine.model_folder import open_model
-from engine.resolve import resolve, set_threads
+from engine.resolve import ThreadShare, resolve
 from engine.runner import ModelRunner
 from engine.worker import worker_main
 from parallel.group import SoloGroup
@@ -145,15 +148,65 @@ def test_wishes_that_cannot_be_met_name_their_flag(models):
 
 
 def test_threads_are_shared_between_ranks_unless_set(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    monkeypatch.setattr("engine.resolve._cores", lambda: 8)
+    monkeypatch.setattr("engine.resolve.cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for size in (1, 2, 16):
-        set_threads(size)
+    with threads(8):
+        chosen = []
+        for size in (1, 2, 16):
+            with ThreadShare(size):
+                chosen.append(torch.get_num_threads())
+            assert torch.get_num_threads() == 8
+        assert chosen == [6, 3, 1]
+        with ThreadShare(2):
+            torch.set_num_threads(5)  # somebody else's choice stands
+        assert torch.get_num_threads() == 5
+    with threads(2), ThreadShare(1):
+        assert torch.get_num_threads() == 2
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    set_threads(2)
-    assert chosen == [4, 1]
+    with threads(8), ThreadShare(2):
+        assert torch.get_num_threads() == 8
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))), ids=str)
+def test_shares_of_engines_at_once_are_given_back_in_any_order(order, monkeypatch):
+    monkeypatch.setattr("engine.resolve.cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    allowed = [4, 1, 8]
+    with threads(6):
+        shares = [ThreadShare(8 // count) for count in allowed]
+        assert torch.get_num_threads() == 1
+        left = set(range(3))
+        for each in order:
+            shares[each].give_back()
+            shares[each].give_back()
+            left.discard(each)
+            assert torch.get_num_threads() == min([6, *(allowed[other] for other in left)])
+
+
+def test_an_engine_leaves_no_fewer_threads_to_the_next_one(models, monkeypatch):
+    _, folder = models("llama")
+    monkeypatch.setattr("engine.resolve.cores", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with threads(6):
+        for size, expected in ((2, 2), (1, 4)):
+            executor, _ = build_executor(config(folder, tensor_parallel_size=size))
+            assert torch.get_num_threads() == expected
+            executor.close()
+            executor.close()
+            assert torch.get_num_threads() == 6
+        monkeypatch.setattr("engine.executor_start.run_worker", failing_rank.run)
+        for size, error in ((2, EngineDeadError), (1, ConfigError)):
+            with pytest.raises(error):
+                build_executor(config(folder, tensor_parallel_size=size, num_kv_blocks=None, kv_cache_memory_bytes=1))
+            assert torch.get_num_threads() == 6
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def test_solo_executor_reports_what_came_up(models):

@@ -65,7 +65,9 @@ def gpu(monkeypatch):
     of(9, 0)
     for where in ("select.FlashAttention", "triton.TritonAttention", "select.ReferenceAttention"):
         name = where.split(".")[1].removesuffix("Attention").lower()
-        monkeypatch.setattr(f"engine.attention.{where}", lambda spec, name=name: SimpleNamespace(name=name))
+        made = lambda spec, torchs=None, name=name: SimpleNamespace(name=name, torchs=torchs)  # noqa: E731
+        monkeypatch.setattr(f"engine.attention.{where}", made)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     return of
 
 
@@ -74,7 +76,8 @@ def on_gpu(**values):
 
 
 def installed(monkeypatch, *packages):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
+    known = (*packages, "torch.nn.attention.varlen")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in known else None)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,44 @@ def test_a_gpu_gets_the_best_that_fits_and_the_log_says_why(
     installed(monkeypatch, *packages)
     assert select_backend("auto", on_gpu(block_size=block_size)).name == chosen
     assert said in caplog.text
-    assert len(caplog.records) == 1
+    assert len([record for record in caplog.records if "backend" in record.message]) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "capability", "built", "reason"),
+    [
+        ({}, (9, 0), True, None),
+        ({"windows": (0, 64)}, (8, 0), True, None),
+        ({"softcap": 50.0}, (9, 0), True, "it has no softcap"),
+        ({"dtype": torch.float32}, (9, 0), True, "float16 or bfloat16, not float32"),
+        ({"batch_invariant": True}, (9, 0), True, "depends on the batch"),
+        ({}, (9, 0), False, "this torch was built without FlashAttention"),
+    ],
+)
+def test_whole_prompts_go_to_torch_where_it_serves_them(gpu, monkeypatch, caplog, values, capability, built, reason):
+    """The next best where FlashAttention-3, which takes them all, is not installed."""
+    caplog.set_level("INFO")
+    installed(monkeypatch, "triton")
+    gpu(*capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    found = select_backend("auto", on_gpu(**values))
+    assert found.name == "triton"
+    assert (found.torchs is None) == (reason is not None)
+    told = "triton; torch's varlen_attn cannot be used: " if reason else "torch's varlen_attn"
+    assert f"attention of whole prompts: {told}" in caplog.text
+    assert (reason or "") in caplog.text
+
+
+def test_flash_3_takes_prompts_and_decodes_where_it_is_installed(gpu, monkeypatch):
+    installed(monkeypatch, "triton", "flash_attn_interface")
+    monkeypatch.setattr("engine.attention.select.Flash3Attention", lambda spec: SimpleNamespace(name="flash 3"))
+    assert select_backend("auto", on_gpu()).name == "flash 3"
+
+
+def test_who_asks_for_triton_gets_it_alone(gpu, monkeypatch):
+    installed(monkeypatch, "triton")
+    assert select_backend("triton", on_gpu()).torchs is None
+    assert select_backend("auto", on_gpu(fp8_cache=True)).torchs is None  # whose keys are those that it holds
 
 
 @pytest.mark.parametrize(

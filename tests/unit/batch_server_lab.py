@@ -65,7 +65,7 @@ class Server:
 
 def told(store, batch_id, change):
     """Write a change of a batch, as its runner does."""
-    store.batches.write(change(store.batches.read(batch_id)))
+    store.batches.change(store.batches.read(batch_id), change)
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
+from cluster.grammar_start import Grammars
 from cluster.link import LOST, RouterLink
 from cluster.links.faulty import FaultPlan, FaultyLink
 from cluster.links.local import connect_local
@@ -86,6 +87,7 @@ class LabReplica:
         times: ReplicaTimes,
         fingerprint: str = "",
         spans: EngineSpans | None = None,
+        grammars: Grammars | None = None,
         **settings: Any,
     ) -> None:
         defaults = {"max_model_len": 128, "max_num_seqs": 16, "max_num_batched_tokens": 64, "block_size": BLOCK}
@@ -94,7 +96,7 @@ class LabReplica:
         self.executor = executor
         self.engine = CheckedCore(config, executor, (EOS,), VOCAB, num_blocks)
         facts = ReplicaFacts(name, "fake", config.context_len, VOCAB, BLOCK, num_blocks - 1, (EOS,), fingerprint)
-        self.core = ReplicaCore(self.engine, facts, times, spans=spans)
+        self.core = ReplicaCore(self.engine, facts, times, grammars=grammars, spans=spans)
         self.links: list[FaultyLink] = []
 
     async def link(
@@ -147,11 +149,12 @@ class Lab:
         num_blocks: int = 512,
         fingerprint: str = "",
         spans: EngineSpans | None = None,
+        grammars: Grammars | None = None,
     ) -> LabReplica:
         """Start a replica and give the dispatcher a link to it."""
         executor = GatedExecutor(num_blocks, steps, poison, pace)
         times = times or ReplicaTimes(heartbeat=0.05)
-        replica = LabReplica(name, executor, num_blocks, times, fingerprint, spans, **self._settings)
+        replica = LabReplica(name, executor, num_blocks, times, fingerprint, spans, grammars, **self._settings)
         self.alive[name] = replica
         self.dispatcher.add_link(await replica.link(plan=plan, rng=self.rng))
         return replica

@@ -85,7 +85,13 @@ class BufferedExecutor(FakeExecutor):
         self.buffers = StepBuffers(sizes, CPU, self.copies)
         self.device = RerunDevice(failing)
         # Two fp32 hold the word of 64 bits that the fake model makes of a sequence.
-        self.graphs = DecodeGraphs(self.device, GraphSizes(graphs, graphs[-1:]), self.buffers, 2, self._compute)
+        self.graphs = DecodeGraphs(
+            self.device,
+            GraphSizes(graphs, graphs[-1:]),
+            self.buffers,
+            torch.empty(graphs[-1] if graphs else 0, 2),
+            self._compute,
+        )
         self.graphs.pool._patience = patience
         self._carry = Carry(SoloGroup(CPU))
         self._rows = 0

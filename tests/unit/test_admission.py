@@ -15,6 +15,7 @@ from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.admission.start import fair_gate
 from cluster.config import parse_config
+from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
 from cluster.generation import TokenChunk
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
@@ -273,19 +274,58 @@ def test_what_is_found_in_a_prefix_cache_takes_up_no_room():
     run_virtually(play())
 
 
-def test_the_room_is_that_of_the_replicas_that_are_ready():
+def test_the_room_is_that_of_the_replicas_and_of_one_where_there_is_none():
     now, ended = [0.0], [0]
     ready = [ReplicaRoom(2, 6000)]
-    room = Room(RoomConfig(64, 512, routers=2), lambda: ready[0], lambda: ended[0], lambda: now[0])
+    room = Room(RoomConfig(64, 512), lambda: ready[0], lambda: ended[0], lambda: now[0], lambda: 2)
     assert (room.sequences(), room.tokens()) == (64 + 8, (6000 + 1024) // 2)
     now[0], ended[0] = 1.0, 300
     assert room.sequences() == 64 + 30, "what ends within a tenth of a second is there before it is missed"
     now[0], ready[0] = 2.0, ReplicaRoom(1, 3000)
     assert (room.sequences(), room.tokens()) == (32 + 4, (3000 + 512) // 2)
     now[0], ready[0] = 3.0, None
-    assert (room.sequences(), room.tokens()) == (UNBOUNDED, UNBOUNDED)
-    fixed = Room(RoomConfig(64, 512, 2, 7, 99), lambda: ReplicaRoom(2, 6000), lambda: 0)
-    assert (fixed.sequences(), fixed.tokens()) == (7, 99)
+    assert (room.sequences(), room.tokens()) == (32 + 4, (3000 + 512) // 2), "as many as one of them will take"
+    for present in (ReplicaRoom(2, 6000), None):
+        fixed = Room(RoomConfig(64, 512, 7, 99), lambda present=present: present, lambda: 0)
+        assert (fixed.sequences(), fixed.tokens()) == (7, 99)
+
+
+def test_the_room_of_a_router_that_died_is_that_of_those_that_live_until_it_is_back():
+    async def play():
+        living = [2]
+        config = parse_config({"model": "demo", "routers": 2, "max_num_seqs": SLOTS})
+        async with SimulatedCluster(2, SimulatedModel(max_num_seqs=SLOTS)) as cluster:
+            gate = fair_gate(config, cluster.routers[0], routers=lambda: living[0])
+            params = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.0)
+            requests = [Request(f"r{i}", (1 + i,) * PROMPT, params) for i in range(60)]
+            tasks = [asyncio.create_task(ask(gate, one)) for one in requests]
+            await asyncio.sleep(1.0)
+            shares = [gate.num_inside]
+            living[0] = 1
+            await asyncio.sleep(1.0)
+            shares.append(gate.num_inside)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert shares[0] == SLOTS + 2, "half of two replicas, and a little more"
+        assert shares[1] == 2 * (SLOTS + 1)
+
+    run_virtually(play())
+
+
+@pytest.mark.parametrize("pending", [4096, 8], ids=["whole", "cut off"])
+async def test_a_client_that_takes_nothing_keeps_no_place_from_others_once_the_replicas_are_done(pending):
+    config = parse_config({"model": "demo", "max_inflight": 1})
+    async with Lab(DispatcherConfig(max_pending_tokens=pending)) as lab:
+        await lab.start("a", pace=0.001)
+        gate = fair_gate(config, lab.dispatcher)
+        slow = gate.generate("slow", engine_request("slow", 5, max_tokens=40, ignore_eos=True))
+        await anext(slow)
+        assert gate.num_inside == 1
+        assert isinstance(await ask(gate, engine_request("other", 5, max_tokens=8, ignore_eos=True)), float)
+        assert lab.dispatcher.num_live == 1, "what the slow one has not taken waits for it"
+        await slow.aclose()
+        assert (gate.num_inside, gate.tokens_inside) == (0, 0)
 
 
 async def test_a_dispatcher_tells_the_room_and_the_work_of_its_replicas():

@@ -12,6 +12,7 @@ from cluster.batch.server import changes
 from cluster.batch.server.objects import RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
+from cluster.batch.server.windows import Windows
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
 from tests.unit.batch_server_lab import (
@@ -40,6 +41,15 @@ def store(tmp_path):
     return Store(open_root(str(tmp_path / "store")), 10**6)
 
 
+def over(store):
+    """The time of all batches that there are."""
+    now = [0.0]
+    windows = Windows(store.root, lambda: now[0])
+    windows.look(store.batches.unended())
+    now[0] += 24 * 3600
+    return windows
+
+
 async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.batch.ledger.epoch.BEAT", 0.01)
     batch_id = created(store, rows(3))
@@ -54,17 +64,15 @@ async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store,
 
 async def test_a_batch_that_waits_writes_nothing_that_is_not_new(model, store, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.001)
-    batch_id, write, written, looks = created(store, rows(3)), store.batches.write, [], []
-    cancel_asked_at = store.batches.cancel_asked_at
-    monkeypatch.setattr(store.batches, "write", lambda one: (written.append(one), write(one)))
-    monkeypatch.setattr(
-        store.batches, "cancel_asked_at", lambda batch_id: (looks.append(1), cancel_asked_at(batch_id))[1]
-    )
+    batch_id, written, looks = created(store, rows(3)), [], []
+    note, follow = store.batches.note, store.batches.follow
+    monkeypatch.setattr(store.batches, "note", lambda one: (written.append(one), note(one)))
+    monkeypatch.setattr(store.batches, "follow", lambda one: (looks.append(1), follow(one))[1])
     async with Lab() as lab:
         server = Server(lab, store, model, tmp_path / "ledgers")
         async with server.turn, at_work(server, batch_id):
             await until(lambda: len(looks) > 20)
-    assert [one.status for one in written] == ["in_progress"]
+    assert [one.status for one in written] == ["validating", "in_progress"], "taken, and begun"
 
 
 def test_who_let_go_of_an_epoch_touches_nothing_any_more(tmp_path):
@@ -109,9 +117,8 @@ async def test_a_batch_ends_though_its_model_is_gone(model, store, tmp_path, mon
     await left_by_a_runner(model, store, ledgers, batch_id)
     if wanted == "cancelled":
         store.cancel_batch(batch_id, TENANT)
-    late = store.batch(batch_id, TENANT).expires_at
     async with Lab() as lab:
-        server = Server(lab, store, model, ledgers, **({"clock": lambda: late} if wanted == "expired" else {}))
+        server = Server(lab, store, model, ledgers, **({"windows": over(store)} if wanted == "expired" else {}))
         server.name = "another"
         await server.one.run(batch_id)
     batch = store.batch(batch_id, TENANT)
@@ -138,11 +145,10 @@ async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp
 async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tmp_path, monkeypatch):
     batch_id, ledgers = created(store, rows(20)), tmp_path / "ledgers"
     told(store, batch_id, lambda one: changes.begun(one, one.created_at, 20, "tiny"))
-    late = store.batch(batch_id, TENANT).expires_at
     async with Lab() as lab:
-        server = Server(lab, store, model, ledgers, clock=lambda: late)
+        server = Server(lab, store, model, ledgers, windows=over(store))
         with monkeypatch.context() as broken:
-            broken.setattr(store.files, "add", full)
+            broken.setattr(store.files, "add_untold", full)
             with pytest.raises(OSError, match="No space"):
                 await server.one.run(batch_id)
         await server.one.run(batch_id)

@@ -493,7 +493,7 @@ def test_two_hosts_of_one_name_do_not_take_over_from_each_other(folder, monkeypa
     ledger = written(folder, 0)
     path = folder / "epoch-00000001"
     beats = iter(range(10**6))
-    monkeypatch.setattr("cluster.batch.ledger.epoch._boot", lambda: "of another machine")
+    monkeypatch.setattr("cluster.batch.ledger.epoch.boot_id", lambda: "of another machine")
     with monkeypatch.context() as alive:
         alive.setattr("time.sleep", lambda _: os.utime(path, (next(beats), 1)))
         alive.setattr("cluster.batch.ledger.epoch.BEAT", 60.0)

@@ -14,11 +14,12 @@ from cluster.batch.prepare import Preparer
 from cluster.batch.rows import Task
 from cluster.batch.server import changes
 from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import LineError
+from cluster.batch.server.objects import LineError, Outcome, RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
 from cluster.batch.server.sweeper import Sweeper
+from cluster.batch.server.windows import Windows
 from cluster.batch.server.worker import ledger_folder, tenants_of
 from cluster.config import ClusterConfig
 from cluster.dispatcher import Dispatcher
@@ -166,7 +167,7 @@ async def test_a_runner_takes_up_all_batches_and_new_ones(model, store, tmp_path
     first = [created(store, rows(5)) for _ in range(3)]
     async with Lab() as lab:
         await lab.start("a")
-        runner = Runner(store, Server(lab, store, model, tmp_path / "ledgers").one.run)
+        runner = Runner(store, Server(lab, store, model, tmp_path / "ledgers").one.run, Windows(store.root))
         work = asyncio.create_task(runner.run())
         await until(lambda: all(store.batch(one, TENANT).status == "completed" for one in first))
         later = created(store, rows(5))
@@ -185,7 +186,7 @@ async def test_a_batch_that_cannot_go_on_harms_no_other(store):
 
     batch_id = created(store, rows(1))
     now = [0.0]
-    runner = Runner(store, run_one, clock=lambda: now[0])
+    runner = Runner(store, run_one, Windows(store.root), clock=lambda: now[0])
     work = asyncio.create_task(runner.run())
     await until(lambda: tried == [batch_id] and not runner.running)
     runner.wake()
@@ -215,7 +216,7 @@ async def test_a_damaged_record_stops_no_other_batch(store, caplog):
 
     damaged, whole = created(store, rows(1)), created(store, rows(1))
     store.batches._root.write(f"batches/{damaged}/batch.json", b"{")
-    runner = Runner(store, run_one)
+    runner = Runner(store, run_one, Windows(store.root))
     async with looking(runner):
         await until(lambda: tried.count(whole) >= 1)
         runner.wake()
@@ -235,7 +236,7 @@ async def test_a_place_that_raises_anything_is_looked_at_again(store, monkeypatc
         raise ValueError("what a library raises")
 
     batch_id = created(store, rows(1))
-    runner = Runner(store, run_one)
+    runner = Runner(store, run_one, Windows(store.root))
     with monkeypatch.context() as trouble:
         trouble.setattr(store.batches._root, "names", broken)
         work = asyncio.create_task(runner.run())
@@ -256,7 +257,7 @@ async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeyp
             told(store, batch_id, lambda one: changes.begun(one, one.created_at, 1, model))
         await asyncio.Event().wait()
 
-    runner = Runner(store, run_one)
+    runner = Runner(store, run_one, Windows(store.root))
 
     def runs(*ids):
         runner.wake()
@@ -281,7 +282,7 @@ async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monk
         if not store.batches.read(batch_id).ended:
             await asyncio.Event().wait()
 
-    runner = Runner(store, run_one, time_of_day=lambda: now[0])
+    runner = Runner(store, run_one, Windows(store.root, lambda: now[0]))
 
     def ending():
         runner.wake()
@@ -294,11 +295,13 @@ async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monk
             for one in left:
                 store.cancel_batch(one, TENANT)
         else:
-            now[0] = store.batch(ids[-1], TENANT).expires_at
+            now[0] += 24 * 3600 + 1
         while left:
             await until(lambda: ending() <= left and len(ending()) == min(2, len(left)))
             one = ending().pop()
-            told(store, one, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+            told(
+                store, one, lambda one: changes.ended(one, 2 * one.expires_at, Outcome(RequestCounts(), expired=True))
+            )
             runner.running[one].cancel()
             left.discard(one)
         await until(lambda: not ending())

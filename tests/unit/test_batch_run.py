@@ -433,7 +433,7 @@ async def test_tokens_of_one_model_are_never_continued_by_another(model, tmp_pat
         await until(lambda: lab.dispatcher.counters.tokens >= 16)
         await lab.start("new", fingerprint="new")
         lab.kill("old")
-        with pytest.raises(BatchError, match="the model was replaced"):
+        with pytest.raises(BatchError, match="replicas were replaced"):
             await work
         assert ledger.done.count == 0
         ledger.close()
@@ -559,3 +559,32 @@ async def test_no_replica_for_a_while_costs_time_and_nothing_else(model, tmp_pat
 def test_the_tokenizer_of_the_lab_knows_all_its_ids(model):
     assert isinstance(model.tokenizer, Tokenizer)
     assert model.tokenizer.vocab_size >= VOCAB
+
+
+async def test_rows_are_each_of_one_arithmetic_and_what_is_done_stays(model, tmp_path):
+    """After an update of Squadron or torch: the same weights round otherwise."""
+    body = {"model": "tiny", "max_tokens": 60, "ignore_eos": True}
+    batch = BatchLab(
+        tmp_path / "l", model, [{**body, "prompt": [i + 5, 6], "max_tokens": 5 + 50 * i} for i in (0, 1)]
+    )
+    before, after = "weights.draws.old", "weights.draws.new"
+    async with Lab(PATIENT) as lab:
+        await lab.start("old", steps=30, fingerprint=before)
+        with closing(batch.open()) as ledger:
+            ledger.agree_on(before)
+            work = asyncio.create_task(batch.run(lab, ledger))
+            await until(lambda: ledger.done.count == 1 and lab.dispatcher.counters.tokens >= 25)
+            await lab.start("new", fingerprint=after)
+            lab.kill("old")
+            with pytest.raises(BatchError, match="replicas were replaced"):
+                await work
+            assert list(ledger.partial) == [1]
+    with closing(batch.open()) as ledger:
+        ledger.agree_on(after)
+    with closing(batch.open()) as ledger:  # killed at once: it is not forgotten that they are forgotten
+        assert (ledger.replicas, ledger.done.count, dict(ledger.partial)) == (after, 1, {})
+        async with Lab(PATIENT) as lab:
+            await lab.start("new", fingerprint=after)
+            await batch.run(lab, ledger)
+            assert lab.dispatcher.counters.tokens == 55
+        assert ledger.done.count == 2

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.batch.check import check_input
 from cluster.batch.errors import BusyError, InputError, UnreachableError
+from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
 from cluster.batch.output.write import write_output
@@ -18,6 +19,7 @@ from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest, line_errors
 from cluster.batch.server.pages import Asked
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
+from cluster.batch.server.windows import Windows
 from cluster.errors import ApiError
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from engine.tokenizer import Tokenizer
@@ -187,10 +189,10 @@ async def test_an_output_is_not_deleted_before_its_batch_has_ended(model, store,
 async def test_a_batch_whose_time_is_over_has_expired(model, store, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
     batch_id = created(store, rows(200, max_tokens=40))
-    now = [store.batch(batch_id, TENANT).created_at]
+    now = [0.0]
     async with Lab() as lab:
         await lab.start("a", pace=0.02)
-        server = Server(lab, store, model, tmp_path / "ledgers", clock=lambda: now[0])
+        server = Server(lab, store, model, tmp_path / "ledgers", windows=Windows(store.root, lambda: now[0]))
         work = asyncio.create_task(server.one.run(batch_id))
         await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > 5)
         now[0] += 24 * 3600
@@ -294,7 +296,7 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
     requests = rows(5)
     requests[0]["body"]["max_tokens"] = -1
     batch_id = created(store, requests)
-    add = store.files.add
+    add = store.files.add_untold
 
     def no_room_for_errors(draft, tenant, name, *more):
         return full() if name.endswith("_error.jsonl") else add(draft, tenant, name, *more)
@@ -306,9 +308,11 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
         for owner, name, broken in [
-            (store.files, "add", no_room_for_errors),
+            (store.files, "add_untold", no_room_for_errors),
+            (changes, "decided", lambda *_: full()),
+            (store.files, "tell", lambda _: full()),
             (changes, "completed", lambda *_: full()),
-            (Ledger, "remove", killed),
+            (Epoch, "remove_folder", killed),
         ]:
             with monkeypatch.context() as trouble:
                 trouble.setattr(owner, name, broken)
@@ -319,6 +323,8 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
     assert len(lines(store, batch.output_file_id)) == 4
     kept = {one.id for one in store.files.page(TENANT, Asked(10)).items}
     assert kept == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+    for file_id in (batch.output_file_id, batch.error_file_id):
+        assert len(store.root.names(f"files/{file_id}")) == 2, "one content, and what is told of it"
 
 
 async def test_a_batch_that_failed_in_the_end_leaves_no_output(model, store, tmp_path, monkeypatch):
@@ -327,7 +333,7 @@ async def test_a_batch_that_failed_in_the_end_leaves_no_output(model, store, tmp
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
         with monkeypatch.context() as trouble:
-            trouble.setattr(changes, "completed", lambda *_: full())
+            trouble.setattr(changes, "decided", lambda *_: full())
             with pytest.raises(OSError, match="No space"):
                 await server.one.run(batch_id)
         server.name = "another"

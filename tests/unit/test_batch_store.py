@@ -3,13 +3,18 @@
 import os
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 
 import fsspec
 import msgspec
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from openai.types import Batch, FileObject
 
+from cluster.batch.errors import FencedError
 from cluster.batch.server import changes
 from cluster.batch.server.batches import STALE as STALE_MARK
 from cluster.batch.server.changes import AFTER, Outcome
@@ -20,6 +25,7 @@ from cluster.batch.server.objects import ENDED, BatchRecord, BatchUsage, LineErr
 from cluster.batch.server.pages import Asked, page_of
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import NewBatch, Store
+from cluster.batch.server.windows import GRACE, KEEP_SECONDS, Windows
 from cluster.errors import ApiError
 from engine.errors import ConfigError
 
@@ -65,6 +71,12 @@ def content_of(store, stored, tenant="a"):
 def record(**changes):
     given = {"id": BATCH_IDS.new("a"), "tenant": "a", "endpoint": URL, "input_file_id": "file-1"}
     return BatchRecord(**given, created_at=NOW, expires_at=NOW + 86_400, **changes)
+
+
+def over(one):
+    if one.status == "cancelling":
+        return changes.cancelled(one, NOW, OUTCOME)
+    return changes.failed(one, NOW, [LineError(code="x", message="y")])
 
 
 def refused(code, status):
@@ -142,13 +154,18 @@ def test_a_draft_is_seen_by_nobody_and_a_discarded_one_leaves_nothing(tmp_path):
     assert content_of(store, kept) == b"{}\n"
 
 
-def test_drafts_of_killed_processes_are_removed_and_those_of_live_ones_are_not(tmp_path):
+def test_drafts_of_killed_processes_are_removed_and_those_of_live_ones_are_not(tmp_path, monkeypatch):
     root = LocalRoot(tmp_path)
     old, young = root.draft(), root.draft()
-    paths = list((tmp_path / "drafts").iterdir())
-    long_ago = time.time() - STALE - 10
-    os.utime(old._path, (long_ago, long_ago))
-    Store(root, 1).sweep()
+    paths, now = list((tmp_path / "drafts").iterdir()), time.monotonic()
+    store = Store(root, 1)
+    os.utime(old._path, (1, 1))
+    monkeypatch.setattr("time.time", lambda: 2 * 1e9)
+    store.sweep()
+    assert set(paths) == set((tmp_path / "drafts").iterdir()), "what the time of day says of them is no reason"
+    monkeypatch.setattr("time.monotonic", lambda: now + STALE + 10)
+    os.utime(young._path)
+    store.sweep()
     assert set(paths) - set((tmp_path / "drafts").iterdir()) == {old._path}
     old.discard()
     young.discard()
@@ -198,7 +215,7 @@ def test_what_is_anothers_is_not_there(store):
     assert [one.id for one in store.files.page("a", Asked(10)).items] == [mine.id]
     assert store.batches.page("a", Asked(10)).items == []
     assert store.batches.page("b", Asked(10)).items == [batch]
-    assert store.batches.cancel_asked_at(batch.id) is None
+    assert store.batches.read(batch.id) == batch
 
 
 def test_a_tenant_whose_ids_look_alike_still_sees_nothing(store, monkeypatch):
@@ -266,29 +283,32 @@ def test_the_output_of_a_batch_is_no_input(store):
     assert list(store.batches.unended()) == []
 
 
-def test_a_wish_to_cancel_is_seen_at_once_and_leaves_the_record_to_its_runner(store, monkeypatch):
+def test_a_wish_to_cancel_is_seen_at_once_and_by_its_runner(store, monkeypatch):
     batch = batch_of(store, keep(store))
     asked = store.cancel_batch(batch.id, "a")
     assert asked.status == "cancelling"
     assert abs(asked.cancelling_at - time.time()) < 5
-    assert store.batches.read(batch.id) == batch, "only the runner writes it"
+    assert store.batches.follow(batch) == asked
     monkeypatch.setattr("cluster.batch.server.store.time.time", lambda: asked.cancelling_at + 60.0)
     assert store.cancel_batch(batch.id, "a") == asked, "asked again, it is the same wish"
     assert store.batches.page("a", Asked(5)).items == [asked]
-    wish = store.batches.cancel_asked_at(batch.id)
-    done = changes.cancelled(changes.cancelling(batch, wish), wish + 1, Outcome(RequestCounts(5, 2, 0), "file-x"))
-    store.batches.write(done)
+    outcome = Outcome(RequestCounts(5, 2, 0), "file-x")
+    done = store.batches.change(store.batches.follow(batch), lambda now: changes.ended(now, NOW, outcome))
+    assert done.status == "cancelled"
     assert store.batch(batch.id, "a") == done == store.cancel_batch(batch.id, "a")
 
 
-def test_a_batch_that_ended_before_the_wish_was_found_has_ended(store):
+def test_a_batch_that_ended_cannot_be_cancelled_or_changed(store):
     batch = batch_of(store, keep(store))
-    store.cancel_batch(batch.id, "a")
-    done = changes.completed(changes.finalizing(changes.begun(batch, NOW, 3), NOW, COUNTS), NOW, OUTCOME)
-    store.batches.write(done)
-    assert store.batch(batch.id, "a") == done
+    for way in ("in_progress", "finalizing", "completed"):
+        before, batch = batch, store.batches.write(WAYS[way](batch))
+    assert store.batch(batch.id, "a") == batch
     with refused("batch_ended", 409):
         store.cancel_batch(batch.id, "a")
+    with pytest.raises(FencedError):
+        store.batches.change(before, lambda now: changes.cancelling(now, NOW))
+    store.batches.note(changes.counted(before, COUNTS))  # of a runner that wakes up late
+    assert store.batch(batch.id, "a") == batch == store.batches.page("a", Asked(5)).items[0]
 
 
 def test_a_file_is_not_deleted_while_a_batch_needs_it(store):
@@ -301,7 +321,7 @@ def test_a_file_is_not_deleted_while_a_batch_needs_it(store):
         store.delete_file(stored.id, "a")
     batch_of(store, stored)  # the refusal left no trace
     for one in list(store.batches.unended()):
-        store.batches.write(changes.failed(one, NOW, [LineError(code="x", message="y")]))
+        store.batches.write(over(one))
     store.delete_file(stored.id, "a")
     with refused("not_found", 404):
         batch_of(store, stored)
@@ -335,7 +355,7 @@ def test_a_batch_and_a_deletion_that_meet_never_both_win(tmp_path):
         there = store.files.get(stored.id, "a") is not None
         assert there or not ends["batch"]
         for one in list(store.batches.unended()):
-            store.batches.write(changes.failed(one, NOW, [LineError(code="x", message="y")]))
+            store.batches.write(over(one))
     assert store.files._root.names("deleting") == []
 
 
@@ -388,10 +408,105 @@ def test_a_runner_finds_what_has_not_ended_of_everybody_and_nothing_else(store, 
     assert list(store.batches.unended()) == batches[1:]
     assert new in root.names("open")
     assert batches[0].id not in root.names("open")
-    later = time.time() + STALE_MARK + 5
-    monkeypatch.setattr("cluster.batch.server.batches.time.time", lambda: later)
+    later = time.monotonic() + STALE_MARK + 5
+    monkeypatch.setattr("time.time", lambda: 2 * 1e9)
+    assert list(store.batches.unended()) == batches[1:]
+    assert new in root.names("open"), "what the time of day says of it is no reason"
+    monkeypatch.setattr("time.monotonic", lambda: later)
     assert list(store.batches.unended()) == batches[1:]
     assert new not in root.names("open")
+
+
+# --- the time that a batch has
+
+
+DAY = 24 * 3600
+
+
+class Clocks:
+    """Of one machine: its time of day, and the clocks of processes, which begin anew with each."""
+
+    def __init__(self, store):
+        self._store = store
+        self.time_of_day = NOW + 100.0
+        self.steady = 0.0
+
+    def pass_by(self, seconds, jump=0.0):
+        self.steady += seconds
+        self.time_of_day += seconds + jump
+
+    def runner(self):
+        begun = self.steady
+        windows = Windows(self._store.root, lambda: self.steady - begun, lambda: self.time_of_day)
+        windows.look(self._store.batches.unended())
+        return windows
+
+
+def begun_at(store, created_at, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("cluster.batch.server.ids.time.time_ns", lambda: int(created_at * 10**9))
+        return batch_of(store, keep(store))
+
+
+@pytest.mark.parametrize("jump", [-2 * DAY, 2 * DAY])
+def test_a_time_of_day_that_jumps_ends_no_batch_and_lets_none_live_longer(store, monkeypatch, jump):
+    clocks = Clocks(store)
+    old = begun_at(store, clocks.time_of_day, monkeypatch)
+    windows = clocks.runner()
+    clocks.pass_by(3600, jump)
+    windows.look(store.batches.unended())
+    new = begun_at(store, clocks.time_of_day, monkeypatch)  # by a router of that machine
+    windows.look(store.batches.unended())
+    for hours in range(1, 24):
+        assert not windows.is_over(old) and not windows.is_over(new), hours
+        windows.look(store.batches.unended())
+        clocks.pass_by(3600)
+    assert windows.is_over(old) and not windows.is_over(new)
+    clocks.pass_by(3600)
+    assert windows.is_over(new)
+
+
+def test_the_time_between_two_runners_counts_but_for_an_hour(store, monkeypatch):
+    clocks = Clocks(store)
+    batch = begun_at(store, clocks.time_of_day, monkeypatch)
+    clocks.runner()
+    clocks.pass_by(10 * 3600)
+    windows = clocks.runner()
+    clocks.pass_by(13.9 * 3600)
+    assert not windows.is_over(batch)
+    clocks.pass_by(0.2 * 3600)
+    assert windows.is_over(batch)
+    assert clocks.runner().is_over(batch) is False, "who had it last may have seen a wrong time of day"
+    late = Clocks(store)
+    late.pass_by(5 * DAY)
+    windows = late.runner()
+    assert not windows.is_over(batch)
+    late.pass_by(3601)
+    assert windows.is_over(batch)
+
+
+def test_runners_that_die_again_and_again_give_a_batch_no_time(store, monkeypatch):
+    clocks = Clocks(store)
+    batch = begun_at(store, clocks.time_of_day, monkeypatch)
+    clocks.pass_by(2 * DAY)
+    lives = 0
+    while not (windows := clocks.runner()).is_over(batch):
+        clocks.pass_by(KEEP_SECONDS + 1)
+        windows.look(store.batches.unended())
+        clocks.pass_by(DAY)
+        lives += 1
+    assert lives * KEEP_SECONDS == pytest.approx(GRACE, rel=0.1)
+
+
+def test_what_was_used_is_told_by_the_time_of_day_where_it_is_damaged(store, monkeypatch, caplog):
+    clocks = Clocks(store)
+    batch = begun_at(store, clocks.time_of_day, monkeypatch)
+    store.root.write("used.json", b"{")
+    clocks.pass_by(22 * 3600)
+    windows = clocks.runner()
+    assert "used.json is damaged" in caplog.text
+    clocks.pass_by(2 * 3600 + 1)
+    assert windows.is_over(batch)
 
 
 # --- changes of status
@@ -447,9 +562,7 @@ def test_a_failed_batch_says_why():
         changes.failed(record(), NOW, [])
 
 
-def test_a_batch_does_not_expire_before_its_time_and_counts_only_while_it_runs():
-    with pytest.raises(IllegalChangeError, match="it has time until"):
-        changes.expired(record(), NOW + 86_399, OUTCOME)
+def test_a_batch_counts_only_while_it_runs():
     running = changes.begun(record(), NOW, 3)
     assert changes.counted(running, COUNTS).request_counts == COUNTS
     for status in ("validating", *ENDED):
@@ -457,7 +570,125 @@ def test_a_batch_does_not_expire_before_its_time_and_counts_only_while_it_runs()
             changes.counted(record(status=status), COUNTS)
 
 
+class Life(RuleBasedStateMachine):
+    """One batch among runners that come and go, clients that cancel it, and processes that die between two writes.
+
+    Each runner knows the batch as it last saw it, and changes it from there, however long ago that was.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.store = Store(open_root(f"memory://life-{BATCH_IDS.new('a')}"), 1)
+        self.batch = batch_of(self.store, keep(self.store))
+        self.known = {}
+        self.seen = [self.batch]
+
+    @rule(runner=st.sampled_from("ABC"))
+    def takes_over(self, runner):
+        now = self.store.batches.read(self.batch.id)
+        if not now.ended:
+            self.known[runner] = self.store.batches.change(now, lambda one: changes.taken(one, runner))
+
+    @rule(runner=st.sampled_from("ABC"), way=st.sampled_from(["in_progress", "finalizing", "failed", "ended"]))
+    def changes_what_it_knows(self, runner, way):
+        if (record := self.known.get(runner)) is None:
+            return
+        try:
+            to = (lambda one: changes.ended(one, NOW + 86_400, OUTCOME)) if way == "ended" else WAYS[way]
+            self.known[runner] = self.store.batches.change(record, to)
+            assert self.known[runner].runner == runner
+        except FencedError:
+            now = self.store.batches.read(self.batch.id)
+            assert now.ended or now.runner != runner, "only who lost it is refused"
+            del self.known[runner]
+        except IllegalChangeError:
+            return
+
+    @rule(runner=st.sampled_from("ABC"))
+    def tells_how_far_it_is(self, runner):
+        if runner in self.known:
+            self.store.batches.note(self.known[runner])  # that it lost the batch it may not know yet
+
+    @rule(runner=st.sampled_from("ABC"))
+    def looks(self, runner):
+        if runner in self.known:
+            with suppress(FencedError):
+                self.known[runner] = self.store.batches.follow(self.known[runner])
+
+    @rule()
+    def is_cancelled(self):
+        with suppress(ApiError):
+            assert self.store.cancel_batch(self.batch.id, "a").status in ("cancelling", "cancelled")
+
+    @rule()
+    def is_cancelled_by_a_router_that_dies_at_once(self):
+        now = self.store.batches.read(self.batch.id)
+        if "cancelling" in AFTER[now.status]:
+            after = msgspec.structs.replace(changes.cancelling(now, NOW), number=now.number + 1)
+            path = f"batches/{now.id}/state-{after.number}.json"
+            assert self.store.root.create(path, msgspec.json.encode(after))
+
+    @invariant()
+    def nothing_is_taken_back(self):
+        found, before = self.store.batch(self.batch.id, "a"), self.seen[-1]
+        assert found.number >= before.number
+        if found.number == before.number:
+            assert found.status == before.status
+        reachable = {before.status}
+        for _ in AFTER:
+            reachable |= {one for status in reachable for one in AFTER[status]}
+        assert found.status in reachable
+        assert not before.ended or found == before
+        self.seen.append(found)
+        assert [one.id for one in self.store.batches.unended()] == ([] if found.ended else [found.id])
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
 # --- the place
+
+
+def test_of_many_that_create_a_file_one_does(tmp_path):
+    root, told, gate = open_root(str(tmp_path)), [], threading.Barrier(8)
+
+    def create(number):
+        gate.wait()
+        told.append((root.create("batches/x/state-1.json", b"%d" % number), number))
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (winner,) = [number for created, number in told if created]
+    assert root.read("batches/x/state-1.json") == b"%d" % winner
+    assert root.create("batches/x/state-1.json", b"%d" % winner), "asked again by who did, it is its own"
+    assert not root.create("batches/x/state-1.json", b"other")
+
+
+def test_a_store_that_does_not_say_what_came_of_it_is_asked_what_lies_there(tmp_path, monkeypatch):
+    root = open_root(f"memory://unsure-{tmp_path.name}")
+    pipe = root._files.pipe_file
+
+    def lost_answer(path, data, **more):
+        pipe(path, data, **more)
+        raise TimeoutError("the answer was lost")
+
+    def never_came(path, data, **more):
+        raise TimeoutError("the line is cut")
+
+    def knows_no_condition(path, data, **more):
+        pipe(path, data)
+        pipe(path, b"of another one, a moment later")
+
+    for does, path, wanted in [(lost_answer, "a", True), (knows_no_condition, "b", False)]:
+        monkeypatch.setattr(root._files, "pipe_file", does)
+        assert root.create(path, b"mine") is wanted
+    monkeypatch.setattr(root._files, "pipe_file", never_came)
+    with pytest.raises(TimeoutError, match="the line is cut"):
+        root.create("d", b"mine")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,14 @@ from engine import prompt_results
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError, EngineDeadError, IntegrityError, InvalidRequestError, PromptTooLongError
+from engine.errors import (
+    ConfigError,
+    EngineDeadError,
+    IntegrityError,
+    InvalidRequestError,
+    PromptTooLongError,
+    StepMemoryError,
+)
 from engine.executor import Done, Executor
 from engine.fake_executor import FakeExecutor
 from engine.flight import Wait
@@ -52,6 +59,30 @@ def test_a_request_gives_the_same_tokens_alone_and_in_company():
     for one in requests:
         for choice in range(one.params.n):
             assert driver.tokens[one.request_id, choice] == expected(one, choice)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_whoever_a_step_is_the_first_for_is_told_before_it_runs_and_once(overlaps):
+    """Who waits is not told, nor is a second chunk, nor one that is computed again after it lost its blocks."""
+    driver = Driver(num_blocks=24, max_num_seqs=3, async_scheduling=overlaps)
+    told: list[tuple[int, str]] = []
+    launched: list[int] = []
+    launch = driver.executor.launch
+
+    def launch_and_count(inputs, sampling):
+        launched.append(inputs.num_tokens)
+        return launch(inputs, sampling)
+
+    driver.executor.launch = launch_and_count
+    driver.core.call_on_begin(lambda begun: told.extend((len(launched), one.request_id) for one in begun))
+    for name, length in {"two chunks": 20, "pair": 6, "third": 6, "waits": 6}.items():
+        driver.core.add(request(name, length, n=2 if name == "pair" else 1, max_tokens=24, ignore_eos=True))
+    driver.step()
+    assert told[0] == (0, "two chunks"), "the executor had the step before it was told"
+    assert "waits" not in {name for _, name in told}
+    driver.drain()
+    assert sorted(name for _, name in told) == ["pair", "third", "two chunks", "waits"]
+    assert driver.core.stats().preemptions > 0, "the case is too easy"
 
 
 def test_penalised_requests_give_the_same_tokens_alone_and_in_a_cramped_crowd():
@@ -239,14 +270,14 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(bad, param):
 
 def test_prompts_that_do_not_fit_are_refused_with_what_fits():
     driver = Driver(num_blocks=64)
-    with pytest.raises(PromptTooLongError, match="max_model_len of 64 tokens holds at most 63") as refused:
+    with pytest.raises(PromptTooLongError, match=r"length is 64 tokens. However, .* at most 63 fit") as refused:
         driver.core.add(request("x", 64, max_tokens=None))
     assert refused.value.code == "context_length_exceeded"
     driver.run(request("fits", 63, max_tokens=None))
     small = Driver(num_blocks=6)
-    with pytest.raises(PromptTooLongError, match="the KV cache of 20 tokens holds at most 19"):
+    with pytest.raises(PromptTooLongError, match=r"is 20 tokens here, for the KV cache .* at most 19 fit"):
         small.core.add(request("x", 20, max_tokens=None))
-    with pytest.raises(InvalidRequestError, match=r"max_tokens=16 does not fit: the KV cache of 20 .* at most 15"):
+    with pytest.raises(PromptTooLongError, match=r"is 20 tokens .* max_tokens=16 does not fit: at most 15"):
         small.core.add(request("x", 5, max_tokens=16))
     small.run(request("fits", 5, max_tokens=15))
 
@@ -300,7 +331,7 @@ class NoEnd(GrammarState):
 
 
 class AllButTheEnd(CompiledGrammar):
-    def state(self):
+    def state(self, budget=None):
         return NoEnd()
 
 
@@ -350,6 +381,37 @@ def test_a_host_side_failure_leaves_31_others_exact(owner, stage, strikes, monke
     for one in bystanders:
         for choice in range(one.params.n):
             assert driver.tokens[one.request_id, choice] == expected(one, choice)
+
+
+class Unscored(FakeExecutor):
+    """Has no memory for steps that score prompts, or none for the scores alone."""
+
+    def __init__(self, whole_step, *sizes):
+        super().__init__(*sizes)
+        self.whole_step = whole_step
+
+    def execute(self, inputs, sampling):
+        if sampling.prompt is not None and self.whole_step:
+            raise StepMemoryError("no room")
+        outputs = super().execute(inputs, sampling)
+        outputs.prompt_logprobs = None
+        return outputs
+
+
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_memory_that_the_scores_of_a_prompt_lack_costs_their_request_alone(whole_step):
+    driver = Driver(executor=Unscored(whole_step, 64, 4, VOCAB))
+    asks, newer = request("asks", 5, prompt_logprobs=2, n=2), request("newer", 6, seed=1, temperature=1.0)
+    older = request("older", 4, seed=2, temperature=1.0)
+    driver.run(older, asks, newer)
+    for choice in range(2):
+        end = driver.finished["asks", choice]
+        assert (end.reason, end.code) == (FinishReason.ERROR, "prompt_logprobs_out_of_memory")
+        assert "ask for none" in end.message
+    for one in (older, newer):
+        assert driver.tokens[one.request_id, 0] == expected(one)
+    driver.run(request("again", 5))
+    assert driver.reason("again") is not FinishReason.ERROR
 
 
 def test_blocks_sealed_together_fail_one_by_one(monkeypatch, caplog):

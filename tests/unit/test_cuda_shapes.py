@@ -85,12 +85,27 @@ def full(num: int, value: float, dtype=np.float32):
             "frequency_penalty": full(4, 0.5),
             "prompt_ids": np.zeros((4, 7), np.int32),
             "output_ids": np.full((4, 3), -1, np.int32),
+            "carried": np.array([[1, 3], [2, 0]], np.int32),
         },
+        {"endings": np.array([[1, 3, 7, 8], [1, 3, 9, 8]], np.int32), "top_p": full(4, 1)},
         {"masks": lambda: (np.array([1], np.int32), np.zeros((1, 128), np.int32))},
     ],
-    ids=["greedy", "temperature", "mixed", "min-p", "top-p", "logprobs", "allowed", "biases", "penalties", "masks"],
+    ids=[
+        "greedy",
+        "temperature",
+        "mixed",
+        "min-p",
+        "top-p",
+        "logprobs",
+        "allowed",
+        "biases",
+        "penalties",
+        "words",
+        "masks",
+    ],
 )
 def test_a_decode_step_draws_without_waiting_for_the_device(runner, played, changes):
+    runner.launch(decode(4), sampling(4)).result()
     before = played.waits
     outputs = runner.launch(decode(4), sampling(4, **changes)).result()
     assert outputs.token_ids.shape == (4,)
@@ -107,14 +122,17 @@ def test_what_graphs_took_beside_their_own_memory_is_given_back_before_the_first
 
 def test_what_a_gpu_runs_is_ours(runner, played):
     assert runner.attention_backend == "triton"
+    eager = made(enforce_eager=True)
     played.kernels.clear()
-    runner.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3))
+    eager.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3))
     launched = Counter(played.kernels)
     layers = runner.spec.num_layers
     assert launched["norm_rotate_store"] == launched["attend"] == layers, "a launch a layer"
     played.kernels.clear()
     runner.launch(decode(4), sampling(4))
     assert "attend" not in played.kernels, "a decode step is replayed"
+    runner.launch(mixed([30, 40], 3, 200), sampling(5))
+    assert "attend" not in played.kernels, "so is a small one with prompts"
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ def test_a_step_that_drew_nothing_has_no_rows():
 
 
 def test_figures_come_along():
-    figures = DeviceLogprobs(torch.tensor([-0.5]), ints(3, 4)[None], torch.tensor([[-0.5, -1.5]]))
+    figures = DeviceLogprobs(torch.tensor([-0.5]), ints(3, 4)[None], torch.tensor([[-0.5, -1.5]]), ints(7))
     found = fetched(DeviceOutputs(ints(3), figures, figures, torch.ones(1, 2)))
     for told in (found.logprobs, found.prompt_logprobs):
         assert (told.chosen.tolist(), told.top_ids.tolist(), told.top.tolist()) == ([-0.5], [[3, 4]], [[-0.5, -1.5]])
+        assert told.ranks.tolist() == [7]
     assert found.pooled.tolist() == [[1.0, 1.0]]

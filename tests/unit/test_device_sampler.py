@@ -49,10 +49,10 @@ def agree(logits, inputs):
 
 
 PARAMETERS = {
-    "temperature": st.sampled_from([0.0, 0.0001, 0.3, 1.0, 1.7, 100.0]),
+    "temperature": st.sampled_from([0.0, 1e-5, 0.0001, 0.3, 1.0, 1.7, 100.0]),
     "top_k": st.sampled_from([0, 0, 1, 2, 7, 50, 63, 64, 65, 10_000]),
-    "top_p": st.sampled_from([1.0, 1.0, 1e-6, 0.1, 0.5, 0.9, 0.999]),
-    "min_p": st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0]),
+    "top_p": st.sampled_from([1.0, 1.0, 5e-324, 1e-6, 0.1, 0.5, 0.9, 0.999]),
+    "min_p": st.sampled_from([0.0, 0.0, 5e-324, 0.01, 0.3, 1.0]),
 }
 
 
@@ -76,6 +76,45 @@ def batches(draw):
 @given(batches())
 def test_the_tokens_are_those_of_the_cpu(batch):
     agree(*batch)
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"min_p": 0.01}])
+def test_a_top_p_that_is_nothing_in_fp32_leaves_the_best(values):
+    logits = torch.tensor([[-16.0, 0.5, 1.0, -2.0]])
+    assert agree(logits, sampling(1, temperature=1.0, top_p=5e-324, **values)) == [2]
+
+
+@settings(max_examples=15)
+@given(batches(), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_what_is_drawn_from_16_bits_is_what_would_be_from_a_copy_in_32(batch, dtype):
+    logits, inputs = batch
+    given = logits.clamp(-6e4, 6e4).to(dtype)
+    np.testing.assert_array_equal(tokens(given, inputs), tokens(given.float(), inputs))
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn_from"),
+    [
+        ({}, torch.bfloat16),
+        ({"top_k": 3, "top_p": 0.5}, torch.bfloat16),
+        ({"temperature": 0.0}, torch.bfloat16),
+        ({"num_logprobs": 2}, torch.float32),
+        ({"presence_penalty": 1.0}, torch.float32),
+    ],
+)
+def test_only_rules_and_log_probabilities_take_a_copy_of_the_logits(values, drawn_from):
+    class Watched(TritonDraws):
+        def draw(self, given, inputs):
+            seen.append(given)
+            return super().draw(given, inputs)
+
+    seen, logits = [], torch.stack([random_logits(500, row) for row in range(3)]).to(DEVICE, torch.bfloat16)
+    was = logits.clone()
+    changes = {"prompt_ids": np.zeros((3, 1), np.int32)} if "presence_penalty" in values else {}
+    sample(logits, sampling(3, **{"temperature": 1.0, **values, **changes}), Watched())
+    assert seen[0].dtype is drawn_from
+    assert (seen[0] is logits) == (drawn_from is torch.bfloat16)
+    assert torch.equal(logits, was)
 
 
 @pytest.mark.parametrize(

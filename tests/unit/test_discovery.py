@@ -1,4 +1,7 @@
-"""Lease calls through Serve's own routing loop: a call that is given up while a replica is asked stops nobody."""
+"""Lease calls through Serve's own routing loop: a call that is given up while a replica is asked stops nobody.
+
+And the notice that a replica gets of its end.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
 from cluster.discovery import LeaseRequestRouter, ReplicaWatch
+from cluster.life import stop_notice
 
 MANY = 100  # times that nobody asks in vain while only one call is there
 
@@ -69,3 +74,32 @@ async def test_a_call_that_is_given_up_while_nobody_is_unknown_ends() -> None:
     async for _ in router._choose_replicas_with_backoff(call):
         assert call.future.done()
         break
+
+
+class ServeReplica:
+    """What Serve keeps of a replica, as far as it is looked into."""
+
+    def __init__(self) -> None:
+        self._shutting_down = False
+
+
+async def test_a_replica_is_told_to_stop_once_serve_keeps_so(monkeypatch) -> None:
+    serves = ServeReplica()
+    process = SimpleNamespace(actors={1: object(), 2: SimpleNamespace(_replica_impl=serves)})
+    monkeypatch.setattr(stop_notice.ray._private.worker, "global_worker", process)
+    monkeypatch.setattr(stop_notice, "LOOK_SECONDS", 0.001)
+    told = asyncio.Event()
+    notice = asyncio.create_task(stop_notice.call_when_told_to_stop(told.set, stop_notice.stop_flag()))
+    await asyncio.sleep(0.01)
+    assert not told.is_set()
+    serves._shutting_down = True
+    await asyncio.wait_for(notice, 5)
+    assert told.is_set()
+
+
+async def test_a_serve_that_keeps_it_elsewhere_is_said_and_harms_nothing(monkeypatch, caplog) -> None:
+    process = SimpleNamespace(actors={1: SimpleNamespace(_replica_impl=object())})
+    monkeypatch.setattr(stop_notice.ray._private.worker, "global_worker", process)
+    assert stop_notice.stop_flag() is None
+    await stop_notice.call_when_told_to_stop(pytest.fail, None)
+    assert "does not tell when a replica is to stop" in caplog.text

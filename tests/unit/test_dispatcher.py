@@ -133,10 +133,12 @@ async def test_finished_choice_ends_alone_and_the_last_one_ends_the_request():
         lab.dispatcher.finish_choice("r", 0)
 
 
-async def test_slow_consumer_is_cut_off_and_others_are_not():
-    async with Lab(DispatcherConfig(max_pending_tokens=8)) as lab:
+@pytest.mark.parametrize(("pending", "logprobs"), [(8, None), (16, 1), (64, 20)])
+async def test_slow_consumer_is_cut_off_and_others_are_not(pending, logprobs):
+    """What waits for it is bounded in what it takes up: log-probabilities count."""
+    async with Lab(DispatcherConfig(max_pending_tokens=pending)) as lab:
         replica = await lab.start("a", pace=0.001)
-        slow = lab.dispatcher.generate(long_request("slow"))
+        slow = lab.dispatcher.generate(long_request("slow", logprobs=logprobs))
         first = await anext(slow)
         assert await lab.collect(long_request("quick", max_tokens=30)) == oracle(long_request("quick", max_tokens=30))
         await until(lambda: replica.core.num_requests == 0)
@@ -192,6 +194,31 @@ async def test_prefixes_are_sent_where_they_are_cached():
                 chunks.append(chunk)
         assert all(chunk.num_cached_tokens == 40 for chunk in chunks)
         assert sorted(replica.core.stats.prompt_tokens > 0 for replica in replicas) == [False, False, True]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_is_cached_of_a_prompt_counts_once_however_many_choices_share_it(n):
+    async with Lab() as lab:
+        await lab.start("a")
+        prompt = tuple(1 + i % 7 for i in range(40))
+        await lab.collect(request("first", prompt))
+        asked = request("r", (*prompt, 1, 2), n=n, temperature=1.0, ignore_eos=True)
+        found = {chunk.num_cached_tokens async for chunk in lab.dispatcher.generate(asked)}
+        assert found == {40}
+        assert lab.dispatcher.counters.cached_tokens == 40
+
+
+async def test_choices_that_move_find_nothing_of_their_own_prompt_cached():
+    async with Lab() as lab:
+        await lab.start("a", steps=4)
+        asked = request("r", 40, n=3, temperature=1.0, max_tokens=30, ignore_eos=True)
+        task = asyncio.create_task(lab.collect(asked))
+        await until(lambda: lab.dispatcher.counters.tokens >= 3)
+        await lab.start("b")
+        lab.kill("a")
+        assert await task == {choice: expected(asked, choice) for choice in range(3)}
+        assert lab.dispatcher.counters.migrations == 1
+        assert lab.dispatcher.counters.cached_tokens == 0
 
 
 async def test_router_that_comes_later_learns_what_is_cached():

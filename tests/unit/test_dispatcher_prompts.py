@@ -92,7 +92,7 @@ async def test_what_is_told_of_a_prompt_at_the_wrong_place_ends_the_request_with
         await until(lambda: lab.dispatcher.counters.reports == 1)
         heard = [message for message in replica.links[0].heard if isinstance(message, Report)]
         row = heard[0].prompts[0]
-        wrong = PromptRow(row.stream, 30, [-1.0], [[1, 2]], [[-1.0, -2.0]])
+        wrong = PromptRow(row.stream, 30, [-1.0], [[1, 2]], [[-1.0, -2.0]], [1])
         late = Report(1, heard[0].incarnation, 2, [], [], [], heard[0].load, prompts=[wrong])
         replica.links[0].inject(late)
         with pytest.raises(Exception, match="could not be completed"):

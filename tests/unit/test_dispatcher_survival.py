@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from random import Random
 
 import pytest
 
-from cluster.dispatch_config import DispatcherConfig
+from cluster.dispatch_config import MIGRATIONS, SAME_WEIGHTS, DispatcherConfig
 from cluster.errors import ApiError
 from cluster.links import tcp
 from cluster.links.faulty import FaultPlan
@@ -131,15 +132,17 @@ async def test_draining_replica_sends_new_requests_elsewhere_and_finishes_its_ow
         assert lab.dispatcher.counters.migrations == 0
 
 
-async def test_submit_that_crosses_the_news_of_draining_goes_elsewhere():
+async def test_submit_that_crosses_the_news_of_draining_is_served_where_it_went():
     async with Lab() as lab:
         old = await lab.start("a")
-        old.core.drain()
-        # The dispatcher has not run since: it still takes "a" for open.
         running = asyncio.create_task(lab.collect(long_request("r")))
+        await asyncio.sleep(0)  # now it is sent, and cannot have been read
+        assert (lab.dispatcher.num_live, old.core.num_requests) == (1, 0)
+        old.core.drain()
         await lab.start("b")
         assert await running == oracle(long_request("r"))
-        assert old.core.stats.generated_tokens == 0
+        assert old.core.stats.generated_tokens == 40
+        await until(lambda: lab.lost == [("a", "drained")])
 
 
 async def test_a_removed_replica_finishes_what_it_runs():
@@ -173,12 +176,19 @@ async def test_what_overstays_on_a_draining_replica_goes_on_elsewhere_only_on_th
         assert new.core.stats.generated_tokens == (37 if same_model else 0)
 
 
+def begun(lab: Lab) -> int:
+    """Return how many requests the router knows to be computed."""
+    lives = [live for member in lab.dispatcher._fleet.members for live in member.live.values()]
+    return sum(live.attempt is not None and live.attempt.begun for live in lives)
+
+
 async def test_a_suspect_stays_on_a_draining_replica_until_one_without_another_suspect_can_take_it():
     async with Lab(DispatcherConfig(quarantine_deaths=2)) as lab:
-        first = await lab.start("a", steps=0)
         requests = [long_request("r0", seed=0), long_request("r1", seed=1)]
         running = [asyncio.create_task(lab.collect(one)) for one in requests]
-        await until(lambda: first.core.num_requests == 2)
+        await until(lambda: lab.dispatcher.num_waiting == 2)  # so that they begin in one step
+        await lab.start("a", steps=0)
+        await until(lambda: begun(lab) == 2)  # else nobody is blamed
         leaving = await lab.start("b", steps=0)
         staying = await lab.start("c", steps=0)
         lab.kill("a")
@@ -193,6 +203,21 @@ async def test_a_suspect_stays_on_a_draining_replica_until_one_without_another_s
         staying.executor.allow(100)
         assert await asyncio.gather(*running) == [oracle(one) for one in requests]
         assert leaving.core.stats.generated_tokens == 0
+
+
+async def test_who_waits_behind_a_suspect_is_not_given_up_beside_a_replica_that_serves():
+    async with Lab(DispatcherConfig(quarantine_deaths=2, no_replica_timeout=0.2)) as lab:
+        requests = [long_request("r0", seed=0), long_request("r1", seed=1)]
+        running = [asyncio.create_task(lab.collect(one)) for one in requests]
+        await until(lambda: lab.dispatcher.num_waiting == 2)  # so that they begin in one step
+        await lab.start("a", steps=0)
+        await until(lambda: begun(lab) == 2)  # else nobody is blamed
+        second = await lab.start("b", steps=0)
+        lab.kill("a")
+        await until(lambda: second.core.num_requests == 1)
+        await asyncio.sleep(0.5)  # more than twice as long as it would wait without a replica
+        second.executor.allow(1000)
+        assert await asyncio.gather(*running) == [oracle(one) for one in requests]
 
 
 async def test_silent_replica_is_given_up_and_its_requests_go_on():
@@ -247,7 +272,7 @@ async def test_time_in_which_the_router_did_not_run_is_no_silence_of_the_replica
 
 async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are_not():
     poison = 60
-    async with Lab(DispatcherConfig(quarantine_deaths=3, no_replica_timeout=20.0)) as lab:
+    async with Lab() as lab:
 
         def revive(name: str, code: str) -> None:
             lab.graveyard.append(lab.alive.pop(name))
@@ -307,7 +332,7 @@ async def test_real_links_carry_requests_over_the_death_of_a_replica():
 @pytest.mark.parametrize("seed", range(4))
 async def test_any_mix_of_kills_cuts_repeats_and_delays_leaves_every_token_in_its_place(seed):
     rng = Random(seed)
-    async with Lab(DispatcherConfig(quarantine_deaths=1000, stall_timeout=0.5), seed=seed) as lab:
+    async with Lab(DispatcherConfig(stall_timeout=0.5), seed=seed) as lab:
 
         def plan() -> FaultPlan:
             return FaultPlan(
@@ -383,10 +408,13 @@ async def test_replica_that_gives_a_silent_router_up_is_no_death_to_blame_a_requ
     async with Lab(config) as lab:
         replica = await lab.start("a", steps=0, times=ReplicaTimes(heartbeat=0.05, router_timeout=0.1))
         running = asyncio.create_task(lab.collect(long_request("r")))
-        for times in range(1, 4):
-            await until(lambda times=times: len(lab.lost) == times)
+        for times in itertools.count(1):
+            await until(lambda times=times: running.done() or len(lab.lost) == times)
+            if running.done():
+                break
             lab.dispatcher.add_link(await replica.link())
-        replica.executor.allow(100)
+            if times == 3:
+                replica.executor.allow(100)
         assert await running == oracle(long_request("r"))
 
 
@@ -422,6 +450,40 @@ async def test_stream_ends_with_an_honest_error_when_only_another_model_is_left(
         assert (caught.value.code, caught.value.status, caught.value.retryable) == ("model_changed", 503, True)
         assert new.core.stats.prompt_tokens == 0
         assert await lab.collect(long_request("again")) == oracle(long_request("again"))
+
+
+@pytest.mark.parametrize("stream_migration", MIGRATIONS)
+@pytest.mark.parametrize("other", ["w.d.other", "w.other.a", "other.d.a", "w"])
+async def test_a_stream_parts_in_no_silence(stream_migration, other, caplog):
+    """An update of Squadron or torch, or another machine: the same weights are drawn from, or rounded, otherwise."""
+    goes_on = (stream_migration, other) == (SAME_WEIGHTS, "w.d.other")
+    async with Lab(DispatcherConfig(stream_migration=stream_migration)) as lab:
+        await lab.start("old", steps=4, fingerprint="w.d.a")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        new = await lab.start("new", fingerprint=other)
+        lab.kill("old")
+        if goes_on:
+            assert await running == oracle(long_request("r"))
+            assert "replica new may round otherwise" in caplog.text
+            return
+        with pytest.raises(ApiError) as caught:
+            await running
+        assert (caught.value.code, caught.value.retryable) == ("model_changed", True)
+        assert "compute it otherwise" in str(caught.value)
+        assert new.core.stats.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("stream_migration", MIGRATIONS)
+async def test_a_stream_that_goes_on_as_it_was_is_told_of_by_nobody(stream_migration, caplog):
+    async with Lab(DispatcherConfig(stream_migration=stream_migration)) as lab:
+        await lab.start("old", steps=4, fingerprint="w.d.a")
+        running = asyncio.create_task(lab.collect(long_request("r")))
+        await until(lambda: lab.dispatcher.counters.reports >= 4)
+        await lab.start("same", fingerprint="w.d.a")
+        lab.kill("old")
+        assert await running == oracle(long_request("r"))
+    assert "round otherwise" not in caplog.text
 
 
 async def test_request_that_has_no_token_yet_may_start_on_another_model():

@@ -56,7 +56,7 @@ class Stepwise(CompiledGrammar):
     def __init__(self, step: int, length: int) -> None:
         self.step, self.length = step, length
 
-    def state(self) -> GrammarState:
+    def state(self, budget=None) -> GrammarState:
         return StepwiseState(self)
 
 

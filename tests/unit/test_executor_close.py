@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.llm import LLM
 from engine.local_executor import GangExecutor, SoloExecutor
 from engine.report import NO_DRAWS
 from engine.runner import ModelRunner
+from engine.sampling_params import SamplingParams
 from engine.step_tensors import dummy_sampling, dummy_step
 from parallel.errors import ChannelError
 from parallel.group import SoloGroup
-from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
+from tests.cuda_shapes import FakeStream, cuda_in_shapes, why_no_shapes
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 20, "max_model_len": 128}
 
@@ -72,27 +76,72 @@ def test_a_gang_whose_ranks_are_there_is_waited_for(gang):
 
 
 @pytest.fixture
-def executor():
+def gpu():
+    if (reason := why_no_shapes()) is not None:
+        pytest.skip(reason)
     with cuda_in_shapes():
-        config = EngineConfig("deploy/demo_model", device="cuda", **SIZES)
-        yield SoloExecutor(ModelRunner(config, SoloGroup("cuda:0")))
+        yield
 
 
-@pytest.mark.skipif(why_no_shapes() is not None, reason=str(why_no_shapes()))
-def test_a_gpu_has_its_memory_back_when_the_executor_is_closed(executor):
-    model = weakref.ref(executor._runner.model)
+def loaded():
+    return ModelRunner(EngineConfig("deploy/demo_model", device="cuda", **SIZES), SoloGroup("cuda:0"))
+
+
+@contextmanager
+def counted_references():
+    """No round of the garbage collector, not even one that is asked for."""
+    gc.collect()
     gc.disable()
     try:
-        executor.close()
-        executor.close()
-        assert model() is None
+        with mock.patch("gc.collect"):
+            yield
     finally:
         gc.enable()
 
 
-@pytest.mark.skipif(why_no_shapes() is not None, reason=str(why_no_shapes()))
-def test_a_runner_that_is_closed_has_no_graphs_asleep_or_awake(executor):
-    runner = executor._runner
+@pytest.mark.parametrize("close", [True, False], ids=["closed", "let go of"])
+def test_a_gpu_has_its_memory_back_with_the_last_reference(gpu, close):
+    runner = loaded()
+    forward = runner._forward
+    assert forward.graphs.pool.captured
+    parts = [runner, runner.model, runner._cache, forward, forward.graphs, forward.graphs.step, forward._buffers]
+    held = [weakref.ref(part) for part in parts]
+    with counted_references():
+        executor = SoloExecutor(runner)
+        del runner, forward, parts
+        if close:
+            executor.close()
+            executor.close()
+        else:
+            del executor
+        assert [part() for part in held] == [None] * len(held)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_the_driver_of_a_gang_gives_memory_back_unless_steps_still_run(gpu, monkeypatch, idle):
+    """Freeing waits for them, and they may wait for a rank that is gone."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
+    monkeypatch.setattr(FakeStream, "query", lambda stream: idle)
+    parts = mock.Mock()
+    parts.group.device = torch.device("cuda:0")
+    parts.runner.config = EngineConfig("model", **SIZES)
+    GangExecutor(parts.runner, parts.group, parts.channel, parts.workers).close()
+    assert bool(given) == idle
+
+
+def test_an_llm_is_freed_with_the_last_reference_also_where_nobody_closed_it():
+    llm = LLM("deploy/demo_model", device="cpu", **SIZES)
+    llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=3, n=2), use_tqdm=False)
+    runner = llm._core._executor._runner
+    held = [weakref.ref(part) for part in (llm, runner, runner.model, runner._cache)]
+    with counted_references():
+        del llm, runner
+        assert [part() for part in held] == [None] * len(held)
+
+
+def test_a_runner_that_is_closed_has_no_graphs_asleep_or_awake(gpu):
+    runner = loaded()
     graphs = runner._forward.graphs
     assert graphs.pool.captured
     runner.close()

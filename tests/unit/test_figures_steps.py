@@ -217,11 +217,11 @@ async def test_a_replica_tells_of_its_queue_refusals_and_what_nobody_wanted() ->
         replica = await lab.start("a", steps=0)
         asked = [asyncio.create_task(lab.collect(long_request(name))) for name in ("first", "second")]
         await until(lambda: replica.core.num_requests == 2)
-        replica.core.figures.refused("draining")
+        replica.core.figures.refused("internal_error")
         replica.executor.allow(3)
         await until(lambda: replica.core.stats.num_waiting == 1)
         found = list(replica_metrics(replica.core))
-        assert sample(found, "submits_refused_total", code="draining") == 1
+        assert sample(found, "submits_refused_total", code="internal_error") == 1
         assert sample(found, "num_requests_waiting", replica="a") == 1
         assert sample(found, "replica_queue_age_seconds") > 0
         assert sample(found, "kv_blocks", replica="a", state="held") > 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,21 @@ from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
 from cluster.replica_host import _facts
+from engine import LLM
+from engine.arithmetic import _device
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint, prompt_fingerprint, vocabulary_fingerprint
+from engine.fingerprint import (
+    COMPUTING,
+    DRAWING,
+    ROOT,
+    but_for_rounding,
+    model_fingerprint,
+    prompt_fingerprint,
+    replica_fingerprint,
+    sources_digest,
+    vocabulary_fingerprint,
+    weights_of,
+)
 
 
 @pytest.fixture
@@ -145,11 +160,71 @@ def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name
 
 
 def test_a_replica_tells_what_its_weights_are_held_in(folder: Path) -> None:
-    group = SimpleNamespace(info=SimpleNamespace(vocab_size=9, eos_token_ids=(1,), num_kv_blocks=8))
+    group = SimpleNamespace(info=SimpleNamespace(vocab_size=9, eos_token_ids=(1,), num_kv_blocks=8, arithmetic={}))
     told = set()
     for quantization in (None, "int8"):
         config = ClusterConfig(model=str(folder), quantization=quantization)
         group.info.config = config.engine.resolved(dtype="float32", max_model_len=16)
-        told.add(_facts("a", config, group).fingerprint)
+        told.add(weights_of(_facts("a", config, group).fingerprint))
     assert told == {model_fingerprint(str(folder), "float32", each) for each in (None, "int8")}
     assert len(told) == 2
+
+
+SIZES = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "num_kv_blocks": 16}
+
+
+def arithmetic(**changes: Any) -> Mapping[str, str]:
+    with LLM("deploy/demo_model", **SIZES | changes) as llm:
+        return llm.info.arithmetic
+
+
+def test_replicas_of_one_kind_compute_alike_and_others_tell_by_what_they_differ() -> None:
+    first = arithmetic()
+    assert arithmetic(max_num_seqs=8, seed=5, enable_prefix_caching=False) == first
+    other = arithmetic(attention_backend="reference")
+    assert {name for name in first if first[name] != other[name]} >= {"attention", "kernels"}
+    assert f"torch {torch.__version__.partition('+')[0]}" in first["libraries"]
+    told = {replica_fingerprint("w", one) for one in (first, other)}
+    assert len(told) == 2
+    assert len({but_for_rounding(one) for one in told}) == len({weights_of(one) for one in told}) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_another_number_of_threads_rounds_otherwise(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert f"{threads} threads" in _device(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_another_version_of_our_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in COMPUTING:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr("engine.fingerprint.ROOT", tmp_path)
+    seen = []
+    for changed in (None, "engine/layers.c", "parallel/linear.py", "engine/noise.py", "engine/README"):
+        if changed is not None:
+            with (tmp_path / changed).open("a") as file:
+                file.write("\n")
+        sources_digest.cache_clear()
+        seen.append((sources_digest(), sources_digest(DRAWING)))
+    sources_digest.cache_clear()
+    all_of_it, drawing = zip(*seen, strict=True)
+    assert len(set(all_of_it[:4])) == 4
+    assert all_of_it[4] == all_of_it[3], "what is no source computes nothing"
+    assert drawing[0] == drawing[1] == drawing[2] != drawing[3]
+
+
+def test_all_that_draws_is_in_the_part_that_tells_of_drawing() -> None:
+    """What the samplers import of our own is either told of, or decides no token."""
+    carriers = {"device_outputs", "report", "request", "sampling_params", "schedule", "tables", "upload"}
+    no_part = carriers | {"errors", "models", "wordless", "kernels.handles"}
+    listed = {ROOT / path for path in DRAWING}
+    assert all(path.exists() for path in listed)
+    for path in [one for one in listed if one.suffix]:
+        for name in re.findall(r"^from engine\.([\w.]+) import", path.read_text(), re.MULTILINE):
+            module = ROOT / "engine" / Path(*name.split("."))
+            known = {module.with_suffix(".py"), *module.parents} & listed or module.is_dir()
+            assert known or {name, name.partition(".")[0]} & no_part, f"{path.name} imports {name}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine import footprint
 from engine.config import EngineConfig
 from engine.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, graph_bytes, step_bytes
+from engine.forward import LOGIT_ROWS, SCORED_BYTES, logit_rows
 from engine.live_bytes import LiveBytes
 from engine.models.registry import architecture_of
 from engine.resolve import resolve_for
-from engine.sampler import sample
-from engine.step_tensors import dummy_sampling
+from engine.step_outputs import outputs_of
+from engine.step_tensors import dummy_step, fullest_sampling
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"],
@@ -23,6 +25,14 @@ LLAMA_70B = {
     "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
+}
+
+SMALL = LLAMA_70B | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
 }
 
 
@@ -81,22 +91,56 @@ def test_two_layers_take_what_all_of_them_take(monkeypatch):
 
 
 def test_graphs_take_their_logits_and_what_one_step_of_the_largest_computes_in():
-    for sizes, rows in ((None, 256), ((8, 64), 64)):
+    for sizes, rows in (((256,), 256), ((8, 64), 64)):
         found = graph_bytes(*resolved(LLAMA_70B, cudagraph_capture_sizes=sizes))
-        logits = rows * 128256 * (4 + 2)  # in fp32 to draw from, in bf16 as they are multiplied
+        logits = rows * 128256 * (2 + 2)  # in bf16, as they are multiplied and as they are kept to draw from
         assert logits <= found <= 1.1 * logits, "layers hold less than that"
     alone, shared = (graph_bytes(*resolved(LLAMA_70B, tensor_parallel_size=ranks)) for ranks in (1, 4))
-    assert 0.25 <= shared / alone < 0.35
+    assert 0.25 <= shared / alone < 0.45
+    wider = 512 * 2 * (2 * 28672 + 28672 + 2 * 8192)  # steps with prompts have up to 512 tokens
+    assert 256 * 128256 * 2 + wider <= alone <= 1.3 * (256 * 128256 * 2 + wider)
     assert footprint_of(*resolved(LLAMA_70B, enforce_eager=True)).graph_bytes == 0
     assert footprint_of(*resolved(LLAMA_70B, block_size=8)).graph_bytes == 0, "there is no attention that has graphs"
 
 
-def test_the_sampler_takes_what_a_step_is_counted_with():
-    for rows, vocab in ((64, 32_000), (8, 128_256)):
-        logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode(), LiveBytes() as seen:
-            sample(logits, dummy_sampling(rows))
-        assert 0.8 * SAMPLER_BYTES < seen.peak / (rows * vocab) <= SAMPLER_BYTES
+def pieces(rows, vocab, most):
+    """Make logits as a step does: a piece at a time, kept by nobody else."""
+    for start in range(0, rows, most):
+        yield torch.randn(min(most, rows - start), vocab)
+
+
+@pytest.mark.parametrize(("rows", "vocab"), [(64, 32_000), (8, 128_256)])
+def test_the_sampler_takes_what_a_step_is_counted_with(rows, vocab):
+    sampling = fullest_sampling(dummy_step(rows, rows, 512, 16), 1, vocab)
+    sampling.prompt = None
+    with torch.inference_mode(), LiveBytes() as seen:
+        outputs_of(pieces(rows, vocab, rows), sampling)
+    assert 0.8 * SAMPLER_BYTES < seen.peak / (rows * vocab) <= 4 + SAMPLER_BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_the_scores_of_a_prompt_take_what_a_step_is_counted_with(rows):
+    vocab, tokens = 32_000, 256
+    config, spec = resolved(SMALL | {"vocab_size": vocab}, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    most = min(logit_rows(config, vocab), tokens)
+    step = dummy_step(tokens, rows, 512, 16)
+    sampling = fullest_sampling(step, most, vocab)
+    with torch.inference_mode(), LiveBytes() as seen:
+        outputs = outputs_of(pieces(len(step.logits_indices), vocab, most), sampling)
+    assert len(outputs.prompt_logprobs.chosen) == most == tokens
+    assert len(outputs.token_ids) == rows
+    assert seen.peak <= step_bytes(config, spec) < 4 * seen.peak
+
+
+def test_a_large_vocabulary_has_few_logits_of_a_prompt_in_memory_at_a_time():
+    vocab = 152_064
+    for rows in (1, 16, 256):
+        config, spec = resolved(LLAMA_70B | {"vocab_size": vocab}, max_num_seqs=rows)
+        most = logit_rows(config, vocab)
+        assert most == max(rows, SCORED_BYTES // (4 * vocab)) < 300
+        kept, piece, read = (rows * vocab * 4, most * vocab * 4, most * vocab * 6)
+        assert step_bytes(config, spec) >= kept + piece + read
+    assert logit_rows(resolved(LLAMA_70B, max_num_seqs=4096)[0], vocab) == LOGIT_ROWS
 
 
 def test_live_bytes_are_those_of_storages_and_end_with_them():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from cluster.client_id import SERVERS_NAME
 from cluster.generation import TokenChunk
 from cluster.openai.gate import OPEN_PATHS, Gate
 from cluster.openai.rate_headers import duration
@@ -71,6 +72,47 @@ async def test_every_route_but_health_refuses_who_has_no_key(model, headers):
                 assert (answer.status_code == 401) == (spelt not in OPEN_PATHS), (method, spelt)
     assert not source.requests
     assert sorted(OPEN_PATHS) == ["/health"]
+
+
+ASKED = {"origin": "https://page.example", "access-control-request-method": "POST"}
+
+
+async def test_pages_of_other_sites_may_use_a_server_with_keys(model):
+    source = saying(model, "ok")
+    async with client_for(app_for(source, model, tenancy=tenancy_for())) as client:
+        allowed = await client.options("/v1/completions", headers=ASKED)
+        headers = {"origin": "https://page.example", **bearer("sk-free")}
+        answered = await client.post("/v1/completions", json=BODY, headers=headers)
+        refused = await client.post("/v1/completions", json=BODY, headers=headers | bearer("sk-wrong"))
+        plain = await ask(client, "sk-free")
+    assert allowed.status_code == 204
+    assert "POST" in allowed.headers["access-control-allow-methods"]
+    assert "authorization" in allowed.headers["access-control-allow-headers"]
+    assert (answered.status_code, refused.status_code) == (200, 401)
+    assert {one.headers["access-control-allow-origin"] for one in (allowed, answered, refused)} == {"*"}
+    assert "access-control-allow-credentials" not in answered.headers
+    assert "access-control-allow-origin" not in plain.headers
+
+
+async def test_pages_of_other_sites_are_refused_where_there_are_no_keys(model):
+    async with client_for(app_for(saying(model, "ok"), model)) as client:
+        refused = await client.options("/v1/completions", headers=ASKED)
+        bare = await client.options("/v1/completions")
+        read = await client.get("/v1/models", headers={"origin": "https://page.example"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden_origin")
+    assert "--api-key" in refused.json()["error"]["message"]
+    assert bare.status_code == 405
+    assert not any("access-control-allow-origin" in one.headers for one in (refused, bare, read))
+
+
+async def test_where_the_carrier_names_answers_the_guard_is_told_the_id_of_the_body(model):
+    async with client_for(app_for(saying(model, "ok"), model, names_answers=False)) as client:
+        served = {"x-request-id": "made-by-serve"}
+        answer = await client.post("/v1/completions", json=BODY, headers=served)
+        refused = await client.post("/v1/completions", json=BODY | {"n": 0}, headers=served)
+    assert answer.headers[SERVERS_NAME] == answer.json()["id"]
+    assert refused.headers[SERVERS_NAME] == refused.json()["error"]["request_id"]
+    assert "x-request-id" not in answer.headers
 
 
 def basic(key, **headers):

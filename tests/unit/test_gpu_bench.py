@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.model_folder import open_model
 from tests.bench.gpu import __main__ as command
-from tests.bench.gpu import part_load
+from tests.bench.gpu import part_checks, part_load
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.checkpoints import checkpoint
@@ -24,9 +24,9 @@ from tests.bench.gpu.loads import nano_vllm
 from tests.bench.gpu.part_decode import hidden_share, idle_share
 from tests.bench.gpu.part_parity import Outputs, agreement
 from tests.bench.gpu.part_toggles import TOGGLES
+from tests.bench.gpu.profiled import covered
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import FULL, TINY
-from tests.bench.gpu.session import covered
 from tests.bench.gpu.shapes import LLAMA_1B, QWEN3_06B, QWEN3_8B, REAL, tiny
 from tests.bench.gpu.table import number, tables
 
@@ -188,7 +188,7 @@ def test_an_unknown_part_is_refused_with_those_that_are_known(capsys):
     with pytest.raises(SystemExit) as error:
         command.main(["--only", "limit,everything"])
     assert error.value.code == 2
-    assert "everything: there is no such part; known: limits, " in capsys.readouterr().err
+    assert "everything: there is no such part; known: checks-kernels, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scale", [FULL, TINY], ids=lambda scale: scale.name)
@@ -203,7 +203,7 @@ def test_what_nobody_measured_is_an_empty_cell(tmp_path):
     found = {"date": "today", "commit": "abc+", "gpu": "H200", "versions": {"torch": "2.11"}}
     results.begin(found | {"clocks": {"clocks.sm": "1980 MHz"}})
     results.end({"clocks_during": {"clocks.sm": "1700 to 1980 MHz"}, "clocks_after": {"clocks.sm": "1755 MHz"}})
-    parts = catalogue(FULL)
+    parts = [part for part in catalogue(FULL) if not part.name.startswith("checks")]
     figure = parts[0].figures[0]
     results.take(figure, [2.15, 2.15])
     results.fail(parts[0].figures[1], "broken")
@@ -286,7 +286,7 @@ def test_transformers_may_warm_up_as_we_do(ended, seconds, expected, note, tmp_p
     runs = [part_load.Run(count, 6, 10 * count, took) for count, took in zip(ended, seconds, strict=True)]
     monkeypatch.setattr(part_load, "their_model", lambda *_: None)
     monkeypatch.setattr(part_load, "_manager", lambda *_: nullcontext())
-    monkeypatch.setattr(part_load, "_generate", lambda *_: None)
+    monkeypatch.setattr(part_load, "answered", lambda *_: None)
     monkeypatch.setattr(part_load, "_timed", lambda manager, bench, prefix: runs.pop(0))
     monkeypatch.setattr(Bench, "folder", lambda *_: tmp_path)
     one = bench(tmp_path)
@@ -327,12 +327,29 @@ def test_every_line_of_the_issue_is_a_figure():
         assert limit is None or figures[name].limit(GIVEN) == pytest.approx(limit, rel=0.002), name
 
 
-def test_what_has_an_aim_comes_before_what_explains_it():
+def test_what_must_be_right_comes_first_then_the_order_of_a_first_hour():
+    names = [part.name for part in catalogue(FULL)]
+    hour = ["checks-kernels", "checks-engine", "checks-footprint", "limits", "parity-qwen3-0.6b", "load-qwen3-0.6b"]
+    hour += ["decode-qwen3-0.6b", "skew-qwen3-0.6b", "tuning", "attention", "load-qwen3-8b", "decode-qwen3-8b"]
+    assert names[: len(hour)] == hour
+    aims = {name.partition("/")[0] for name in WANTED if not name.startswith(("parity", "transformers"))}
+    explained = names.index("transformers-qwen3-0.6b")
+    assert aims <= set(names[:explained])
+
+
+def test_every_file_of_tests_of_a_gpu_is_in_one_part():
+    files = sorted(file.stem.removeprefix("test_") for file in part_checks.FOLDER.glob("test_*.py"))
+    assert sorted((*part_checks.KERNELS, *part_checks.ENGINE, *part_checks.FOOTPRINT)) == files
+
+
+def test_the_commands_of_the_first_45_minutes_are_what_they_say():
+    text = (Path(__file__).parents[2] / "docs/gpu.md").read_text(encoding="utf-8")
+    first = text.partition("## A first 45 minutes\n")[2].partition("\n## ")[0]
+    lines = [line.partition("tests.bench.gpu ")[2].split() for line in first.splitlines() if "-m tests.b" in line]
+    asked = [command._parser().parse_args(line) for line in lines if "--only" in line]
+    assert len(asked) == 5
+    assert all(one.minutes <= 8.5 and str(one.results) == "gpu.json" and one.also for one in asked)
     parts = catalogue(FULL)
-    assert parts[0].name == "limits"  # the shares of all others are of these
-    aims = [bool({figure.name for figure in part.figures} & WANTED.keys()) for part in parts[1:]]
-    assert aims == sorted(aims, reverse=True)
-    names = [part.name for part in parts]
-    assert max(map(names.index, ("load-qwen3-8b", "decode-qwen3-8b", "start-qwen3-8b", "attention"))) < min(
-        map(names.index, ("transformers-qwen3-0.6b", "parity-qwen3-8b", "products"))
-    )
+    wanted = [part.name for one in asked for part in chosen(parts, one.only.split(","))]
+    assert wanted == [part.name for part in parts][: len(wanted)], "the order in which all run"
+    assert wanted[-1] == "start-qwen3-8b"

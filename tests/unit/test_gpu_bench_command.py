@@ -61,6 +61,7 @@ def test_without_a_gpu_it_refuses_and_says_what_works(arguments, no_gpu, tmp_pat
         ((*TINY_ON_CPU, "--minutes", "nan"), "--minutes nan: must be above 0"),
         ((*TINY_ON_CPU, "--results", "no/such/folder.json"), "no/such/folder.json: no file can be there"),
         ((*TINY_ON_CPU, "--results", "."), "no file can be there"),
+        ((*TINY_ON_CPU, "--also", "no/such"), "--also no/such: there is no such folder"),
         (("--table", "missing.json"), "--table missing.json: there is no such file"),
         (("--table", "."), "--table .: there is no such file"),
     ],

@@ -69,10 +69,12 @@ def test_every_figure_is_measured_or_says_what_it_lacks(tmp_path):
 
 
 def test_a_part_has_a_process_of_its_own_that_writes_the_same_file(tmp_path):
-    bench = Bench(Results(tmp_path / "r.json"), TINY, torch.device("cpu"), tmp_path)
-    limits = catalogue(TINY)[0]
-    command.run_apart(limits, bench, argparse.Namespace(minutes=5))
+    (back := tmp_path / "back").mkdir()
+    bench = Bench(Results(tmp_path / "r.json", back), TINY, torch.device("cpu"), tmp_path)
+    limits = next(part for part in catalogue(TINY) if part.name == "limits")
+    command.run_apart(limits, bench, argparse.Namespace(minutes=5, also=back))
     rows = bench.results.rows
     assert rows.keys() == {figure.name for figure in limits.figures}
     assert rows["limits/copy"].value > 0 and rows["limits/pinned"].skipped == NEEDS_CUDA
+    assert (back / "r.json").read_text() == bench.results.path.read_text(), "a copy at every change"
     assert Results(bench.results.path).runs[rows["limits/copy"].run]["device"] == "cpu"

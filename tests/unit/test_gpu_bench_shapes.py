@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from engine.llm import LLM
-from tests.bench.gpu import part_decode, timing
+from tests.bench.gpu import part_decode, part_prefill, part_skew, timing
 from tests.bench.gpu import session as driving
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.catalogue import catalogue
 from tests.bench.gpu.checkpoints import checkpoint
+from tests.bench.gpu.profiled import Profiled
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import TINY
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(why_no_shapes() is not None, reason=str(why_no_s
 SCALE = replace(TINY, backends=("triton", "flash", "torch_varlen"), batches=(1, 8))
 # Others need contents: the parity of logits, transformers, and processes that really start.
 PARTS = ("limits", "load-qwen3-0.6b", "decode-qwen3-0.6b", "prefill", "attention", "products", "kernels")
+PARTS += ("skew", "tuning")
 NOT_INSTALLED = ("flash", "torch_varlen")
 WAITS = "kernels/draw-top"  # torch's own filters, which look at the device while they draw
 
@@ -40,7 +42,9 @@ def rows(tmp_path_factory):
         patch.setattr(torch, "compile", lambda operation, **_: operation)
         # How much the cache may take is read from a tensor, and these have no contents.
         patch.setattr(driving, "LLM", partial(LLM, num_kv_blocks=400))
-        patch.setattr(part_decode, "busy_seconds", lambda session, steps: 1e-6)
+        found = Profiled(1e-6, (("attend", 0.75),))
+        for part in (part_decode, part_prefill, part_skew):
+            patch.setattr(part, "profiled", lambda device, run, steps: (run(), found)[1])
         bench = Bench(Results(folder / "r.json"), SCALE, torch.device("cuda:0"), folder)
         for part in catalogue(SCALE):
             if part.name.startswith(PARTS):
@@ -59,6 +63,26 @@ def test_what_needs_a_gpu_is_measured_there(rows):
     assert {"limits/fp8", "limits/pinned", "products/fp8/8", "products/int8/8"} <= rows.keys() - skipped.keys()
     assert {"decode-qwen3-0.6b/8/hidden", "kernels/draw-top-k-and-p/triton/8"} <= rows.keys() - skipped.keys()
     assert "attention/triton/3x48/page-16-fp8" not in skipped
+
+
+def test_the_kernels_that_take_most_are_named(rows):
+    for name in ("decode-qwen3-0.6b/8/device", "prefill-qwen3-8b/fresh", "skew-qwen3-8b/skewed"):
+        assert rows[name].note == "of the device's time: attend 75.0 %", name
+
+
+def test_twelve_tiles_are_tried_and_the_fastest_is_told_as_a_row_for_the_table(rows):
+    tried = [name for name in rows if name.startswith(("tuning/decode", "tuning/prefill"))]
+    assert len(tried) == 12
+    assert all(rows[name].value > 0 for name in tried)
+    assert rows["tuning/gain"].note.startswith("`Shape(gpu='a GPU that is not there', head_dim=16, group=2,")
+    assert "Tuning(decode=Tile(" in rows["tuning/gain"].note
+
+
+def test_a_step_is_timed_with_a_long_sequence_among_the_short_ones_and_without(rows):
+    assert rows["skew-qwen3-8b/even"].value > 0 and rows["skew-qwen3-8b/skewed"].value > 0
+    whole = rows["skew-qwen3-8b/skewed"].value / rows["skew-qwen3-8b/even"].value
+    assert rows["skew-qwen3-8b/ratio"].value == pytest.approx(whole)
+    assert rows["skew-qwen3-8b/ratio"].limit > 1
 
 
 def test_shares_come_from_the_time_of_a_call(rows):

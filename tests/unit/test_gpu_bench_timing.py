@@ -7,10 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.graph_pool import GraphPool
+from engine.graph_sizes import GraphSizes
+from tests.bench.gpu import profiled as profiling
 from tests.bench.gpu import session
 from tests.bench.gpu.part_decode import prompt_length, recorded_steps
+from tests.bench.gpu.profiled import profiled, short
 from tests.bench.gpu.scale import FULL, TINY
-from tests.bench.gpu.session import Session, busy_seconds
+from tests.bench.gpu.session import Session
 from tests.bench.gpu.timing import L2_BYTES, WARM_UPS, rotations, seconds_per_call
 
 CUDA = torch.device("cuda:0")
@@ -68,8 +73,16 @@ class Played:
     def __init__(self, monkeypatch):
         self.steps, self.waits = 0, []
         monkeypatch.setattr(session.time, "perf_counter", lambda: float(self.steps))
-        monkeypatch.setattr(session, "synchronise", lambda device: self.waits.append(self.steps))
+        monkeypatch.setattr(profiling, "synchronise", lambda device: self.waits.append(self.steps))
         self.core = self
+        self.pool = GraphPool(None, GraphSizes((4,), (4,)), None, None)
+        self.pool._graphs, self.pool._ready = {4: "a graph"}, (4,)
+        forward = SimpleNamespace(pools=(self.pool,))
+        self._executor = SimpleNamespace(_runner=SimpleNamespace(_forward=forward))
+
+    def session(self, **config):
+        info = SimpleNamespace(config=EngineConfig("a model", **config))
+        return Session(SimpleNamespace(_core=self, info=info), CUDA)
 
     def step(self):
         self.steps += 1
@@ -78,7 +91,7 @@ class Played:
 
 def test_windows_follow_each_other_without_waiting_for_the_device(monkeypatch):
     played = Played(monkeypatch)
-    opened = Session(SimpleNamespace(_core=played), CUDA)
+    opened = played.session()
     found = opened.steady(3, warm=2, windows=3, steps=4)
     assert (found.wall, found.tokens, found.rates) == ([1.0] * 3, [3] * 3, [3.0] * 3)
     assert (played.steps, played.waits) == (14, [])
@@ -102,14 +115,37 @@ def test_no_step_of_before_is_recorded(monkeypatch):
             seen.append(("ends", played.steps, list(played.waits)))
 
         def events(self):
-            span = SimpleNamespace(start=0.0, end=2e6)
-            return [SimpleNamespace(device_type=torch.autograd.DeviceType.CUDA, time_range=span)]
+            spans = {"void at::native::fill<4>()": (0.0, 0.5e6), "attend": (0.5e6, 2e6), "launch": (0.0, 9e6)}
+            kinds = {"launch": torch.autograd.DeviceType.CPU}
+            for name, (start, end) in spans.items():
+                kind = kinds.get(name, torch.autograd.DeviceType.CUDA)
+                yield SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
 
     monkeypatch.setattr("torch.profiler.profile", Profile)
-    opened = Session(SimpleNamespace(_core=played), CUDA)
+    opened = played.session()
     opened.skip(5)
-    assert busy_seconds(opened, 4) == 0.5
+    found = profiled(CUDA, lambda: opened.skip(4), 4)
+    assert found.busy == 0.5
+    assert found.words == "of the device's time: attend 75.0 %, fill<4>() 25.0 %"
     assert seen == [("begins", 5, [5]), ("ends", 9, [5, 9])]
+
+
+def test_kernels_are_told_in_short_names():
+    assert short("void at::native::(anonymous namespace)::cat<4>(int)") == "cat<4>(int)"
+    assert len(short("gemm<" + 300 * "a" + ">")) == profiling.LONGEST
+
+
+def test_steps_without_the_graph_that_was_to_be_there_are_a_failure(monkeypatch):
+    played = Played(monkeypatch)
+    played.pool.failures = {8: "operation not permitted when stream is capturing"}
+    with pytest.raises(
+        RuntimeError, match="no CUDA graph of decode steps of 8 sequences was captured: operation not permitted"
+    ):
+        played.session().steady(3, warm=0, windows=1, steps=1)
+    assert played.session(enforce_eager=True).steady(3, warm=0, windows=1, steps=1).tokens == [3]
+    played.pool.failures, played.pool._ready = {}, ()
+    with pytest.raises(RuntimeError, match="no CUDA graph was captured"):
+        played.session().steady(3, warm=0, windows=1, steps=1)
 
 
 @pytest.mark.parametrize("scale", [FULL, TINY], ids=lambda scale: scale.name)

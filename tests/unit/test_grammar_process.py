@@ -44,6 +44,7 @@ def choice(*strings):
         (StructuredOutput("json_schema", '{"type": "integer", "minimum": 10}'), "12", "9"),
         (choice("yes", 'n"o\n', "日本"), 'n"o\n', "no"),
         (StructuredOutput("grammar", 'root ::= "(" root ")" | "x"\n'), "((x))", "((x)"),
+        (StructuredOutput("calls_or_json", '{"calls": [["<f>", "</f>"]]}'), "<f>{}</f><f>{}</f>", "<f>{}"),
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
@@ -126,6 +127,8 @@ def hang(_vocabulary, wanted):
             time.sleep(1)
     if "die" in wanted.text:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "burn" in wanted.text:
+        os.kill(os.getpid(), signal.SIGXCPU)  # as the kernel does at the limit of CPU time
     return "text", 'root ::= "x"\n', ""
 
 
@@ -169,18 +172,40 @@ def test_a_compile_that_ends_its_process_is_tried_again_and_refused(dying):
     assert dying.compile(choice("next one")) is not None
 
 
-def test_owners_take_turns_and_too_many_are_turned_away(hanging):
+def test_a_compile_that_uses_up_its_cpu_time_is_not_tried_again(dying):
+    dying.compile(choice("warm"))
+    with pytest.raises(InvalidRequestError, match="ended its process by its time or memory"):
+        dying.compile(choice("burn"))
+    assert dying.helper_pid is None, "no other helper was started for it"
+    assert dying.compile(choice("next one")) is not None
+
+
+def test_a_refusal_is_remembered_and_costs_nothing_again(dying):
+    for text in ("die", "burn"):
+        with pytest.raises(InvalidRequestError) as first:
+            dying.compile(choice(text))
+        dying.compile(choice("after " + text[::-1]))
+        former = dying.helper_pid
+        again = dying.submit(choice(text), "another owner")
+        assert again.done()
+        assert str(again.exception()) == str(first.value)
+        assert dying.helper_pid == former
+
+
+def test_owners_take_turns_and_those_who_ask_for_too_much_are_turned_away_alone(hanging):
     ended = []
     hanging.compile(choice("warm again"))
-    mine = [hanging.submit(choice(f"hang {n}"), b"me") for n in range(2)]
-    other = hanging.submit(choice("other"), b"somebody else")
-    for name, future in (("me 0", mine[0]), ("me 1", mine[1]), ("other", other)):
+    mine = {f"me {n}": hanging.submit(choice(f"hang {n}"), "me") for n in range(3)}
+    other = hanging.submit(choice("other"), "somebody else")
+    for name, future in (*mine.items(), ("other", other)):
         future.add_done_callback(lambda _, name=name: ended.append(name))
-    refused = hanging.submit(choice("one too many"), b"third")
-    assert refused.exception().code == "busy"
-    for future in (*mine, other):
+    crowd = [hanging.submit(choice(f"hang {n}, one of many"), "me") for n in range(5)]
+    assert crowd[-1].exception().code == "rate_limit_exceeded"
+    same = hanging.submit(choice("hang 2"), "third")
+    assert same is mine["me 2"]
+    for future in (*mine.values(), other):
         future.exception(timeout=30)
-    assert ended == ["me 0", "other", "me 1"]
+    assert ended == ["me 0", "other", "me 2", "me 1"], "a wish comes with the turn of whoever is first"
 
 
 def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
@@ -192,7 +217,7 @@ def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
     hanging.close()
     assert all(future.exception(timeout=1) is not None for future in waiting)
     assert not psutil.pid_exists(pid)
-    assert hanging.submit(choice("late")).exception().code == "busy"
+    assert hanging.submit(choice("late")).exception().code == "shutting_down"
     assert set(threading.enumerate()) <= others
 
 

@@ -18,6 +18,7 @@ from tests.grammar_walk import compiled, texts
 PATTERNS = [
     "ab+",
     "^ab+$",
+    "^$|^(?:a|b)c$",
     "[a-c]{2,4}(x|yz)?",
     '"\\\\\\n.',
     "[^a\\d]\\D\\W\\S\\s",
@@ -33,7 +34,24 @@ PATTERNS = [
     "[-a]{1}",
     "\\d{4}-\\d{2}",
 ]
-REFUSED = ["(", ")", "[", "[]", "a**", "*a", "(?=a)b", "(?i)a", "(a)\\1", "\\bword", "a^b", "a$b", "^a|b$", "[z-a]"]
+REFUSED = [
+    "(",
+    ")",
+    "[",
+    "[]",
+    "a**",
+    "*a",
+    "(?=a)b",
+    "(?i)a",
+    "(a)\\1",
+    "\\bword",
+    "a^b",
+    "a$b",
+    "^a|b$",
+    "^a|b",
+    "a|b$",
+    "[z-a]",
+]
 REFUSED += [
     "a{3,1}",
     "a{999999}",

@@ -1,6 +1,7 @@
 """Structured output through a replica: compiled beside the engine, refused by its own error, resumed exactly."""
 
 import asyncio
+import gc
 from concurrent.futures import Future
 
 import pytest
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
 from engine.fake_executor import FakeExecutor
+from engine.flight import Wait
 from engine.grammar.xgr import Vocabulary
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
@@ -33,7 +35,7 @@ class Grammars:
         self.vocabulary = Vocabulary(TOKENS, [EOS])
         self.asked = []
 
-    def submit(self, wanted, owner=b""):
+    def submit(self, wanted, owner=""):
         future = Future()
         self.asked.append((wanted, owner, future))
         return future
@@ -44,7 +46,7 @@ class Grammars:
     def close(self):
         for _, _, future in self.asked:
             if not future.done():
-                future.set_exception(InvalidRequestError("the server stops", "structured", "busy"))
+                future.set_exception(InvalidRequestError("the server stops", "structured", "shutting_down"))
 
 
 @pytest.fixture
@@ -54,14 +56,14 @@ async def replica():
     facts = ReplicaFacts("a", "fake", 128, VOCAB, 4, 63, (EOS,))
     grammars = Grammars()
     one = ReplicaCore(core, facts, ReplicaTimes(heartbeat=60.0), grammars=grammars)
-    one.test_grammars = grammars
+    one.test_grammars, one.test_flight = grammars, core.flight
     yield one
     await one.close()
 
 
 def structured(name="s", resume=None, n=1):
     params = SamplingParams(n=n, temperature=1.0, max_tokens=40, structured=WANTED)
-    return Request(name, (1, 2, 3), params, seed=5, cache_salt=b"tenant", resume=resume)
+    return Request(name, (1, 2, 3), params, seed=5, cache_salt=b"salt", tenant="tenant", resume=resume)
 
 
 async def outcome(link, keys):
@@ -101,7 +103,7 @@ async def test_outputs_match_and_end_and_the_tenant_is_whose_turn_it_is(replica)
         assert set(head) <= set("abcdef")
         assert tail[:-1].isdigit()
         assert tail[-1] == "X"
-    assert replica.test_grammars.asked[0][:2] == (WANTED, b"tenant")
+    assert replica.test_grammars.asked[0][:2] == (WANTED, "tenant")
 
 
 async def test_resumed_from_any_prefix_the_tokens_are_the_same(replica):
@@ -116,6 +118,19 @@ async def test_a_log_that_does_not_match_ends_its_request_alone(replica):
     refused = await run(replica, structured(resume={0: (60, 60)}), 10)
     assert isinstance(refused, Rejected)
     assert refused.code == "internal_error"
+    assert len(await run(replica, structured("next"), 20)) == 2
+
+
+async def test_a_fault_after_its_grammar_was_made_ends_its_request_alone(replica, monkeypatch):
+    def fail(*_):
+        raise KeyError("oops")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(replica._engine, "add", fail)
+        refused = await run(replica, structured(), 10)
+    assert isinstance(refused, Rejected)
+    assert refused.code == "internal_error"
+    assert replica.num_requests == 0
     assert len(await run(replica, structured("next"), 20)) == 2
 
 
@@ -156,6 +171,23 @@ async def test_aborted_while_its_grammar_is_compiled_a_request_never_runs(replic
     tokens, _ = await outcome(link, [20])
     assert tokens[20] == expected(bystander)
     assert replica.stats.num_running == 0
+
+
+async def test_nothing_is_kept_of_requests_that_were_aborted_while_their_grammar_is_compiled(replica):
+    link = await connect_local(replica.serve, "router")
+    for number in range(500):
+        link.send(submit_message(structured(f"gone {number}"), 10 + number))
+        link.send(Abort(10 + number))
+    link.send(submit_message(structured("stays"), 1000))
+    await until(lambda: len(replica.test_grammars.asked) == 501 and replica.num_requests == 1)
+    await asyncio.sleep(0)
+    gc.collect()
+    waiting = {one.request_id.partition("@")[0] for one in gc.get_objects() if type(one) is Request}
+    assert "stays" in waiting
+    assert not {name for name in waiting if name.startswith("gone")}
+    assert [event.what for event in replica.test_flight.of("gone 499")] == [Wait.GRAMMAR, Wait.ENDED]
+    replica.test_grammars.answer()
+    assert (await outcome(link, [1000]))[1] == {1000: "stop"}
 
 
 async def test_a_replica_that_closes_does_not_wait_for_a_grammar(replica):

@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import InvalidRequestError
 from engine.grammar.json_schema import object_grammar, schema_grammar
-from engine.grammar.schema_check import ANNOTATIONS, ENFORCED, FORMATS, REFUSED, constraints
+from engine.grammar.keywords import ANNOTATIONS, ENFORCED, FORMATS, REFUSED, constraints
 from tests.grammar_walk import compiled, random_schema, texts
 
 DOCS = Path(__file__).parents[2] / "docs" / "structured.md"
@@ -79,17 +79,81 @@ KEPT = [
         ]
     },
     *[{"type": "string", "format": name} for name in FORMATS if name != "time"],
+    {"anyOf": [{"not": {}}, INT, {"not": False, "type": "null"}]},
+    {"type": "object", "properties": {"a": INT}, "unevaluatedProperties": STR},
+    {"type": "object", "unevaluatedProperties": INT},
+    {"type": "object", "properties": {"a": INT}, "required": ["b", "a"]},
+    {"type": "object", "patternProperties": {"^x-[ab]{1,2}$": INT}, "additionalProperties": False},
+    {"type": "object", "patternProperties": {}},
+    {"type": "object", "propertyNames": {"const": "x"}, "minProperties": 1},
+    {"type": "object", "propertyNames": {"$ref": "#/$defs/n"}, "$defs": {"n": {"enum": ["x", "y", 3]}}},
+    {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "required": ["y"], "additionalProperties": INT},
+    {"type": "object", "propertyNames": {"enum": ["x", "y"]}, "properties": {"x": INT, "z": INT}},
+    {"type": "array", "prefixItems": [INT], "unevaluatedItems": STR},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [INT, STR]},
+    {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "type": "array",
+        "items": [INT],
+        "additionalItems": STR,
+        "minItems": 2,
+    },
+    {"type": "string", "anyOf": [{"format": "ipv4"}, {"enum": ["a", 3]}, INT, True, False]},
+    {
+        "type": ["integer", "string"],
+        "oneOf": [{"type": ["number", "null"]}, {"$ref": "#/$defs/s"}],
+        "$defs": {"s": STR},
+    },
+    {"type": "object", "$ref": "#/$defs/o", "$defs": {"o": OBJECT}},
+    {"type": "number", "anyOf": [INT, STR, {"$ref": "#/$defs/s"}], "$defs": {"s": STR}},
+    {
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": "s"}, "v": STR}, "required": ["v"]},
+            {"type": "object", "properties": {"kind": {"enum": ["i", "j"]}, "v": INT}},
+            {"type": "object", "properties": {"kind": {"type": "null"}, "v": NUM}, "required": ["v"]},
+        ]
+    },
+    {"allOf": [OBJECT | {"additionalProperties": True}, True, {"properties": {"b": INT}}]},
+    {
+        "allOf": [{"$ref": "#/$defs/base"}, {"type": "object", "properties": {"b": {"anyOf": [INT, {"$ref": "#"}]}}}],
+        "properties": {"a": STR, "c": INT},
+        "required": ["c"],
+        "$defs": {"base": {"type": "object", "properties": {"a": STR}, "required": ["a"]}},
+    },
+    {"type": "string", "pattern": "^[a-z]+$", "minLength": 2, "maxLength": 3},
+    {"type": "string", "pattern": "^\\d{2,9}$", "maxLength": 4},
+    {"type": "string", "pattern": "^[^\\]a]{4}$", "minLength": 3},
+    {"type": "string", "format": "date", "minLength": 1, "maxLength": 10},
+    {"type": "string", "format": "date", "pattern": "^2024-0[1-9]-11$"},
+    {"type": "string", "format": "colour", "maxLength": 4},
+    {"type": "integer", "format": "int32"},
+    {"components": {"schemas": {"x": OBJECT}}, "$ref": "#/components/schemas/x"},
+    {"type": "string", "colour": "red", "maxLength": 2},
 ]
 NOT_KEPT = [
     ({"not": STR}, "not"),
     ({"if": INT, "then": {"minimum": 3}}, "if"),
     ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ({"type": "array", "contains": INT}, "contains"),
-    ({"type": "object", "patternProperties": {"^x": INT}}, "patternProperties"),
+    ({"type": "object", "patternProperties": {"^x": INT, "^y": INT}}, "patternProperties"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
-    ({"type": "array", "items": [INT]}, "#/items"),
-    ({"type": "string", "nullable": True}, "nullable"),
+    (
+        {"$defs": {"x": {"type": "string", "$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}}, "$ref": "#/$defs/x"},
+        "$ref",
+    ),
+    ({"type": "array", "items": [INT], "prefixItems": [INT]}, "items"),
+    ({"not": {"type": "string"}}, "#/not"),
+    ({"properties": {"a": INT}, "patternProperties": {"^x": INT}}, "patternProperties"),
+    ({"properties": {"a": INT}, "propertyNames": {"pattern": "^x"}}, "propertyNames"),
+    ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "nothing matches"),
+    ({"propertyNames": {"type": "integer"}}, "propertyNames"),
+    ({"type": "object", "$ref": "#/$defs/x", "$defs": {"x": {}}}, "$ref"),
+    ({"$ref": "#/colour", "colour": {"type": "array", "uniqueItems": True}}, "#/colour/uniqueItems"),
+    ({"$ref": "#/default", "default": {"type": "obj"}}, "#/default/type"),
+    ({"$ref": "#/title", "title": "x"}, "$ref"),
+    ({"type": "string", "format": "uri", "maxLength": 100}, "format and maxLength"),
+    ({"type": "string", "pattern": "^[a-z]+$", "minLength": 3, "maxLength": 2}, "minLength"),
+    ({"type": "string", "pattern": "^[a-z]{2}$", "minLength": 3}, "pattern and minLength"),
     ({"type": "string", "format": "regex"}, "format"),
     ({"type": "string", "pattern": "(a)\\1"}, "#/pattern"),
     ({"type": "string", "pattern": "^a$", "maxLength": 3}, "pattern and maxLength"),
@@ -99,7 +163,12 @@ NOT_KEPT = [
     ({"type": "integer", "minimum": 5, "maximum": 4}, "minimum and maximum"),
     ({"type": "integer", "exclusiveMinimum": True}, "exclusiveMinimum"),
     ({"oneOf": [INT, NUM]}, "oneOf"),
+    ({"oneOf": [OBJECT, {"type": "object", "properties": {"a": INT}}]}, "oneOf"),
     ({"allOf": [STR, {"maxLength": 2}]}, "allOf"),
+    ({"allOf": [{"properties": {"a": INT}}, {"properties": {"a": STR}}]}, "allOf"),
+    ({"allOf": [OBJECT, {"properties": {"b": STR}}]}, "allOf"),
+    ({"allOf": [{"$ref": "#"}, {"properties": {"b": STR}}]}, "allOf"),
+    ({"allOf": [{"properties": {"b": STR}}, False]}, "nothing matches"),
     ({"type": "object", "properties": {"a": INT}, "anyOf": [{"required": ["a"]}]}, "anyOf and properties"),
     ({"$defs": {"x": STR}, "$ref": "#/$defs/x", "maxLength": 2}, "$ref and maxLength"),
     ({"$ref": "https://example.org/s"}, "$ref"),
@@ -117,14 +186,14 @@ NOT_KEPT = [
     ({"minLength": 3, "minimum": 2}, "type is needed"),
     ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength"),
     ({"type": "string", "maxLength": 10**9}, "maxLength"),
-    ({"type": "string", "colour": "red"}, "colour"),
     (False, "nothing matches"),
     ([], "#"),
 ]
 
 
 def check(schema, count):
-    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+    dialect = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator = dialect(schema, format_checker=jsonschema.FormatChecker())
     found = texts(compiled(schema_grammar(json.dumps(schema))), count)
     for text in found:
         validator.validate(json.loads(text))
@@ -164,6 +233,17 @@ def test_an_additional_property_cannot_take_a_declared_name():
         state = grammar.state()
         taken = [state.accept(byte) for byte in text.encode()]
         assert all(taken) == fits
+
+
+@pytest.mark.parametrize("extra", [False, True])
+@pytest.mark.parametrize("required", ["", "a", "c", "b", "ac", "abc"])
+def test_every_choice_of_members_that_matches_can_be_written_and_no_other(required, extra):
+    schema = {"type": "object", "properties": {name: {"const": 1} for name in "abc"}, "required": list(required)}
+    grammar = compiled(schema_grammar(json.dumps({**schema, "additionalProperties": extra})))
+    for names in ("", "a", "b", "c", "ab", "ac", "bc", "abc", "x", "cx", "abcx", "bax", "xy", "acxy"):
+        state, text = grammar.state(), json.dumps(dict.fromkeys(names, 1))
+        fits = set(required) <= set(names) and (extra or not set(names) & set("xy")) and "ba" not in names
+        assert all(map(state.accept, [*text.encode(), 256])) == fits, text
 
 
 def test_no_blanks_can_be_written_for_ever():
@@ -207,8 +287,9 @@ def test_every_enforced_keyword_is_tried_above_and_every_refused_one_is_refused(
     for name in REFUSED:
         with pytest.raises(InvalidRequestError, match="cannot be enforced"):
             schema_grammar(json.dumps({name: True}))
-    assert constraints(dict.fromkeys([*ANNOTATIONS, "x-mine"], "text")) == set()
-    assert schema_grammar(json.dumps(dict.fromkeys(ANNOTATIONS, "text"))) == schema_grammar("{}")
+    said = dict.fromkeys([*ANNOTATIONS, "x-mine", "strict", "propertyOrdering", "colour"], "text")
+    assert constraints(said) == set()
+    assert schema_grammar(json.dumps(said)) == schema_grammar("{}")
 
 
 def test_the_docs_list_every_keyword_as_the_code_has_it():

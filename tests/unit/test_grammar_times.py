@@ -117,7 +117,7 @@ async def test_why_tells_of_a_client_that_left_meanwhile(lab) -> None:
     await until(lambda: lab.replica.num_requests == 0)
     lab.grammars.answer()
     await until(lambda: Wait.ENDED in lab.waits())
-    assert lab.waits() == [Wait.GRAMMAR, Wait.QUEUE, Wait.ENDED]
+    assert lab.waits() == [Wait.GRAMMAR, Wait.ENDED]
     assert lab.sums()["grammar"] == 0.0
 
 

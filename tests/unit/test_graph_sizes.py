@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.graph_sizes import decode_rows, graph_sizes
+from engine.graph_sizes import decode_rows, graph_sizes, mixed_sizes
 from tests.parity.test_attention import make_step
 
 
@@ -35,6 +35,16 @@ def test_every_step_that_an_engine_can_make_up_to_512_finds_the_least_size(most,
     assert fit == min((size for size in found.sizes if size >= rows), default=None)
     if fit is not None:
         assert fit - rows < 16
+
+
+def test_steps_with_prompts_are_padded_to_a_number_of_tokens():
+    found = mixed_sizes(EngineConfig("fake", max_num_batched_tokens=300))
+    assert found.sizes == found.at_start == (64, 128, 256)
+    assert (found.fit(1), found.fit(65), found.fit(257)) == (64, 128, None)
+    assert mixed_sizes(EngineConfig("fake")).largest == 512
+    assert not mixed_sizes(EngineConfig("fake", max_num_seqs=8, max_num_batched_tokens=8)).largest
+    assert not mixed_sizes(EngineConfig("fake", enforce_eager=True)).largest
+    assert not mixed_sizes(EngineConfig("fake", cudagraph_capture_sizes=(1, 64))).largest, "those and no others"
 
 
 def test_eager_engines_have_none():

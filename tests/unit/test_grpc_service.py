@@ -43,6 +43,19 @@ async def test_a_stream_names_its_request_then_tells_the_text_and_last_the_usage
     assert trailing["x-request-id"] == responses[0].request_id
 
 
+async def test_hints_without_use_are_named_after_the_answer(model):
+    messages = [pb.Message(role="user", content="hi", name="Bob")]
+    request = pb.ChatRequest(model=MODEL, messages=messages, sampling=pb.Sampling(stop=[""]))
+    async with serving_grpc(saying(model, "ok"), model) as served:
+        call = served.stub.Chat(request)
+        assert (await gathered(call)).text == "ok"
+        told = dict(await call.trailing_metadata())
+        plain = served.stub.Generate(ask())
+        await gathered(plain)
+        assert "x-squadron-ignored" not in dict(await plain.trailing_metadata())
+    assert told["x-squadron-ignored"] == "stop, messages[].name"
+
+
 async def test_tokens_may_be_told_instead_of_text_or_beside_it(model):
     ids = model.tokenizer.encode(TEXT)
     async with serving_grpc(saying(model, TEXT), model) as served:

@@ -12,8 +12,9 @@ import openai
 import pytest
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
+from cluster.client_id import SERVERS_NAME
 from cluster.ingress.check import IngressCheck
-from cluster.ingress.guard import CALLBACK, LEARNING, MARK, RouterLossGuard, proxy_middlewares
+from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
 from deploy.client import is_guarded
 from tests.openai_app import serving
 
@@ -81,6 +82,33 @@ async def test_who_has_no_answer_yet_gets_a_typed_503(died: tuple) -> None:
     error = json.loads(body["body"])["error"]
     assert (error["code"], error["request_id"]) == ("router_lost", "made-by-serve")
     assert not body.get("more_body")
+
+
+def routed(name: bytes, *messages: dict) -> Callable[..., Awaitable[None]]:
+    """Serve's proxy before a router of ours, which has a name of its own for the request: each adds its header."""
+
+    async def app(scope, receive, send) -> None:
+        given = dict(scope["headers"]).get(b"x-request-id", b"made-by-serve")
+        named = [(SERVERS_NAME.encode(), name), (b"x-request-id", given)]
+        await proxy(start([*EVENTS, *named], 400), *messages)(scope, receive, send)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [([], b"req-1"), ([(b"x-request-id", b"mine")], b"mine"), ([(b"x-request-id", b"a b")], b"req-1")],
+)
+async def test_an_answer_shows_one_id_the_clients_own_or_the_routers(sent: list, shown: bytes) -> None:
+    head, _ = await ask(routed(b"req-1", part(b"{}", more=False)), sent)
+    assert [value for name, value in head["headers"] if name == b"x-request-id"] == [shown]
+    assert SERVERS_NAME.encode() not in dict(head["headers"])
+
+
+async def test_a_stream_that_stops_ends_with_the_id_that_it_began_with() -> None:
+    head, _, last = await ask(routed(b"chatcmpl-1", part(FRAME)))
+    assert dict(head["headers"])[b"x-request-id"] == b"chatcmpl-1"
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["request_id"] == "chatcmpl-1"
 
 
 @pytest.mark.parametrize("label", [b"\x1b[2Ja", b"a\x85forged", b"a" * 2000], ids=["escape", "next line", "long"])
@@ -218,7 +246,7 @@ async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
         await send(part(b"", more=False))
 
     await ask(app, [(MARK, b"forged")])
-    assert seen == [b"1"]
+    assert seen == [TELLS_TAKEN]
 
 
 def test_serve_finds_the_middleware_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def schedule_of(query_lens, num_computed, num_tokens, slots=None):
 
 
 def builder_for(tables, block_size, budget=64):
-    masks = MaskMaker(tables.num_slots, VOCAB)
+    masks = MaskMaker(tables.num_slots, VOCAB, drawn=list)
     return InputBuilder(tables, SamplingTable(tables.num_slots), masks, block_size, budget)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import Any
 
 import pytest
@@ -30,6 +32,37 @@ ENV = {"working_dir": "gcs://one.zip"}
 
 def config(name: str, **args: Any) -> dict[str, Any]:
     return {"name": name, "route_prefix": f"/{name}", "import_path": "cluster.app:build", "args": args}
+
+
+class KeyValues:
+    """What Ray keeps in its control store. step: called before each look or change."""
+
+    def __init__(self, step: Callable[[], None] = lambda: None) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self._step = step
+
+    def _internal_kv_get(self, key: str | bytes, namespace: bytes) -> bytes | None:
+        self._step()
+        return self.kept.get(_bytes(key))
+
+    def _internal_kv_put(self, key: str | bytes, value: bytes, overwrite: bool, namespace: bytes) -> bool:
+        self._step()
+        there = _bytes(key) in self.kept
+        if overwrite or not there:
+            self.kept[_bytes(key)] = value
+        return there
+
+    def _internal_kv_del(self, key: str | bytes, namespace: bytes) -> None:
+        self._step()
+        self.kept.pop(_bytes(key), None)
+
+    def _internal_kv_list(self, prefix: str | bytes, namespace: bytes) -> list[bytes]:
+        self._step()
+        return [key for key in self.kept if key.startswith(_bytes(prefix))]
+
+
+def _bytes(key: str | bytes) -> bytes:
+    return key.encode() if isinstance(key, str) else key
 
 
 class Client:
@@ -61,15 +94,24 @@ class Client:
         self.deployed.append(schema)
 
 
+def test_the_first_router_of_a_version_is_told_apart_from_those_that_come_anew(monkeypatch) -> None:
+    monkeypatch.setattr(control_store, "internal_kv", KeyValues())
+    memory = AppMemory("ours")
+    assert memory.is_first("Replica", "v1", "a router")
+    assert memory.is_first("Replica", "v1", "a router"), "asked again, as Ray repeats calls"
+    assert not memory.is_first("Replica", "v1", "another")
+    assert memory.is_first("Replica-b", "v1", "another")
+    assert memory.is_first("Replica", "v2", "another"), "a new version is started once, too"
+    assert control_store.keys("/ours/first/Replica/") == [b"/ours/first/Replica/v2"]
+    memory.forget()
+    assert memory.is_first("Replica", "v2", "who deploys the app anew")
+
+
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> DeployedApp:
     """An app on no Serve yet: `on` puts it on one."""
 
-    @contextmanager
-    def claim(key: str, seconds: float) -> Iterator[bool]:
-        yield True
-
-    monkeypatch.setattr(control_store, "claim", claim)
+    monkeypatch.setattr(control_store, "internal_kv", KeyValues())
     monkeypatch.setattr(deployed_app, "_runtime_env", lambda: dict(ENV))
     return DeployedApp("ours", "Router", "me", BUILT_OF, builder=f"{__name__}:built")
 
@@ -181,20 +223,93 @@ def test_an_update_has_failed_when_serve_gives_it_up_not_when_a_copy_dies_in_it(
     assert read_overview(app).update_failed is failed
 
 
-def test_a_claim_is_one_process_s_until_it_ends_or_is_old(monkeypatch) -> None:
-    kept: dict[str, bytes] = {}
+class TurnTaking:
+    """Threads of which one goes on at a time, from one step of the store to the next; who, is drawn by a seed."""
+
+    def __init__(self, seed: int, acts: list[Callable[[], None]]) -> None:
+        self._random = Random(seed)
+        self._next = [threading.Semaphore(0) for _ in acts]
+        self._back = threading.Semaphore(0)
+        self._left = set(range(len(acts)))
+        self._threads = [threading.Thread(target=self._run, args=one, daemon=True) for one in enumerate(acts)]
+        self.failed: list[BaseException] = []
+
+    def step(self, *_: object) -> None:
+        self._back.release()
+        self._next[self._threads.index(threading.current_thread())].acquire()
+
+    def run(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        while self._left:
+            self._next[self._random.choice(sorted(self._left))].release()
+            self._back.acquire()
+
+    def _run(self, number: int, act: Callable[[], None]) -> None:
+        self._next[number].acquire()
+        try:
+            act()
+        except BaseException as error:
+            self.failed.append(error)
+        self._left.discard(number)
+        self._back.release()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_of_processes_that_claim_at_once_one_has_it_at_a_time(monkeypatch, seed) -> None:
+    holders: list[int] = []
+    most: list[int] = []
+
+    def claims(number: int) -> None:
+        for _ in range(2):
+            with control_store.claim("//x", 1e9, sleep=turns.step) as holds:
+                holders.append(number)
+                turns.step()
+                assert holds()
+                most.append(len(holders))
+                holders.remove(number)
+
+    turns = TurnTaking(seed, [partial(claims, number) for number in range(3)])
+    monkeypatch.setattr(control_store, "internal_kv", KeyValues(turns.step))
+    turns.run()
+    assert not turns.failed
+    assert most == [1] * 6
+
+
+def test_who_died_in_a_claim_holds_it_for_its_time_whatever_the_time_of_day(monkeypatch) -> None:
+    kept = KeyValues()
+    monkeypatch.setattr(control_store, "internal_kv", kept)
+    control_store.put("//x/7", b"of one that died")
     now = 100.0
-    monkeypatch.setattr(control_store, "get", kept.get)
-    monkeypatch.setattr(control_store, "put", kept.__setitem__)
-    monkeypatch.setattr(control_store, "delete", kept.__delitem__)
-    monkeypatch.setattr(control_store.time, "time", lambda: now)
-    with control_store.claim("/x", 30) as mine, control_store.claim("/x", 30) as theirs:
-        assert (mine, theirs) == (True, False)
-    assert not kept
-    kept["/x"] = b"100.0"  # of one that died
-    now = 131.0
-    with control_store.claim("/x", 30) as mine:
-        assert mine
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        monkeypatch.setattr("time.time", lambda: 1e12 * now)
+
+    with control_store.claim("//x", 30, lambda: now, sleep) as holds:
+        assert now == pytest.approx(130.0, abs=1.0)
+        assert holds()
+        now += 30.0
+        assert not holds(), "others may have it by now"
+    assert list(kept.kept) == [b"//x/8"], "the last number alone, which is not given again"
+
+
+def test_a_claim_that_ray_repeated_is_ours(monkeypatch) -> None:
+    kept = KeyValues()
+    put = kept._internal_kv_put
+    monkeypatch.setattr(kept, "_internal_kv_put", lambda *given, **more: put(*given, **more) or put(*given, **more))
+    monkeypatch.setattr(control_store, "internal_kv", kept)
+    with control_store.claim("//x", 30) as holds:
+        assert holds()
+
+
+def test_an_answer_that_comes_after_the_claim_is_not_acted_on(ours, monkeypatch) -> None:
+    client = on(Client(status=FAILED), monkeypatch)
+    monkeypatch.setattr(deployed_app, "CLAIM_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match="did not tell"):
+        ours.restore(GoodVersion("/", config=config("ours")))
+    assert not client.deployed
 
 
 def test_the_memory_of_an_app_is_read_back_and_forgotten_without_touching_another_s(monkeypatch) -> None:

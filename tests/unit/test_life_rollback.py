@@ -45,6 +45,7 @@ class Serve:
     restored: list[GoodVersion] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
     now: float = 3600.0
+    jump: float = 0.0  # of the time of day
 
     def version(self) -> GoodVersion | None:
         return self.current
@@ -60,7 +61,7 @@ class Serve:
 
     def router(self, *states: AppState) -> Rollback:
         """Return a router that has seen these states, one a look."""
-        router = Rollback(self, self.memory, lambda: self.now)
+        router = Rollback(self, self.memory, lambda: self.now + self.jump, lambda: self.now)
         self.show(router, *states)
         return router
 
@@ -123,6 +124,16 @@ def test_an_update_may_take_long_to_fail() -> None:
     serve = Serve()
     serve.router(RUNNING)
     serve.router(*[DEPLOYING] * int(5 * STALE / SECONDS), BAD, BAD)
+    assert serve.restored == [OLD]
+
+
+@pytest.mark.parametrize("jump", [-86_400.0, 86_400.0])
+def test_a_time_of_day_that_jumps_makes_no_app_a_deleted_one(jump: float) -> None:
+    serve = Serve()
+    serve.router(RUNNING)
+    new = serve.router(DEPLOYING)
+    serve.jump += jump  # and the routers of the old version are gone by now
+    serve.show(new, *[DEPLOYING] * int(2 * STALE / SECONDS), BAD, BAD)
     assert serve.restored == [OLD]
 
 

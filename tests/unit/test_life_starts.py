@@ -180,6 +180,12 @@ def test_replicas_that_serve_wants_and_nobody_sees_are_pending() -> None:
     ]
 
 
+def test_a_replica_that_a_router_cannot_link_to_says_why() -> None:
+    record = StartRecord("a", "a", 1000, 1001, "ready", "")
+    (state,) = replica_states([], [(record, True)], 1, 1004, {"a": "it speaks link protocol 7"})
+    assert (state.state, state.phase, state.reason) == ("starting", "linking", "it speaks link protocol 7")
+
+
 def test_failures_are_told_while_starts_go_on_and_no_longer() -> None:
     store = Store()
     for number in range(3):

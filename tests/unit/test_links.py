@@ -20,6 +20,7 @@ from cluster.link import (
     LinkLimits,
     LinkRefusedError,
     MessageTooLargeError,
+    OtherProtocolError,
     ReplicaLink,
     RouterLink,
 )
@@ -249,6 +250,15 @@ FIRST_MESSAGES = [
 async def test_first_message_must_be_a_hello_of_this_protocol(address, frame, reason):
     greeting = b"squadron " + address.secret.encode()
     assert reason in await _tcp_answer(address, _framed(greeting) + _framed(frame))
+
+
+async def test_replica_of_another_protocol_is_told_apart_from_one_that_is_not_there(address, monkeypatch):
+    monkeypatch.setattr(tcp, "PROTOCOL_VERSION", 999)
+    with pytest.raises(OtherProtocolError, match="this replica speaks link protocol 999"):
+        await tcp.connect(address, "router")
+    with pytest.raises(LinkRefusedError, match="unauthenticated") as caught:
+        await tcp.connect(LinkAddress(address.host, address.port, "wrong"), "router")
+    assert not isinstance(caught.value, OtherProtocolError)
 
 
 def _framed(data: bytes) -> bytes:

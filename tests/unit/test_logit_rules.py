@@ -1,5 +1,7 @@
 """Bias, allowed ids, bad words and masks: on real logits, and through the engine."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,10 @@ import torch
 from engine.errors import InvalidRequestError
 from engine.fake_executor import FakeExecutor
 from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.request import FinishReason
+from engine.grammar.masks import ROWS_EACH, MaskMaker
+from engine.logit_rules import apply_rules, forbid
+from engine.request import FinishReason, Sequence
+from engine.sampler import score
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.parity.stepping import drawn, sampling
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
@@ -56,6 +61,98 @@ def test_a_row_without_a_token_is_stuck_and_not_poisoned():
     outputs = drawn(logits.clone(), inputs)
     assert (outputs.stuck, outputs.failed) == ((1, 2), (3,))
     assert outputs.token_ids[0] == logits[0].argmax()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_the_model_gave_is_judged_before_the_rules_and_they_make_nothing_infinite(temperature):
+    huge = float(torch.finfo(torch.float32).max)
+    logits = logits_of(5)
+    logits[0, 5] = float("nan")
+    logits[1, 7] = float("inf")
+    logits[2, :] = float("-inf")
+    logits[3, 4] = huge
+    logits[4, :] = -huge
+    ids = np.tile(np.arange(100, dtype=np.int32), (5, 1))
+    rules = {"repetition_penalty": [1.0, 1.0, 1.0, 0.01, 100.0], "frequency_penalty": -2.0}
+    inputs = sampling(5, temperature=temperature, prompt_ids=ids, output_ids=ids, **rules)
+    inputs.allowed = {0: np.array([4], np.int32)}  # nobody would draw the bad ones
+    inputs.forbidden = {1: (7,)}
+    inputs.biases = {row: (np.array([4], np.int32), np.array([100.0], np.float32)) for row in (2, 3)}
+    outputs = drawn(logits.clone(), inputs)
+    assert (outputs.failed, outputs.stuck) == ((0, 1, 2), (4,))
+    assert outputs.token_ids[3] == 4
+
+
+def test_a_prompt_token_that_the_model_rules_out_poisons_nothing():
+    logits = logits_of(4)
+    logits[0, 5] = float("-inf")
+    logits[1, 7] = float("inf")
+    logits[2, 7] = float("nan")
+    logits[3, :] = float("-inf")
+    found = score(logits, torch.full((4,), 5), 1)
+    assert found.chosen[0] == float("-inf") and found.top.isfinite().tolist() == [[True], [False], [False], [False]]
+    assert found.chosen.isnan().tolist() == [False, True, True, True]
+
+
+def test_a_last_token_that_only_the_device_knows_counts_like_the_others():
+    """The very same logits as of the whole history, and of the words that it would have completed."""
+    random = np.random.default_rng(5)
+    rules = {
+        "repetition_penalty": [1.0, 1.3, 1.1, 0.7, 1.0, 2.0],
+        "presence_penalty": [0.0, 0.5, 0.0, -0.3, 0.0, 0.1],
+        "frequency_penalty": [0.0, 0.17, -0.9, 0.0, 0.0, 0.3],
+    }
+    prompt, output = random.integers(0, 100, (2, 6, 9)).astype(np.int32)
+    before = torch.tensor([3, 50, -1, 7], dtype=torch.int32)
+    output[:, -2:] = output[:, :2]  # some twice
+    whole, late = (sampling(6, temperature=0, prompt_ids=prompt, **rules) for _ in range(2))
+    carried = {1: 1, 3: 3, 5: 2}  # the last one has no token
+    last = {row: int(before[sample]) for row, sample in carried.items()}
+    whole.output_ids = np.concatenate([output, [[last.get(row, -1)] for row in range(6)]], axis=1).astype(np.int32)
+    whole.forbidden = {1: (9, 8), 3: (4,)}
+    late.output_ids = output
+    late.carried = np.array([*carried.items()], np.int32)
+    late.endings = np.array([(1, 1, 50, 9), (1, 1, 51, 9), (1, 1, 50, 8), (3, 3, 7, 4), (3, 3, 8, 5)], np.int32)
+    logits = [logits_of(6), logits_of(6)]
+    apply_rules(logits[0], whole, forbid)
+    apply_rules(logits[1], late, forbid, before)
+    assert torch.equal(*logits)
+    assert not torch.equal(logits[0], logits_of(6))
+
+
+def test_masks_are_filled_by_several_threads_and_a_late_token_is_taken_once():
+    class Paired(GrammarState):
+        """Fills its mask only while another thread fills another."""
+
+        met = threading.Barrier(2)
+        finished = False
+
+        def __init__(self):
+            self.taken = []
+
+        def accept(self, token_id):
+            self.taken.append(token_id)
+            return True
+
+        def fill(self, bits):
+            self.met.wait(10)
+            bits[:] = len(self.taken)
+
+    def choice():
+        return Sequence(request("r", 3), 0, 3, 3 + 2, grammar=Paired(), num_matched=1)
+
+    choices = [choice() for _ in range(2 * ROWS_EACH)]
+    asked = []
+    maker = MaskMaker(16, VOCAB, lambda: asked.append(1) or np.array([5, 6], np.int32), threads=2)
+    rows, bits = maker.start(range(2 * ROWS_EACH), choices, [-1] * len(choices))()
+    assert (rows.tolist(), bits.any(), asked) == ([*range(2 * ROWS_EACH)], False, [])
+    late = maker.start(range(2 * ROWS_EACH), choices, [1] * len(choices))
+    assert not asked
+    for _ in range(2):  # a step that found no memory is launched again
+        assert late()[1].tolist() == [[1, 1]] * len(choices)
+    choices[0].match(6, 2)  # as when the step is taken in
+    assert [one.grammar.taken for one in choices] == [[6]] * len(choices)
+    maker.close()
 
 
 def test_log_probabilities_are_those_before_the_rules():
@@ -146,7 +243,7 @@ class Ascending(CompiledGrammar):
     def __init__(self, length):
         self.length = length
 
-    def state(self):
+    def state(self, budget=None):
         return AscendingState(self.length)
 
 
@@ -204,7 +301,7 @@ def test_a_grammar_goes_on_after_any_token_of_its_log():
 
 def test_a_grammar_that_fails_ends_its_own_request():
     class Broken(Ascending):
-        def state(self):
+        def state(self, budget=None):
             state = AscendingState(self.length)
             state.fill = lambda bits: 1 / 0
             return state

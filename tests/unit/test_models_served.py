@@ -361,5 +361,5 @@ async def test_limits_and_parsers_are_those_of_the_model_that_is_asked(models):
         heeded = await client.post("/v1/completions", json=priority | {"model": "alpha"})
         refused = await client.post("/v1/completions", json=priority | {"model": "beta"})
     assert (fits.status_code, too_long.status_code) == (200, 400)
-    assert "context holds 128 tokens" in too_long.json()["error"]["message"]
+    assert "maximum context length is 128 tokens." in too_long.json()["error"]["message"]
     assert (heeded.status_code, refused.status_code) == (200, 400)

@@ -20,7 +20,7 @@ BOUNDS = {
     "top_p": (5e-324, 1, False),
     "top_k": (-1, 2**31 - 1, True),
     "min_p": (0, 1, False),
-    "repetition_penalty": (5e-324, 100, False),
+    "repetition_penalty": (0.01, 100, False),
     "presence_penalty": (-2, 2, False),
     "frequency_penalty": (-2, 2, False),
     "seed": (-(2**63), 2**63 - 1, True),
@@ -103,7 +103,7 @@ def test_the_bounds_themselves_run_and_what_lies_beyond_is_refused(app, name):
     least, most, whole = BOUNDS[name]
     values = [least, most, *ALSO.get(name, ())]
     beyond = [least - 1, most + 1] if whole else [math.nextafter(least, -INF), math.nextafter(most, INF)]
-    for value in [*values, *beyond, 1.5 if whole else "1.5", *WRONG]:
+    for value in [*values, *beyond, -0.0, 5e-324, 1e-39, 1.5 if whole else "1.5", *WRONG]:
         check(app, name, value)
 
 

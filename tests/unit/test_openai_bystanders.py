@@ -33,7 +33,7 @@ def failing(function, is_poisoned):
 STAGES = {
     "read": (base_endpoint, "parse_json", lambda body: b"666" in body),
     "model": (Models, "of", lambda _, fields: fields["seed"] == POISON),
-    "validate": (validation, "conversation_of", lambda checked, _: checked.seed == POISON),
+    "validate": (validation, "conversation_of", lambda checked, *_: checked.seed == POISON),
     "render": (Tokenizer, "render_chat", lambda _, messages: messages[0]["content"] == str(POISON)),
     "tokenize": (Tokenizer, "encode", lambda _, text: str(POISON) in text),
     "bad words": (Tokenizer, "with_bad_words", lambda _, params: params.seed == POISON),

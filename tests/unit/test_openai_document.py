@@ -57,12 +57,24 @@ def always_up(app):
 async def test_the_document_is_served_and_names_every_request_field(app):
     async with client_for(app) as client:
         document = (await client.get("/openapi.json")).json()
-    assert document == openapi()
+    assert document == openapi(keyed=False)
     for one in OPERATIONS:
         if one.request is not None:
             named = document["components"]["schemas"][one.request.__name__]["properties"]
             fields = one.request.model_fields.items()
             assert set(named) == {field.alias or name for name, field in fields}
+
+
+async def test_the_document_asks_for_a_key_only_where_there_are_any(app, tmp_path):
+    model = served_model(tmp_path)
+    async with client_for(app) as client:
+        open_to_all = (await client.get("/openapi.json")).text
+    async with client_for(app_for(saying(model, "ok"), model, api_key="secret")) as client:
+        keyed = (await client.get("/openapi.json", headers={"authorization": "Bearer secret"})).json()
+    assert '"security' not in open_to_all
+    assert keyed["security"] == [{"key": []}]
+    assert keyed["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    assert keyed["paths"]["/health"]["get"]["security"] == []
 
 
 POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE

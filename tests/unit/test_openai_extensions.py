@@ -44,13 +44,40 @@ async def test_the_prompt_is_echoed_before_every_choice(model):
         assert "".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) == text
 
 
-async def test_echoed_ids_are_shown_with_their_special_tokens(model):
+@pytest.mark.parametrize(
+    ("prompt", "fields", "shown"),
+    [
+        (None, {}, "hi"),
+        (None, {"skip_special_tokens": False}, "<|user|>hi"),
+        ("<|user|>hi", {}, "<|user|>hi"),
+        ("<|user|>hi", {"truncate_prompt_tokens": 100}, "hi"),
+        ("a<|user|>hi", {"add_special_tokens": False}, "a<|user|>hi"),
+    ],
+)
+async def test_an_echo_shows_a_text_as_sent_and_ids_with_special_tokens_if_asked(model, prompt, fields, shown):
     ids = model.tokenizer.encode("<|user|>hi", add_special_tokens=False)
-    answer = await post(saying(model, "ok"), model, "completions", prompt=ids, echo=True, logprobs=0)
+    source = saying(model, "ok")
+    answer = await post(source, model, "completions", prompt=prompt or ids, echo=True, logprobs=0, **fields)
     choice = answer.json()["choices"][0]
-    assert choice["text"] == "<|user|>hiok"
+    assert choice["text"].removesuffix("<|eos|>") == f"{shown}ok"
     told = zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True)
-    assert all(choice["text"][offset:].startswith(name) for name, offset in list(told)[:-1])
+    placed = [(name, offset) for name, offset in told if not name.startswith("<|")]
+    assert [name for name, _ in placed][-2:] in (["hi", "ok"], ["i", "ok"], ["o", "k"]), placed
+    assert all(choice["text"][offset:].startswith(name) for name, offset in placed)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_logprobs_0_tells_the_one_token_that_was_drawn(model, streamed):
+    fields = {"prompt": "hi", "logprobs": 0}
+    if streamed:
+        chunks = await stream(saying(model, "ok"), model, "completions", **fields)
+        found = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    else:
+        body = (await post(saying(model, "ok"), model, "completions", **fields)).json()
+        found = [body["choices"][0]["logprobs"]]
+    for part in found:
+        values = zip(part["tokens"], part["token_logprobs"], strict=True)
+        assert part["top_logprobs"] == [{name: value} for name, value in values]
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -104,7 +131,8 @@ async def test_prompt_logprobs_are_in_vllms_format(model):
     chat = (await post(saying(model, "ok"), model, "chat/completions", messages=CHAT, prompt_logprobs=0)).json()
     prompt = model.tokenizer.encode(model.tokenizer.render_chat(CHAT), add_special_tokens=False)
     assert len(chat["prompt_logprobs"]) == len(prompt)
-    assert {one["rank"] for entry in chat["prompt_logprobs"][1:] for one in entry.values()} == {None}
+    ranks = [one["rank"] for entry in chat["prompt_logprobs"][1:] for one in entry.values()]
+    assert ranks == [token + 1 for token in prompt[1:]]
 
 
 async def test_echo_shows_no_more_alternatives_than_were_asked_for(model):
@@ -140,8 +168,24 @@ async def test_usage_runs_along_when_it_is_asked_for(model, path, prompt):
     chunks = await stream(saying(model, "hello"), model, path, stream_options=options, **prompt)
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
+    assert len(counts) > 3
     assert counts[-1] == counts[-2] == len(model.tokenizer.encode("hello")) + 1
-    assert (counts[0], chunks[-1]["choices"]) == (1, [])
+    assert (counts[0], chunks[-1]["choices"]) == (0 if path.startswith("chat") else 1, [])
+
+
+async def test_a_chunk_that_tells_only_a_role_counts_no_token(model):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    source = saying(model, "one", "two", cached=2)
+    chunks = await stream(source, model, "chat/completions", messages=CHAT, n=2, stream_options=options)
+    told = [(chunk["choices"][0]["delta"], chunk["usage"]) for chunk in chunks if chunk["choices"]]
+    roles = [(number, usage) for number, (delta, usage) in enumerate(told) if "role" in delta]
+    assert len(roles) == 2
+    for number, usage in roles:
+        before = told[number - 1][1]["completion_tokens"] if number else 0
+        assert usage["completion_tokens"] == before
+        assert usage["prompt_tokens"] == len(source.requests[0].prompt_token_ids)
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 2
+        assert told[number + 1][1]["completion_tokens"] > before
 
 
 async def test_biases_and_bans_reach_the_engine(model):

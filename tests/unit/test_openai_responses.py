@@ -216,6 +216,42 @@ async def test_a_forced_call_is_bound_by_a_grammar(tool_model, choice, text):
     assert source.requests[0].params.structured.kind == "json_schema"
 
 
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ("required", '[{"name": "weather", "parameters": {"city": "Ulm"}}, {"name": "weather", "parameters": {}}]'),
+        ({"type": "function", "name": "weather"}, '{"city": "Ulm"}'),
+    ],
+)
+async def test_a_forced_call_that_the_limit_cuts_has_no_text(tool_model, choice, text):
+    for limit in range(1, len(tool_model.tokenizer.encode(text)) + 1):
+        fields = {"tools": TOOLS, "tool_choice": choice, "max_output_tokens": limit}
+        body = await whole(saying(tool_model, text), tool_model, **fields)
+        events = await stream(saying(tool_model, text), tool_model, **fields)
+        assert without_ids(events[-1]["response"]["output"]) == without_ids(
+            [item.model_dump(mode="json", exclude_unset=True) for item in body.output]
+        )
+        assert (body.output_text, body.status) == ("", "incomplete")
+        assert {event["type"] for event in events} & {"response.output_text.delta"} == set()
+        for call in body.output:
+            complete = call.type == "function_call" and call.arguments in ('{"city": "Ulm"}', "{}")
+            assert call.status == ("completed" if complete else "incomplete")
+
+
+async def test_beside_a_format_of_the_text_the_output_is_a_call_or_matches_it(tool_model):
+    text = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
+    source = saying(tool_model, CALL)
+    body = await whole(source, tool_model, tools=TOOLS, text=text)
+    assert [(item.type, item.arguments) for item in body.output] == [("function_call", '{"city": "Köln"}')]
+    assert source.requests[0].params.structured.kind == "calls_or_json"
+    body = await whole(saying(tool_model, '{"city": "Ulm"}'), tool_model, tools=TOOLS, text=text)
+    assert (body.output_text, len(body.output)) == ('{"city": "Ulm"}', 1)
+    forced = saying(tool_model, '{"city": "Bonn"}')
+    choice = {"type": "function", "name": "weather"}
+    body = await whole(forced, tool_model, tools=TOOLS, text=text, tool_choice=choice)
+    assert [(item.type, item.arguments) for item in body.output] == [("function_call", '{"city": "Bonn"}')]
+
+
 async def test_a_schema_of_the_text_reaches_the_engine(model):
     source = saying(model, "{}")
     text = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
@@ -254,15 +290,15 @@ BAD = [
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"truncation": "auto"}, "truncation"),
-    ({"service_tier": "flex"}, "service_tier"),
-    ({"max_tool_calls": 1}, "max_tool_calls"),
+    ({"service_tier": 1}, "service_tier"),
+    ({"max_tool_calls": "few"}, "max_tool_calls"),
     ({"whatever": 1}, "whatever"),
-    ({"include": ["file_search_call.results"]}, "include[0]"),
+    ({"include": ["everything"]}, "include[0]"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"include": ["message.output_text.logprobs"], "top_logprobs": 30}, "top_logprobs"),
     ({"stream_options": {}}, "stream_options"),
-    ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-    ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 10**6}, "input"),
     ({"temperature": -1}, "temperature"),
@@ -272,11 +308,11 @@ BAD = [
     ({"input": ["x"]}, "input[0]"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "bot", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user", "content": "x", "name": "Bob"}]}, "input[0].name"),
+    ({"input": [{"role": "user", "content": "x", "name": 5}]}, "input[0].name"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     (
-        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "cache_control": {}}]}]},
-        "input[0].content[0].cache_control",
+        {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "detail": "high"}]}]},
+        "input[0].content[0].detail",
     ),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
@@ -291,7 +327,7 @@ BAD = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": 5}}, "tool_choice.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
     ({"tools": TOOLS * 200, "tool_choice": "required"}, "tools"),
-    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"text": {"verbosity": "loud"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format.name"),
 ]
@@ -304,8 +340,51 @@ async def test_what_is_wrong_is_refused_by_the_name_that_this_api_has_for_it(mod
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
     assert not source.requests
-    for word in ("messages", "max_completion_tokens", "response_format", "reasoning_effort", ".function."):
+    for word in ("messages", "max_completion_tokens", "response_format", "reasoning_effort", ".function.", "{{"):
         assert word not in error["message"]
+
+
+TURN = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "well"}
+
+
+def called(**changes):
+    return {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"} | changes
+
+
+def returned(**changes):
+    return {"type": "function_call_output", "call_id": "c1", "output": "rain"} | changes
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ([TURN, called(arguments="no")], ("input", 1, "arguments")),
+        ([TURN, called(), called(arguments="[]")], ("input", 2, "arguments")),
+        ([TURN, SAID, called(), called(arguments="no")], ("input", 3, "arguments")),
+        ([TURN, called(), returned(), returned(), called(arguments="")], None),
+        ([TURN, called(), returned(output=[{"type": "input_image"}])], ("input", 2, "output", 0)),
+        ([TURN, returned(call_id=5)], ("input", 1, "call_id")),
+    ],
+)
+async def test_a_wrong_item_is_named_by_the_path_that_was_sent(tool_model, given, path):
+    answer = await post(saying(tool_model, "ok"), tool_model, input=given)
+    if path is None:
+        assert answer.status_code == 200
+        return
+    error = answer.json()["error"]
+    named = "".join([f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]).lstrip(".")
+    assert error["param"] == named
+    assert error["message"].startswith(f"{named} ")
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [([TURN, SAID, called()], "input[2]"), ([TURN, called()], "input[1]"), ([TURN, returned()], "input[1].type")],
+)
+async def test_an_item_that_the_template_cannot_take_is_named(model, given, param):
+    error = (await post(saying(model, "ok"), model, input=given)).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unsupported_parameter")
 
 
 def test_every_field_of_the_openai_client_is_known_by_name(model):

@@ -62,7 +62,7 @@ async def test_the_empty_text_has_no_tokens(app):
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": CHAT, "chat_template": "x"}, 400, "chat_template"),
-        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"thinking": True}}, 400,
+        ("/tokenize", {"messages": CHAT, "chat_template_kwargs": {"thinking": "much"}}, 400,
          "chat_template_kwargs.thinking"),
         ("/detokenize", {}, 400, "tokens"),
         ("/detokenize", {"tokens": [400]}, 400, "tokens"),

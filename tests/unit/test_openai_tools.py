@@ -134,6 +134,30 @@ def test_an_output_that_ends_within_the_arguments_is_a_call_with_what_there_is(k
     assert whole(kind, cut) == ("", [("weather", '{"city": "Köln", ')])
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_forced_list_shows_no_content_wherever_it_is_cut(parallel):
+    text = TWO_CALLS[ListParser]
+    start = text.index(WEATHER)
+    ends = [text.index(f'"{name}"') + len(name) + 2 for name in NAMES][: None if parallel else 1]
+    for size in range(len(text) + 1):
+        content, calls = whole(ListParser, text[:size], parallel=parallel)
+        assert content == ""
+        assert [name for name, _ in calls] == [name for name, end in zip(NAMES, ends, strict=False) if end <= size]
+        assert not calls or calls[0][1] == text[start : min(size, start + len(WEATHER))]
+
+
+def test_a_forced_function_is_a_call_with_what_there_is_wherever_it_is_cut():
+    for size in range(len(WEATHER) + 1):
+        assert whole(ArgumentsParser, WEATHER[:size], ("weather",)) == ("", [("weather", WEATHER[:size])])
+
+
+def test_a_forced_call_that_is_nested_deeper_than_it_is_read_shows_no_content():
+    deep = '{"a": ' * 80 + "1" + "}" * 80
+    assert whole(ArgumentsParser, deep, ("now",)) == ("", [("now", deep)])
+    content, calls = whole(ListParser, f'[{{"name": "now", "parameters": {deep}}}]')
+    assert (content, calls) == ("", [("now", deep + "}]")])
+
+
 def test_closing_braces_and_tags_that_are_missing_at_the_end_do_not_matter():
     text = '<tool_call>{"name": "now", "arguments": {"a": 1}'
     for more in ("", "}", "}\n"):

@@ -126,6 +126,86 @@ async def test_forced_calls_need_no_parser_and_are_bound_by_a_grammar(model, cho
     assert (again["content"], again["calls"], again["reasons"]) == ("", [["weather", ARGUMENTS]], ["tool_calls"])
 
 
+FORCED = [
+    ("required", f'[{{"name": "weather", "parameters": {ARGUMENTS}}}, {{"name": "weather", "parameters": {{}}}}]'),
+    ({"type": "function", "function": {"name": "weather"}}, ARGUMENTS),
+]
+
+
+@pytest.mark.parametrize(("choice", "text"), FORCED)
+async def test_a_forced_call_that_the_limit_cuts_has_no_content_whole_and_streamed(model, choice, text):
+    lengths = set()
+    for limit in range(1, len(model.tokenizer.encode(text)) + 1):
+        cut = {"tool_choice": choice, "max_completion_tokens": limit}
+        (found,) = await whole(saying(model, text), model, **cut)
+        (again,) = await streamed(saying(model, text), model, **cut)
+        assert (found.message.content or "", again["content"]) == ("", "")
+        assert (found.finish_reason, again["reasons"]) == ("length", ["length"])
+        calls = [[call.function.name, call.function.arguments] for call in found.message.tool_calls or []]
+        assert again["calls"] == calls
+        assert ARGUMENTS.startswith(calls[0][1].rstrip("\ufffd") if calls else "")
+        lengths.add(len(calls[0][1]) if calls else -1)
+    assert {1, len(ARGUMENTS)} < lengths
+
+
+ANSWER = {
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {"name": "answer", "schema": {"type": "object", "properties": {"ok": {"type": "boolean"}}}},
+    }
+}
+
+
+@pytest.mark.parametrize("form", [ANSWER["response_format"], {"type": "json_object"}])
+async def test_beside_a_response_format_an_answer_is_a_call_or_content(model, form):
+    for text, content, calls in ((CALL, "", [["weather", ARGUMENTS]]), ('{"ok": true}', '{"ok": true}', [])):
+        source = saying(model, text)
+        (found,) = await whole(source, model, response_format=form)
+        (again,) = await streamed(saying(model, text), model, response_format=form)
+        assert source.requests[0].params.structured.kind == "calls_or_json"
+        assert "[tools]" in prompt_of(source, model)
+        told = [[call.function.name, call.function.arguments] for call in found.message.tool_calls or []]
+        assert (found.message.content or "", told) == (again["content"], again["calls"]) == (content, calls)
+        assert [found.finish_reason] == again["reasons"] == ["tool_calls" if calls else "stop"]
+
+
+@pytest.mark.parametrize(("choice", "text"), FORCED)
+async def test_a_forced_call_is_the_answer_whatever_the_response_format(model, choice, text):
+    alone, beside = saying(model, text), saying(model, text)
+    (found,) = await whole(alone, model, tool_choice=choice)
+    (again,) = await whole(beside, model, tool_choice=choice, **ANSWER)
+    assert beside.requests[0].params.structured == alone.requests[0].params.structured
+    assert again.message.content is None
+    assert [call.function for call in again.message.tool_calls] == [
+        call.function for call in found.message.tool_calls
+    ]
+
+
+async def test_without_calls_a_response_format_binds_the_answer_alone(model):
+    source = saying(model, '{"ok": true}')
+    await whole(source, model, tool_choice="none", **ANSWER)
+    assert source.requests[0].params.structured.kind == "json_schema"
+
+
+async def test_a_response_format_that_cannot_be_enforced_beside_tools_is_told_by_its_own_name(model):
+    refused = InvalidRequestError("json_schema at #/$defs/tool7: no", "structured")
+    answer = await post(saying(model, "x", hold=0, error=refused), model, **ANSWER)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["message"]) == (400, "response_format", str(refused))
+
+
+async def test_where_the_models_own_format_cannot_be_written_calls_are_a_list(model):
+    mistral = replace(model, tool_parser=MistralParser)
+    source = saying(mistral, f'[{{"name": "weather", "arguments": {ARGUMENTS}}}]')
+    (found,) = await whole(source, mistral, **ANSWER)
+    assert [(call.function.name, call.function.arguments) for call in found.message.tool_calls] == [
+        ("weather", ARGUMENTS)
+    ]
+    assert len(found.message.tool_calls[0].id) == 9
+    assert "TOOL_CALLS" not in source.requests[0].params.structured.text
+    assert source.requests[0].params.skip_special_tokens
+
+
 async def test_one_call_ends_the_choice_where_more_are_not_allowed(model):
     source = saying(model, f"{CALL} and {CALL}")
     (found,) = await whole(source, model, parallel_tool_calls=False)

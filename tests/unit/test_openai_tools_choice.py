@@ -118,6 +118,14 @@ def test_ids_of_calls_follow_from_the_name_of_their_choice_where_it_has_one(use,
     assert all(re.fullmatch(form, one) for ids in found for one in ids)
 
 
+def test_a_forced_call_has_an_id_as_the_models_template_wants_it_back():
+    for use, text in (
+        (tool_use(TOOLS, "required", parser=MistralParser), '[{"name": "now", "parameters": {}}]'),
+        (tool_use(TOOLS, None, named="now", parser=MistralParser), "{}"),
+    ):
+        assert re.fullmatch("[a-zA-Z0-9]{9}", _ids(use, "a", text)[0])
+
+
 def _ids(use, name, text):
     parser = use.new_parser(name)
     return [one.id for one in joined([parser.feed(text), parser.finish()])[1]]

@@ -71,18 +71,18 @@ FREE = {
     "allowed": {"allowed_token_ids": tuple(range(1, VOCAB, 2))},
     "bad word of one token": {"bad_words": "x", "bad_words_ids": ((5,),)},
     "seed": {"temperature": 1.0},
+    "penalties": {"presence_penalty": 0.5},
+    "bad words": {"bad_words": "x", "bad_words_ids": ((5, 6), (7,), (1, 2, 3))},
+    "grammar": {"structured": ANYTHING, "ignore_eos": False},
 }
 HELD = {
     Hold.FORKS: {"n": 2},
     Hold.PROMPTS: {"prompt_logprobs": 0},
-    Hold.HISTORY: {"presence_penalty": 0.5},
-    "bad words": {"bad_words": "x", "bad_words_ids": ((5, 6),)},
-    "grammar": {"structured": ANYTHING, "ignore_eos": False},
 }
 
 
 @pytest.mark.parametrize("params", [*FREE.values(), *HELD.values()], ids=[*FREE, *map(str, HELD)])
-def test_only_what_needs_a_token_on_the_host_waits_for_it(params, monkeypatch):
+def test_only_siblings_and_what_is_told_of_prompts_wait_for_a_step(params, monkeypatch):
     reasons = []
     whole = Scheduler.hold
     monkeypatch.setattr(Scheduler, "hold", lambda self, reason: reasons.append(reason) or whole(self, reason))
@@ -93,11 +93,41 @@ def test_only_what_needs_a_token_on_the_host_waits_for_it(params, monkeypatch):
         driver.drain()
         tokens.append(driver.tokens)
     assert tokens[0] == tokens[1]
-    held = {Hold.FORKS: {Hold.FORKS}, Hold.PROMPTS: {Hold.PROMPTS}}
-    name = next((name for name, value in HELD.items() if value is params), None)
-    assert set(reasons) == (set() if name is None else held.get(name, {Hold.HISTORY}))
+    assert set(reasons) == {name for name, value in HELD.items() if value is params}
     assert driver.core.stats().steps_held == len(reasons)
-    assert driver.core.stats().steps_ahead > 0 or name not in (None, Hold.FORKS, Hold.PROMPTS)
+    assert driver.core.stats().steps_ahead > 0
+
+
+def test_rows_that_look_back_stop_nobody_and_nothing_waits():
+    """Each step is launched before the one before is known, however many rows have penalties, words or a grammar."""
+    asked = [
+        request("plain", 5, seed=1, temperature=1.0, max_tokens=20, ignore_eos=True),
+        request("penalised", 5, seed=2, temperature=1.0, frequency_penalty=0.3, max_tokens=20, ignore_eos=True),
+        request("both", 3, repetition_penalty=1.1, max_tokens=20, bad_words="x", bad_words_ids=((3, 4), (7, 8, 9))),
+        request("grammar", 4, seed=3, temperature=1.0, max_tokens=20, structured=ANYTHING),
+    ]
+    tokens = []
+    for driver in (Driver(), overlapping()):
+        for one in asked:
+            driver.core.add(one, AllButTheEnd() if one.params.structured else None)
+        driver.drain()
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+    stats = driver.core.stats()
+    assert (stats.steps_held, stats.steps_ahead) == (0, 20)
+
+
+@pytest.mark.parametrize("words", [((5, 6),), ((1, 5), (2, 5), (5, 5)), ((4, 5, 6), (5,)), ((9, 8, 7, 6),)])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_word_is_completed_by_a_token_that_was_in_flight(words, seed):
+    asked = {"bad_words": "x", "bad_words_ids": words, "allowed_token_ids": (1, 2, 4, 5, 6, 7, 8, 9)}
+    one = request("r", 3, seed=seed, temperature=1.0, max_tokens=60, ignore_eos=True, **asked)
+    drivers = Driver(), overlapping()
+    found = [driver.run(one)["r", 0] for driver in drivers]
+    assert found[0] == found[1]
+    text = found[1]
+    assert not any(text[i : i + len(word)] == [*word] for word in words for i in range(len(text)))
+    assert drivers[1].core.stats().steps_held == 0
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------
@@ -174,7 +204,7 @@ def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight(caplog):
     driver.core.add(request("scored", 5, prompt_logprobs=0))
     driver.core.add(replace(request("pooled", 5, max_tokens=1), pooling="mean"))
     driver.step()
-    assert {one.request.request_id for one in driver.core._flying.schedule.sequences} == {
+    assert {one.request.request_id for one in driver.core._flying.step.schedule.sequences} == {
         "beside",
         "scored",
         "pooled",

@@ -8,9 +8,9 @@ import pytest
 
 from engine.errors import EngineDeadError, StepMemoryError
 from engine.request import FinishReason
-from tests.unit.engine_driver import VOCAB, expected, request
+from tests.unit.engine_driver import VOCAB, Driver, expected, request
 from tests.unit.late_executor import LateExecutor
-from tests.unit.test_core import end_token
+from tests.unit.test_core import ANYTHING, AllButTheEnd, NoEnd, end_token
 from tests.unit.test_overlap import overlapping
 
 
@@ -113,6 +113,41 @@ def test_a_request_that_cannot_be_prepared_ahead_fails_alone(monkeypatch, caplog
     assert driver.reason("bad") is FinishReason.ERROR
     assert driver.tokens["good", 0] == expected(good)
     assert driver.tokens["bad", 0] == expected(bad)[: len(driver.tokens["bad", 0])]
+
+
+@pytest.mark.parametrize("stage", ["accept", "fill"])
+def test_a_grammar_that_fails_on_a_token_in_flight_ends_its_own_request(stage, monkeypatch, caplog):
+    whole, calls = getattr(NoEnd, stage), []
+
+    def failing(state, argument):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("struck")
+        return whole(state, argument)
+
+    monkeypatch.setattr(NoEnd, stage, failing)
+    driver = overlapping()
+    good = [request(f"g{i}", 3 + i, max_tokens=12, ignore_eos=True, frequency_penalty=0.2 * i) for i in range(2)]
+    bad = request("bad", 4, max_tokens=12, structured=ANYTHING)
+    for one in good:
+        driver.core.add(one)
+    driver.core.add(bad, AllButTheEnd())
+    with caplog.at_level(logging.CRITICAL, "engine"):
+        driver.drain()
+    alone = Driver().run(*good)
+    assert all(driver.tokens[one.request_id, 0] == alone[one.request_id, 0] for one in good)
+    assert driver.reason("bad") is FinishReason.ERROR
+    assert len(driver.tokens["bad", 0]) == (4 if stage == "accept" else 3)
+    assert driver.core.stats().steps_held == 0
+
+
+def test_an_executor_that_fails_while_a_mask_waits_for_its_step_ends_the_engine():
+    driver = overlapping(Breaking(at_end={3: EngineDeadError("rank 1 died")}))
+    driver.core.add(request("a", 4, max_tokens=12, structured=ANYTHING), AllButTheEnd())
+    with pytest.raises(EngineDeadError, match="rank 1 died"):
+        driver.drain()
+    with pytest.raises(EngineDeadError, match="takes nothing more"):
+        driver.core.step()
 
 
 class Poisoning(LateExecutor):

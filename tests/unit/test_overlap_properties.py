@@ -23,6 +23,8 @@ free_params = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([tuple(range(3, 60, 9)), tuple(range(1, 60, 4))]),
         "logit_bias": st.just({7: -1.0, 9: 1.0}),
         "logprobs": st.just(1),
+        "presence_penalty": st.just(0.5),
+        "bad_words_ids": st.just(((5,), (3, 4), (11, 12, 13))),
     },
 )
 
@@ -65,13 +67,13 @@ class MixedMachine(EngineMachine):
             self.told_when_known()
             drawn = sum(map(len, self.driver.tokens.values()))
             assert self.driver.core.stats().generated_tokens == drawn
-            assert not self.driver.core._is_busy
+            assert not self.driver.core._flying.is_wanted
 
 
 class OverlapMachine(MixedMachine):
     """Mostly requests that no step waits for, so that nearly all steps are ahead."""
 
-    add_structured = add_pooled = None
+    add_pooled = None
 
     @rule(
         target=EngineMachine.ids,

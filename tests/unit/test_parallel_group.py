@@ -17,15 +17,17 @@ import torch.distributed as dist
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
-from parallel.host_group import HostGroup
+from parallel.host_group import HALF_BYTES, HostGroup
 from parallel.launcher import Gang, launch
 from parallel.rendezvous import Rendezvous
 from parallel.segment import Segment
 from parallel.torch_group import TorchGroup, connect
+from parallel.waiting import Fence, SharedWord, wait_for_change
 from tests.unit import parallel_checks as checks
-from tests.unit.parallel_ranks import Crew, crew
+from tests.unit.parallel_ranks import Crew, FakeGroup, crew
 
 TIMEOUT = 60.0
+WORDS = 64  # bytes before a segment's halves
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,57 @@ def test_three_ranks_of_one_host(trio: Crew, check: Callable[[Group], None]) -> 
 def test_two_distant_ranks(distant_pair: Crew, check: Callable[[Group], None]) -> None:
     assert isinstance(distant_pair.group, TorchGroup)
     distant_pair.run(check)
+
+
+def test_a_word_is_published_after_what_came_before_and_read_before_what_follows(monkeypatch):
+    with Segment.create(64) as segment:
+        word, raw = SharedWord(segment.memory, 0), memoryview(segment.memory).cast("I")
+        found = []
+
+        def at_the_fence(fence: Fence) -> None:
+            found.append(raw[0])
+            raw[0] = 7
+
+        monkeypatch.setattr(Fence, "pass_through", at_the_fence, raising=False)
+        raw[0] = 5
+        word.publish(6)
+        assert (found, raw[0]) == ([5], 6)  # the barrier came first
+        assert word.value == 6
+        assert (found, raw[0]) == ([5, 6], 7)  # the barrier came last
+
+
+def test_who_looks_at_a_word_passes_a_barrier_once_it_has_changed(monkeypatch):
+    """Looks are what an exchange waits with: each would cost far more with a barrier."""
+    barriers = []
+    with Segment.create(64) as segment:
+        word, raw = SharedWord(segment.memory, 0), memoryview(segment.memory).cast("I")
+        monkeypatch.setattr(Fence, "pass_through", lambda fence: barriers.append(raw[0]))
+        with pytest.raises(ChannelTimeout):
+            wait_for_change(word, 0, 0.01, time.monotonic() + 0.02, lambda: None)
+        assert not barriers
+        raw[0] = 3
+        wait_for_change(word, 0, 0.01, None, lambda: None)
+        assert barriers == [3]
+
+
+def test_an_exchange_is_right_where_bytes_are_seen_after_the_word_that_tells_of_them(monkeypatch):
+    """As on Arm: the peer's word is there, and the bytes that it wrote before only beyond a barrier."""
+    theirs = torch.arange(3, dtype=torch.float32)
+    sign = len(theirs) << 8 | theirs.element_size() << 2  # as the peer writes it for a sum
+    with Segment.create(WORDS + 2 * HALF_BYTES) as own, Segment.create(WORDS + 2 * HALF_BYTES) as peer:
+        late = memoryview(peer.memory)
+
+        def at_the_fence(fence: Fence) -> None:
+            if late[0] == 0:  # the peer's first exchange: its word comes into sight
+                late[0] = 1
+                return
+            late[40:48] = sign.to_bytes(8, "little")
+            start = WORDS + HALF_BYTES
+            late[start : start + theirs.nbytes] = theirs.numpy().tobytes()
+
+        monkeypatch.setattr(Fence, "pass_through", at_the_fence, raising=False)
+        group = HostGroup(FakeGroup(0, 2), (own, peer), timeout=1.0)
+        assert group.all_reduce(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
 
 
 def test_ranks_that_share_no_memory_use_gloo(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,24 @@ def test_a_target_that_cannot_be_imported_is_refused():
         launch(2, local)
     with pytest.raises(ValueError, match="at least 1 rank, not 0"):
         launch(0, parallel_targets.wait)
+
+
+def test_threads_that_launch_at_once_leave_the_main_module_in_place():
+    main, gangs, together = sys.modules["__main__"], [], threading.Barrier(8)
+
+    def start():
+        together.wait(TIMEOUT)
+        gangs.append(launch(2, parallel_targets.wait))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT)
+        assert sys.modules["__main__"] is main
+        assert len(gangs) == 8
+    finally:
+        sys.modules["__main__"] = main
+        for gang in gangs:
+            gang.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear
 from parallel.methods import LinearMethod, PackedLinear
-from parallel.tuning import choose_methods, single_row_differs
+from parallel.tuning import choose_methods, row_counts, single_row_differs
 
 IN, OUT = 24, 40
 GROUP = SoloGroup()
@@ -76,6 +78,43 @@ def test_a_single_row_is_paired_only_where_it_would_differ():
     assert not single_row_differs(packed, weight)
     x = torch.randn(1, 2048)
     assert packed.apply(x, torch.ones(192)).shape == (1, 192)
+
+
+class RoundsByCompany(PackedLinear):
+    """Stands for a CPU whose products depend on how many rows there are, and on where among them a row is."""
+
+    def __init__(self, weight: torch.Tensor, differs: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(weight)
+        # Each row for itself in fp64, where the order of the sums decides nothing.
+        self._multiply = lambda x, *_: (
+            (x.double() @ weight.double().T) + differs(len(x), torch.arange(len(x)))[:, None]
+        ).to(x.dtype)
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("differs", "expected"),
+    [
+        (lambda count, places: 0 * places, ()),
+        (lambda count, places: 0 * places + (0 if count % 32 == 0 else count), (32, 64, 128, 256)),
+        (lambda count, places: 0 * places + (0 if count > 64 else count), (64,)),
+        (lambda count, places: 0 * places + (0 if count == 16 else places), (16,)),
+        (lambda count, places: 1 + places, (1,)),
+    ],
+    ids=["none", "but for whole blocks", "by sizes", "by places", "by every place"],
+)
+def test_rows_that_round_by_how_many_there_are_go_by_fixed_numbers(differs, expected):
+    weight = torch.randn(48, 64)
+    packed = RoundsByCompany(weight, differs)
+    packed.row_counts = row_counts(packed, weight)
+    assert packed.row_counts == expected
+    x = torch.randn(300, 64)
+    together = packed.apply(x, None)
+    assert together.shape == (300, 48)
+    for rows in (1, 2, 3, 15, 16, 17, 64, 65, 256, 299):
+        for start in (0, 1, 300 - rows):
+            assert torch.equal(packed.apply(x[start : start + rows], None), together[start : start + rows])
+    assert packed.apply(x[:0], None).shape == (0, 48)
 
 
 def test_other_devices_and_dtypes_are_not_packed():

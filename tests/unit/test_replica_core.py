@@ -6,19 +6,39 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
+from cluster import intake
+from cluster.autoscaling.speed import StepSpeed
+from cluster.cached_blocks import CachedBlocks
 from cluster.engine_thread import MAX_UNDELIVERED, EngineThread
-from cluster.link import ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
+from cluster.figures.steps import StepFigures
+from cluster.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
 from cluster.links.local import connect_local
-from cluster.messages import Abort, Down, Draining, FinishChoice, Heartbeat, Hello, Ping, Rejected, Report
+from cluster.message_parts import TraceContext
+from cluster.messages import (
+    Abort,
+    Down,
+    Draining,
+    Explain,
+    FinishChoice,
+    Heartbeat,
+    Hello,
+    Ping,
+    Rejected,
+    Report,
+    Resync,
+)
 from cluster.replica_facts import ReplicaTimes
+from cluster.router_session import RouterSession
 from cluster.translation import submit_message
 from engine.block_manager import NO_EVENTS
-from engine.errors import InvalidRequestError
+from engine.errors import EngineDeadError, InvalidRequestError
 from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
 from engine.ledger import Costs
@@ -35,9 +55,11 @@ async def start() -> AsyncIterator[Start]:
     """Start a replica that may run `steps` steps and dies of the token `poison`."""
     replicas: list[LabReplica] = []
 
-    async def started(steps: int = 10**6, times: ReplicaTimes | None = None, poison: int | None = None) -> LabReplica:
+    async def started(
+        steps: int = 10**6, times: ReplicaTimes | None = None, poison: int | None = None, spans: Any = None
+    ) -> LabReplica:
         executor = GatedExecutor(256, steps, poison)
-        replicas.append(LabReplica("a", executor, 256, times or ReplicaTimes(heartbeat=60.0)))
+        replicas.append(LabReplica("a", executor, 256, times or ReplicaTimes(heartbeat=60.0), spans=spans))
         return replicas[-1]
 
     yield started
@@ -116,6 +138,39 @@ async def test_submit_said_twice_runs_once_even_after_its_end(start):
     assert replica.core.stats.generated_tokens == 60
 
 
+async def test_submit_that_its_router_has_given_up_never_runs(start):
+    """Late on a link that does not keep its order: the router was told that it is not here, and runs it elsewhere."""
+    replica = await start(times=ReplicaTimes(heartbeat=0.02))
+    link = await open_link(replica)
+    link.send(Ping(submitted=32))
+    assert (await receive(link, Heartbeat, lambda beat: beat.submitted)).submitted == 32
+    link.send(submit_message(long_request("late"), 16))
+    link.send(submit_message(long_request("r"), 32))
+    assert await tokens_of(link, {32}) == {32: expected(long_request("r"))}
+    assert replica.core.stats.generated_tokens == 30
+
+
+async def test_heartbeats_tell_what_runs_also_where_reports_flow(start):
+    replica = await start(steps=0, times=ReplicaTimes(heartbeat=0.02))
+    link = await open_link(replica)
+    for stream, n in ((16, 1), (32, 3)):
+        link.send(submit_message(long_request(f"r{stream}", n=n), stream))
+    beat = await receive(link, Heartbeat, lambda beat: beat.submitted == 33)
+    assert beat.running == [16, 32, 33, 34]
+    steps = asyncio.create_task(keep_stepping(replica))
+    for _ in range(2):  # between reports that come all the time
+        await receive(link, Report, lambda report: bool(report.tokens))
+        await receive(link, Heartbeat)
+    assert replica.core.num_requests == 2, "it was idle"
+    steps.cancel()
+
+
+async def keep_stepping(replica: LabReplica) -> None:
+    while True:
+        replica.executor.allow(1)
+        await asyncio.sleep(0.005)
+
+
 async def test_abort_said_twice_or_of_the_unknown_harms_nobody(start):
     replica = await start(steps=3)
     link = await open_link(replica)
@@ -187,13 +242,139 @@ async def test_refusal_reaches_only_who_asked(start):
     link = await open_link(replica)
     link.send(submit_message(request("long", 500), 16))
     rejected = await receive(link, Rejected)
-    assert (rejected.stream, rejected.code, rejected.elsewhere) == (16, "context_length_exceeded", False)
+    assert (rejected.stream, rejected.code) == (16, "context_length_exceeded")
     link.send(submit_message(request("r", 5), 32))
     assert await tokens_of(link, {32}) == {32: expected(request("r", 5))}
     assert replica.core.num_requests == 0
 
 
-async def test_draining_replica_refuses_the_new_and_tells_so_and_finishes_the_old(start):
+WORDS = "what a prompt says"
+
+
+def fails_at(method: Callable[..., Any], wanted: Callable[..., bool]) -> Callable[..., Any]:
+    """Return what does the same as `method`, but for calls that are `wanted`: these raise what nobody expects."""
+
+    def call(*args: Any) -> Any:
+        if wanted(*args):
+            raise KeyError(WORDS)
+        return method(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["early", "late"])
+async def test_submit_that_cannot_be_handled_is_refused_and_nothing_of_it_stays(start, where, monkeypatch, caplog):
+    replica = await start(steps=3)
+    if where == "early":
+        bad = fails_at(intake.submitted_request, lambda submit, *_: submit.stream == 32)
+        monkeypatch.setattr(intake, "submitted_request", bad)
+    else:  # the engine has it already
+        add = replica.core._engine.add
+        check = fails_at(lambda _: None, lambda one: one.request_id.startswith("bad@"))
+        monkeypatch.setattr(replica.core._engine, "add", lambda one: (add(one), check(one)))
+    link = await open_link(replica)
+    link.send(submit_message(long_request("good"), 16))
+    link.send(submit_message(long_request("bad"), 32))
+    rejected = await receive(link, Rejected)
+    assert (rejected.stream, rejected.code) == (32, "internal_error")
+    assert replica.core.num_requests == 1
+    replica.executor.allow(100)
+    assert await tokens_of(link, {16}) == {16: expected(long_request("good"))}
+    await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
+    assert replica.held_blocks == 0
+    assert "a Submit of router router could not be handled" in caplog.text
+    assert WORDS not in rejected.message + caplog.text
+
+
+UNREADABLE = {
+    "too deep": {"params": msgspec.Raw(b"\x81\xa1x" + b"\x91" * 5000 + b"\x00")},
+    "a name that is too long": {"tenant": "t" * 300},
+    "not a number": {"timeout": float("nan")},
+}
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+async def test_submit_that_cannot_be_read_is_refused_and_the_link_goes_on(start, what):
+    replica = await start()
+    link = await open_link(replica)
+    link.send(msgspec.structs.replace(submit_message(long_request("bad"), 16 * 300), **UNREADABLE[what]))
+    link.send(submit_message(long_request("good"), 16 * 301))
+    rejected = await receive(link, Rejected)
+    assert (rejected.stream, rejected.code) == (16 * 300, "internal_error")
+    assert await tokens_of(link, {16 * 301}) == {16 * 301: expected(long_request("good"))}
+
+
+@pytest.mark.parametrize("message", [Abort(16), FinishChoice(16, 0), Explain(1, "r", None), Resync()], ids=repr)
+async def test_other_messages_that_cannot_be_handled_harm_no_link(start, message, monkeypatch):
+    replica = await start(steps=2)
+    link = await open_link(replica)
+    link.send(submit_message(long_request("r"), 16))
+    await until(lambda: replica.core.num_requests == 1)
+    broken = fails_at(replica.core._handle, lambda _, said: said == message)
+    monkeypatch.setattr(replica.core, "_handle", broken)
+    link.send(message)
+    link.send(submit_message(long_request("other"), 32))
+    replica.executor.allow(100)
+    assert await tokens_of(link, {16, 32}) == {key: expected(long_request("r")) for key in (16, 32)}
+
+
+async def test_rows_that_cannot_be_told_end_their_request_alone(start, monkeypatch):
+    replica = await start(steps=0)
+    links = [await open_link(replica, name) for name in ("x", "y")]
+    for link in links:
+        link.send(submit_message(long_request("good"), 16))
+    links[0].send(submit_message(long_request("bad", logprobs=1, n=2), 32))
+    await until(lambda: replica.core.num_requests == 3)
+    broken = fails_at(RouterSession.add_logprobs, lambda session, _: session.indices[-1] == 4)
+    monkeypatch.setattr(RouterSession, "add_logprobs", broken)
+    replica.executor.allow(100)
+    ends = []
+    while {row.stream for row in ends} != {32, 33}:
+        ends += [row for row in (await receive(links[0], Report)).finishes if row.stream in (32, 33)]
+    assert {(row.reason, row.code) for row in ends} == {("error", "")}
+    for link in links:
+        await until(lambda: replica.core.num_requests == 0)
+        assert not link.closed
+    await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
+    assert replica.held_blocks == 0
+
+
+async def test_report_that_cannot_be_sent_ends_one_link_and_not_the_engine(start, monkeypatch):
+    replica = await start(steps=0)
+    links = [await open_link(replica, name) for name in ("x", "y")]
+    for link in links:
+        link.send(submit_message(long_request("r"), 16))
+    await until(lambda: replica.core.num_requests == 2)
+    broken = fails_at(RouterSession.flush, lambda session, *_: session.link.router_id == "x")
+    monkeypatch.setattr(RouterSession, "flush", broken)
+    replica.executor.allow(100)
+    with pytest.raises(LinkClosedError) as caught:
+        await receive(links[0], Report)
+    assert caught.value.code == DAMAGED
+    assert await tokens_of(links[1], {16}) == {16: expected(long_request("r"))}
+    assert replica.core.dead_reason is None
+
+
+class BrokenSpans:
+    """Tracing that fails whatever it is told."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return fails_at(lambda *_: None, lambda *_: name != "abandon")
+
+
+async def test_figures_and_spans_that_fail_cost_no_token(start, monkeypatch):
+    replica = await start(spans=BrokenSpans())
+    for owner, name in ((StepFigures, "note"), (StepSpeed, "note"), (CachedBlocks, "note")):
+        monkeypatch.setattr(owner, name, fails_at(lambda *_: None, lambda *_: True))
+    link = await open_link(replica)
+    traced = TraceContext("00-11111111111111111111111111111111-2222222222222222-01")
+    link.send(submit_message(long_request("r"), 16, trace=traced))
+    assert await tokens_of(link, {16}) == {16: expected(long_request("r"))}
+    link.send(submit_message(request("long", 500), 32, trace=traced))
+    assert (await receive(link, Rejected)).code == "context_length_exceeded"
+
+
+async def test_replica_that_is_to_go_tells_so_and_finishes_what_it_has_and_what_crosses_the_news(start):
     replica = await start(steps=2)
     link = await open_link(replica)
     link.send(submit_message(long_request("old"), 16))
@@ -201,8 +382,7 @@ async def test_draining_replica_refuses_the_new_and_tells_so_and_finishes_the_ol
     replica.core.drain()
     await receive(link, Draining)
     link.send(submit_message(long_request("new"), 32))
-    rejected = await receive(link, Rejected)
-    assert (rejected.stream, rejected.code, rejected.elsewhere) == (32, "draining", True)
+    await until(lambda: replica.core.num_requests == 2)
     drained = asyncio.create_task(replica.core.drained())
     await asyncio.sleep(0)
     assert not drained.done()
@@ -325,6 +505,9 @@ class BrittleCore:
         self.work = False
         self.closed = threading.Event()
 
+    def call_on_begin(self, told: Callable[[list[Request]], None]) -> None:
+        self.begin = told
+
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         if self.on_add is not None:
             raise self.on_add
@@ -363,7 +546,11 @@ class Notes:
     def __init__(self) -> None:
         self.rejected: list[tuple[str, InvalidRequestError]] = []
         self.dead: list[str] = []
+        self.begun: list[str] = []
         self.news = asyncio.Event()
+
+    def on_begin(self, request_ids: list[str]) -> None:
+        self.begun += request_ids
 
     def on_report(self, report: StepReport) -> None:
         raise AssertionError("no step succeeds here")
@@ -389,6 +576,34 @@ async def test_fault_in_adding_one_request_is_that_requests_own():
     assert thread.stop()
     assert core.closed.is_set()
     assert not thread.is_healthy(5.0)
+
+
+class DeadlyCore(BrittleCore):
+    """An engine whose step ends the process: nothing is told that was not told before. Keeps what was."""
+
+    def __init__(self, listener: Notes) -> None:
+        super().__init__()
+        self.listener = listener
+        self.told: list[str] | None = None
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        self.asked, self.work = request, True
+
+    def step(self) -> StepReport:
+        self.begin([self.asked])
+        self.told = list(self.listener.begun)
+        raise EngineDeadError("as if the process had ended")
+
+
+async def test_a_step_waits_until_it_is_told_that_it_begins_what_is_tried_again():
+    notes = Notes()
+    core = DeadlyCore(notes)
+    thread = EngineThread(core, asyncio.get_running_loop(), notes)
+    thread.start()
+    thread.add(replace(long_request("r"), retried=True))
+    await asyncio.wait_for(notes.news.wait(), 5)
+    assert core.told == ["r"]
+    assert thread.stop()
 
 
 async def test_unexpected_fault_in_a_step_ends_the_engine_with_a_reason():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.race import by_halves
-from engine.sampler import CANDIDATES
+from engine.sampler import CANDIDATES, score
 from tests.parity.stepping import drawn, sampling
 
 
@@ -232,3 +232,20 @@ def test_sums_by_halves_are_exact_enough_and_each_row_by_itself(vocab):
     torch.testing.assert_close(found, logits.double().logsumexp(-1, keepdim=True).float(), rtol=1e-6, atol=1e-6)
     for row in range(len(logits)):
         assert torch.equal(by_halves(logits[row : row + 1])[0], found[row])
+
+
+def test_the_rank_of_a_token_counts_all_that_are_as_likely():
+    logits = torch.tensor([[0.0, 3.0, 1.0, -math.inf], [2.0, 2.0, 2.0, 5.0], [1.0, 0.0, 0.0, 0.0]])
+    for tokens, ranks in (([1, 3, 0], [1, 1, 1]), ([2, 1, 2], [2, 4, 4]), ([3, 0, 1], [4, 4, 4])):
+        assert score(logits, torch.tensor(tokens), 0, ranked=True).ranks.tolist() == ranks
+    assert score(logits, torch.tensor([0, 0, 0]), 2).ranks is None
+
+
+def test_which_of_equal_logits_are_told_does_not_depend_on_how_many_others_want():
+    logits = torch.randn(50, 1000, generator=torch.Generator().manual_seed(1)).bfloat16().float()  # many are equal
+    tokens = torch.zeros(50, dtype=torch.int64)
+    most = score(logits, tokens, 20)
+    for count in range(20):
+        found = score(logits, tokens, count)
+        assert torch.equal(found.top_ids, most.top_ids[:, :count])
+        assert torch.equal(found.top, most.top[:, :count])

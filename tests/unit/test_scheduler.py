@@ -1,7 +1,13 @@
+import gc
+import random
+from dataclasses import replace
+
 import pytest
 
+from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
-from engine.queues import WaitingQueue
+from engine.newcomers import Newcomers
+from engine.queues import FEW, WaitingQueue
 from engine.request import FinishReason, Request, Sequence
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
 
@@ -193,6 +199,19 @@ def test_a_resumed_choice_goes_on_at_its_next_token():
     assert driver.finished["moved", 0].sequence.num_output_tokens == 12
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("warm", "found"), [(0, 0), (9, 8), (17, 16)])
+def test_what_all_choices_of_a_request_found_cached_is_counted_once(resumed, warm, found):
+    driver = Driver(num_blocks=64, max_num_batched_tokens=9)
+    wanted = request("n", 17, n=3, temperature=1.0, ignore_eos=True)
+    if warm:
+        driver.run(request("warm", warm, max_tokens=1))
+    logs = {i: tuple(expected(wanted, i)[: i + 1]) for i in range(3)}
+    driver.run(replace(wanted, resume=logs) if resumed else wanted)
+    cached = [driver.finished["n", i].sequence.num_cached_tokens for i in range(3)]
+    assert cached == [found, 0, 0], "its choices' prompt is no one else's"
+
+
 def test_resumed_choices_share_their_prompt_through_the_cache():
     wanted = request("whole", 16, n=2, temperature=1.0, ignore_eos=True)
     driver = Driver(max_num_batched_tokens=17)
@@ -252,6 +271,120 @@ def test_a_newcomer_leaves_room_for_those_who_run():
     driver.core.add(request("big", 21, max_tokens=1))
     driver.drain()
     assert driver.core.stats().preemptions == 0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_who_waits_for_blocks_starts_once_others_have_computed_its_prefix(late, overlaps):
+    shape = {"max_model_len": 1536, "max_num_batched_tokens": 2048, "block_size": 16, "async_scheduling": overlaps}
+    driver = Driver(num_blocks=101, **shape)
+    prompt = tuple(1 + i % (VOCAB - 1) for i in range(960))
+    driver.core.add(request("a", prompt, max_tokens=200, ignore_eos=True))
+    for _ in range(late):
+        driver.step()
+    driver.core.add(request("b", prompt, max_tokens=16, ignore_eos=True))
+    driver.core.add(request("c", 8))
+    reports = [driver.step() for _ in range(4)]
+    assert {"a", "b", "c"} <= {name for report in reports for name in ids(report)}
+
+
+def test_a_long_prompt_that_waits_is_matched_once_while_another_computes_it(monkeypatch):
+    """Steps look only at what is new: few times more digests in all than the prompt has blocks."""
+    looked_up = []
+    match = BlockManager.match
+    monkeypatch.setattr(
+        BlockManager, "match", lambda self, h, *rest: looked_up.append(len(h)) or match(self, h, *rest)
+    )
+    shape = {"max_model_len": 2048, "max_num_batched_tokens": 16, "long_prefill_token_threshold": 8}
+    driver = Driver(num_blocks=301, **shape)
+    prompt = tuple(1 + i % (VOCAB - 1) for i in range(960))
+    driver.core.add(request("a", prompt, max_tokens=200, ignore_eos=True))
+    driver.core.add(request("b", (*prompt, *prompt[:200]), max_tokens=1))
+    steps = 0
+    while not driver.tokens["b", 0]:
+        driver.step()
+        steps += 1
+    assert steps > 100
+    assert sum(looked_up) < 6 * (960 + 200) // 4
+
+
+def refused_afresh(newcomers, sequence, *room):
+    """Return whether a sequence that was refused is refused by one who remembers nothing, too."""
+    kept, newcomers._blocked = newcomers._blocked, None
+    prefix = Newcomers._fitting_prefix(newcomers, sequence, *room)
+    newcomers._blocked = kept
+    return prefix is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_nobody_is_kept_waiting_by_what_is_remembered_of_an_earlier_step(seed, policy, monkeypatch):
+    """Prompts with common beginnings in a small cache: sealed, evicted, shared and given back while one waits."""
+    remembered, decide = [], Newcomers._fitting_prefix
+
+    def decided(newcomers, sequence, *room):
+        known = newcomers._blocked is not None and newcomers._blocked.sequence is sequence
+        prefix = decide(newcomers, sequence, *room)
+        if prefix is None:
+            remembered.append(known)
+            with monkeypatch.context() as patch:
+                patch.setattr(Newcomers, "_fitting_prefix", decide)
+                assert refused_afresh(newcomers, sequence, *room)
+        return prefix
+
+    monkeypatch.setattr(Newcomers, "_fitting_prefix", decided)
+    dice = random.Random(seed)
+    driver = Driver(num_blocks=17, max_num_seqs=6, block_size=2, max_model_len=32, scheduling_policy=policy)
+    roots = [tuple(dice.randrange(1, VOCAB) for _ in range(24)) for _ in range(2)]
+    for number in range(120):
+        prompt = (*dice.choice(roots)[: dice.randrange(1, 24)], *([dice.randrange(1, VOCAB)] * dice.randrange(3)))
+        one = request(f"r{number}", prompt, number, n=dice.choice([1, 1, 2]), max_tokens=dice.randrange(1, 7))
+        driver.core.add(replace(one, priority=dice.randrange(3)))
+        for _ in range(dice.randrange(3)):
+            driver.step()
+        if not number % 7:
+            driver.core.abort(f"r{dice.randrange(number + 1)}")
+    driver.drain()
+    assert remembered.count(True) > 30
+
+
+@pytest.mark.parametrize("deadline", [None, 1e6])
+def test_nothing_is_left_of_those_that_were_aborted_behind_one_that_waits(deadline):
+    driver = Driver(num_blocks=9, max_num_seqs=4, max_model_len=32)
+    driver.core.add(request("runs", 20, max_tokens=12, ignore_eos=True))
+    driver.core.add(request("head", (9,) * 20))
+    driver.step()
+    for number in range(5000):
+        driver.core.add(replace(request(f"gone {number}", 20), deadline=deadline))
+        driver.core.abort(f"gone {number}")
+        if not number % 1000:
+            driver.core.step()
+    driver.core.step()
+    assert driver.core.stats().num_waiting == 1
+    gc.collect()
+    alive = {one.request_id for one in gc.get_objects() if type(one) is Request}
+    assert {"runs", "head"} <= alive
+    assert len([name for name in alive if name.startswith("gone")]) <= 1
+    driver.drain()
+    assert driver.tokens["head", 0] == expected(request("head", (9,) * 20))
+
+
+def test_the_waiting_queue_forgets_those_who_left_and_keeps_the_order_of_the_others():
+    dice, queue = random.Random(5), WaitingQueue()
+    waiting, left = [], []
+    for number in range(3000):
+        one = Sequence(request(f"r{number}", 1), 0, 1, 1, order=(dice.randrange(5), float(number), number, 0))
+        queue.push(one)
+        waiting.append(one)
+        while len(waiting) > 40 or (waiting and dice.random() < 0.4):
+            left.append(waiting.pop(dice.randrange(len(waiting))))
+            queue.remove(left[-1])
+        if left and dice.random() < 0.3:  # as one that is preempted, again and again
+            waiting.append(left.pop(dice.randrange(len(left))))
+            queue.push(waiting[-1])
+        queue.check_integrity()
+        assert queue.peek() is min(waiting, key=lambda one: one.order, default=None)
+        assert queue.num_entries <= 2 * len(queue) + FEW
 
 
 def test_a_sequence_cannot_wait_twice():

@@ -93,6 +93,13 @@ def test_equal_logits_all_stay_in_the_race_and_the_greedy_take_the_first():
     assert apart(logits, sampling(400), 2)[0] == [300] * 400
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_drawn_from_16_bits_is_what_would_be_from_32(temperature):
+    logits = torch.randn(20, 700, generator=torch.Generator().manual_seed(0)).bfloat16()
+    inputs = sampling(20, temperature=temperature, top_k=5, seeds=np.arange(20))
+    assert apart(logits, inputs, 2) == apart(logits.float(), inputs, 2)
+
+
 def test_rows_without_any_token_fail():
     logits = torch.full((2, 128), float("-inf"))
     logits[0, 100] = 1

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize
 
 from engine.host_copies import HostPair
 from engine.report import StepInputs
-from engine.step_buffers import ALIGNMENT, BufferSizes, StepBuffers
+from engine.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
 from engine.table_mirror import TableMirror
 from tests.unit.engine_driver import Driver, request
 from tests.unit.graph_lab import CPU, BufferedExecutor, WatchedCopies, sizes_of
@@ -124,6 +124,32 @@ def test_padding_is_blank_and_a_smaller_step_leaves_nothing_behind():
     assert again.input_ids.data_ptr() == step.input_ids.data_ptr()
     buffers.blank(16)
     assert not step.input_ids.any() and not buffers.decode_tensors(16).block_tables.any()
+
+
+def test_a_mixed_step_is_padded_in_tokens_and_rows_and_leaves_nothing_behind():
+    shape = MixedShape(16, 6, 4)
+    buffers = StepBuffers(BufferSizes(8, 7, 3, shape), CPU, WatchedCopies())
+    several = decode([1, 2, 3, 4, 5, 6], range(6), [[7, 8, 9]] * 6, [5] * 6)
+    buffers.load_mixed(several, shape, np.arange(4, dtype=np.int32))
+    step, plan = buffers.mixed_tensors(shape)
+    assert plan.tolist() == [0, 1, 2, 3]
+    assert step.input_ids.tolist() == [1, 2, 3, 4, 5, 6] + [0] * 10
+    assert step.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5, 6, 6]
+    assert step.seq_lens.tolist() == [5] * 6 + [0]
+    assert step.block_tables[:, :3].tolist() == [[7, 8, 9]] * 6 + [[0, 0, 0]]
+    assert step.logits_indices.tolist() == [0, 1, 2, 3, 4, 5]
+    ids, _ = buffers.load_mixed(decode([8], [5], [[4]], [1]), shape, np.zeros(4, np.int32))
+    assert ids.tolist() == [8]
+    again, plan = buffers.mixed_tensors(shape)
+    assert again.input_ids.data_ptr() == step.input_ids.data_ptr(), "a graph reads where it read before"
+    assert step.input_ids.tolist() == [8] + [0] * 15
+    assert step.query_start_loc.tolist() == [0] + [1] * 7
+    assert again.slot_mapping.tolist() == [8] + [0] * 15
+    assert again.block_tables[:, 0].tolist() == [4] + [0] * 6
+    assert not plan.any()
+    buffers.blank_mixed(shape)
+    blank, _ = buffers.mixed_tensors(shape)
+    assert not blank.query_start_loc.any() and not blank.seq_lens.any() and not blank.block_tables.any()
 
 
 def test_arrays_begin_where_kernels_expect_them():

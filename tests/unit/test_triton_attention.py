@@ -1,5 +1,7 @@
 """The Triton attention kernels against the definition of attention, in Triton's interpreter."""
 
+import inspect
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -8,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import varlen
 
 from engine.attention.base import AttentionBackend
 from engine.attention.triton import TritonAttention
+from engine.attention.tuned import OVERLAPPING
+from engine.attention.whole_prompts import TorchPrompts
 from engine.kernels.base import TorchKernels
 from tests.interpreter import exact_halves
 from tests.triton_compiler import compiled
@@ -86,51 +91,72 @@ def test_halves(dtype):
     check(Lab(spec(dtype=dtype), RAGGED))
 
 
-def split(lab, programs=1000):
-    """Return a backend that splits the keys of decodes as for a GPU with room for so many programs."""
+def split(lab, processors=1000):
+    """Return a backend that splits the keys of decodes as for a GPU of so many processors."""
     backend = TritonAttention(lab.spec)
-    backend._programs = programs
+    backend._processors = processors
     return backend
+
+
+def shared_out(launch):
+    """Return which keys' splits the programs of a KV head take: (row, which, of how many) of each."""
+    return [tuple(share) for share in launch.tiles.tolist() if share[2]]
 
 
 @pytest.mark.parametrize("window", [0, 300])
 def test_keys_of_long_decodes_are_split_and_joined(window):
     lab = Lab(spec(windows=(window,), softcap=2.0), [(700, 1), (0, 1), (127, 1), (300, 1)])
     backend = split(lab)
-    assert backend.prepare(lab.step).launches[0].splits > 1
+    assert backend.prepare(lab.step).launches[0].splits is not None
     check(lab, backend, window)
 
 
-@pytest.mark.parametrize("programs", [1, 1000])
+@pytest.mark.parametrize("processors", [1, 1000])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_what_is_no_number_is_told_and_stays_in_its_row(programs, poison):
+def test_what_is_no_number_is_told_and_stays_in_its_row(processors, poison):
     """Left out with its split it would give tokens that nobody could tell from good ones."""
     lab = Lab(spec(), [(300, 1), (300, 1), (0, 20)])
     lab.cache.keys[lab.tables[0, 0], 5, 0] = poison
     lab.merged[:2, :4] = lab.merged[:2, :4].abs()
-    backend = split(lab, programs)
+    backend = split(lab, processors)
     out = backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), 0)
     assert out[0, :2].isnan().all()  # of the two heads that see it
     assert torch.isfinite(out[0, 2:]).all()
     assert torch.isfinite(out[1:]).all()
 
 
+def launch_of(contexts, processors, **values):
+    """Return how a step that decodes after so many tokens is launched."""
+    lab = Lab(spec(**values), [(context, 1) for context in contexts])
+    return split(lab, processors).prepare(lab.step).launches[0]
+
+
 def test_splits_follow_lengths_batch_and_gpu():
-    backend = split(Lab(spec(), [(0, 1)]), programs=64)
-    assert backend._splits(rows=1, longest=100) == 1  # too short
-    assert backend._splits(rows=1, longest=1000) == 7
-    assert backend._splits(rows=8, longest=10_000) == 4  # 8 rows of 2 heads each
-    assert backend._splits(rows=32, longest=10_000) == 1
-    assert backend._splits(rows=40, longest=10_000) == 1
+    of_one = [(0, split, 7) for split in range(7)]
+    assert launch_of([99], 16).splits is None  # too short
+    assert shared_out(launch_of([800], 16)) == of_one  # of 128 keys at least
+    assert shared_out(launch_of([800], 16, windows=(300,))) == [(0, 0, 3), (0, 1, 3), (0, 2, 3)]  # what it reads
+    assert launch_of([2000] * 32, 8).splits is None  # enough to do without
+
+
+def test_one_long_row_among_short_ones_is_shared_by_all_programs():
+    """Nobody waits for it: no program has more keys than twice its share of all, or than a split has at least."""
+    contexts = [40] * 30 + [4000] + [90] * 33
+    launch, per_head = launch_of(contexts, 16), 4 * 16 // 2
+    shares = shared_out(launch)
+    longest = max(-(-(contexts[row] + 1) // splits) for row, _, splits in shares)
+    assert longest <= max(128, 2 * sum(contexts) / per_head)
+    assert sum(row == 30 for row, _, _ in shares) > 10
+    assert sorted({row for row, _, _ in shares}) == list(range(64))
+    assert len(shares) <= 64 + per_head
 
 
 def test_decodes_of_a_mixed_step_are_split_too():
     lab = Lab(spec(), [(300, 1), (10, 20), (260, 1)])
     backend = split(lab)
     prompts, decodes = backend.prepare(lab.step).launches
-    assert decodes.splits > 1
-    assert decodes.tiles[:, 0].tolist() == [0, 2]
+    assert shared_out(decodes) == [(0, 0, 3), (0, 1, 3), (0, 2, 3), (2, 0, 3), (2, 1, 3), (2, 2, 3)]
     assert set(prompts.tiles[:, 0].tolist()) == {1}
     check(lab, backend)
 
@@ -144,10 +170,10 @@ def test_prompts_are_cut_into_tiles():
     check(lab, backend)
 
 
-@pytest.mark.parametrize("programs", [1, 32])
-def test_rows_of_padding_get_zeros(programs):
+@pytest.mark.parametrize("processors", [1, 32])
+def test_rows_of_padding_get_zeros(processors):
     lab = Lab(spec(), [(200, 1), (4, 1)], padding=3)
-    backend = split(lab, programs)
+    backend = split(lab, processors)
     query, key, value = lab.split()
     for metadata in (backend.decode_metadata(lab.step, 2000), backend.prepare(lab.step)):
         out = backend.forward(query, key, value, lab.cache, metadata, 0)
@@ -155,22 +181,31 @@ def test_rows_of_padding_get_zeros(programs):
         assert out[2:].eq(0).all()
 
 
-def test_metadata_of_a_graph_stays_true_while_its_tensors_are_refilled():
+def test_a_graph_recorded_for_no_lengths_serves_any():
     """A graph is recorded before any request is known: lengths, tables and slots come later, in place."""
     lab = Lab(spec(windows=(0, 40)), [(600, 1), (77, 1), (0, 1)], padding=1)
-    backend = split(lab, programs=64)
+    backend = split(lab, processors=64)
     known = {name: getattr(lab.step, name).clone() for name in ("seq_lens", "block_tables", "slot_mapping")}
     for name in known:
         getattr(lab.step, name).zero_()
-    metadata = backend.decode_metadata(lab.step, 4096)
-    assert metadata.launches[0].splits == 8
+    blank = backend.decode_metadata(lab.step, 4096)
     query, key, value = lab.split()
-    assert backend.forward(query, key, value, lab.cache, metadata, 0).eq(0).all()
+    assert backend.forward(query, key, value, lab.cache, blank, 0).eq(0).all()
     for name, values in known.items():
         getattr(lab.step, name).copy_(values)
+    metadata = backend.decode_metadata(lab.step, 4096)  # as a graph does, which holds this as well
+    assert metadata.launches[0].tiles.shape == blank.launches[0].tiles.shape
+    assert len(shared_out(blank.launches[0])) == 4 < len(shared_out(metadata.launches[0]))
     for window in (0, 40):
         out = backend.forward(query, key, value, lab.cache, metadata, window)
         torch.testing.assert_close(out.double(), lab.defined(query, window), rtol=2e-5, atol=2e-5)
+
+
+def test_a_graph_has_room_for_some_prompts_and_any_decodes():
+    backend = TritonAttention(spec())
+    fits, many = ([(30, 1)] * 20 + [(0, 2)] * count for count in (16, 30))
+    assert backend.mixed_plan(Lab(spec(), fits).step.layout, 64, 40).size == backend.mixed_plan_size(64, 40)
+    assert backend.mixed_plan(Lab(spec(), many).step.layout, 64, 60) is None
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -243,8 +278,8 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company():
         store.flatten(0, 1)[where] = own.flatten(0, 1)[source]
     for window in (0, 30):
         results = []
-        for lab, programs in ((alone, 1), (crowd, 1000)):
-            backend = split(lab, programs)
+        for lab, processors in ((alone, 1), (crowd, 1000)):
+            backend = split(lab, processors)
             results.append(backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window))
         assert torch.equal(results[0][0], results[1][1])
 
@@ -264,6 +299,83 @@ def test_batch_invariant_tokens_have_the_same_bits_in_a_prompt_in_chunks_and_dec
     assert torch.equal(out, expected[cut:])
 
 
+class Varlen:
+    """Stands in for `varlen_attn` and `varlen_attn_out` of torch, with their arguments: ragged, causal, no pages."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args, **settings):
+        given = inspect.signature(varlen.varlen_attn).bind(*args, **settings).arguments
+        starts, longest = given["cu_seq_q"].tolist(), given["max_q"]
+        assert torch.equal(given["cu_seq_k"], given["cu_seq_q"])
+        assert longest == given["max_k"] == max(np.diff(starts))
+        assert given["cu_seq_q"].dtype is torch.int32
+        left, right = given["window_size"]
+        assert right == 0
+        self.calls.append(np.diff(starts).tolist())
+        query, key, value = (given[name].double() for name in ("query", "key", "value"))
+        group = query.shape[1] // key.shape[1]
+        assert given.get("enable_gqa", False) == (group > 1)
+        key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        results = []
+        for first, beyond in itertools.pairwise(starts):
+            scores = torch.einsum("qhd,khd->hqk", query[first:beyond], key[first:beyond]) * given["scale"]
+            at = torch.arange(beyond - first)
+            seen = (at <= at[:, None]) & ((at >= at[:, None] - left) | (left < 0))
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            results.append(torch.einsum("hqk,khd->qhd", weights, value[first:beyond]))
+        return torch.cat(results).to(given["query"].dtype)
+
+    def into(self, out, *args, **settings):
+        out.copy_(self(*args, **settings))
+
+
+def beside_torch(lab, into=True):
+    """Return a backend whose whole prompts are torch's, and what stands in for that."""
+    torchs, stand_in = TorchPrompts(lab.spec), Varlen()
+    torchs._attention, torchs._into = stand_in, stand_in.into if into else None
+    return TritonAttention(lab.spec, torchs=torchs), stand_in
+
+
+@pytest.mark.parametrize(
+    ("shapes", "whole"),
+    [
+        ([(0, 5), (0, 33)], [5, 33]),
+        ([(40, 1), (7, 9), (0, 1), (0, 20), (0, 12)], [20, 12]),  # as a scheduler sorts them: newcomers last
+        ([(0, 9), (30, 20), (0, 33), (0, 2), (90, 1), (0, 8)], [33, 2]),  # most tokens side by side
+        ([(0, 1), (7, 9)], None),
+        ([(16, 30)], None),  # found in the prefix cache
+    ],
+)
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+def test_whole_prompts_are_torchs(shapes, whole, window, heads):
+    lab = Lab(spec(num_heads=heads[0], num_kv_heads=heads[1], windows=(0, window)), shapes)
+    backend, theirs = beside_torch(lab, into=window > 0)
+    check(lab, backend, window)
+    assert theirs.calls == ([whole] if whole else [])
+    ours = {row for launch in backend.prepare(lab.step).launches for row in launch.tiles[:, 0].tolist()}
+    assert len(ours) == len(shapes) - len(whole or ())
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_prompts_are_torchs_with_the_keys_that_are_stored(normed, dtype):
+    shapes = [(40, 1), (7, 9), (0, 20), (0, 12)]
+    lab = Lab(spec(num_heads=6, num_kv_heads=2, dtype=dtype), shapes)
+    other = Lab(lab.spec, shapes)
+    fused = lab.heads(normed, True)
+    backend, theirs = beside_torch(lab)
+    out = backend.forward_merged(fused, lab.cache, backend.prepare(lab.step), 0)
+    ours = TritonAttention(lab.spec)
+    expected = ours.forward_merged(fused, other.cache, ours.prepare(other.step), 0)
+    assert theirs.calls == [[20, 12]]
+    torch.testing.assert_close(out, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    assert torch.equal(lab.cache.keys.nan_to_num(9), other.cache.keys.nan_to_num(9))
+    assert torch.equal(lab.cache.values.nan_to_num(9), other.cache.values.nan_to_num(9))
+
+
 sequences = st.lists(
     st.tuples(st.integers(0, 40), st.just(1)) | st.tuples(st.sampled_from([0, 5, 16, 17]), st.integers(1, 24)),
     min_size=1, max_size=4,
@@ -272,9 +384,9 @@ sequences = st.lists(
 
 @settings(max_examples=12)
 @given(sequences, st.sampled_from([(2, 1), (3, 3), (6, 2)]), st.sampled_from([0, 7]), st.sampled_from([1, 1000]))
-def test_any_step(shapes, heads, window, programs):
+def test_any_step(shapes, heads, window, processors):
     lab = Lab(spec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8, windows=(window,)), shapes)
-    check(lab, split(lab, programs), window)
+    check(lab, split(lab, processors), window)
 
 
 @pytest.fixture(scope="module")
@@ -284,10 +396,11 @@ def launches():
 
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_gpus_and_fit_them(launches):
-    """What the interpreter does not tell: types, layouts, registers, shared memory. GPUs of 8.6 have 99 KiB of it."""
-    assert {one["kernel"] for one in launches} == {"attend", "combine", "store", "norm_rotate_store"}
+    """What the interpreter does not tell: types, layouts, registers, shared memory."""
+    assert {one["kernel"] for one in launches} == {"attend", "share_out", "combine", "store", "norm_rotate_store"}
     for one in launches:
-        assert one["shared"] <= 99 << 10, one
+        assert one["kernel"] != "attend" or one["shared"] <= one["foretold"], one
+        assert max(one["shared"], one["foretold"]) <= one["room"], one
         assert one["spilled"] <= 96, one
         # What is stored in fp8 is compared by its bits: an interpreter's quotients are exact anyway.
         assert not (one["kernel"] == "store" and one["inexact"]), one
@@ -300,4 +413,18 @@ def test_kernels_compile_for_gpus_and_fit_them(launches):
     # One for prompts, two for decodes (split or not): whatever comes later, nothing is compiled while it is served.
     counts = Counter((one["case"], one["kernel"]) for one in launches)
     assert max(counts.values()) == 3
-    assert all(count == 1 or kernel == "attend" for (_, kernel), count in counts.items())
+    # Keys that were rotated are kept beside the cache where whole prompts are torch's.
+    assert all(count <= 2 for (_, kernel), count in counts.items() if kernel == "norm_rotate_store")
+    several = ("attend", "norm_rotate_store")
+    assert all(count == 1 for (_, kernel), count in counts.items() if kernel not in several)
+
+
+def test_keys_and_values_are_loaded_while_others_are_multiplied(launches):
+    """A wait that leaves no load on its way is one for memory, once per tile of keys, whatever the stages."""
+    attends = [one for one in launches if one["kernel"] == "attend"]
+    for one in attends:
+        in_loops = one["left"][::2]  # behind each loop what is left is waited for
+        assert in_loops, one
+        assert all(left > 0 for left in in_loops) == (one["stages"] >= OVERLAPPING), one
+    # Fewer stages are for GPUs whose shared memory does not hold a wide head's tiles.
+    assert {one["case"] for one in attends if one["stages"] < OVERLAPPING} == {"wide head elsewhere"}

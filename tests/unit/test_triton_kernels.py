@@ -1,8 +1,10 @@
 """The small Triton kernels against torch's operations, through the interpreter, and what they compile to."""
 
+import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from parallel.group import SoloGroup
 from tests.interpreter import exact_halves
 from tests.parity.stepping import Stepper
 from tests.parity.tiny_models import check_against, make, prompts
+from tests.triton_compiler import compiled
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,4 +149,21 @@ def test_all_kernels_compile_for_gpus_without_one(architecture):
     command = [sys.executable, "-m", "tests.compile_small_kernels", str(architecture)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "_norm_rotate_kernel" in done.stdout
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    products = [one for one in found if one["kernel"].startswith("_multiply")]
+    assert "_norm_rotate_kernel" in {one["kernel"] for one in found}
+    assert len(products) == 7
+    for one in products:  # tiles are loaded while others are multiplied; what is left is waited for at the end
+        assert one["left"][0] > 0, one
+
+
+def test_kept_handles_launch_what_triton_would_without_asking_it():
+    """What Triton compiles other programs for is told apart: types, what divides by 16, ones, constants, GPUs."""
+    cases = defaultdict(list)
+    for told in compiled("tests.unit.kept_launches"):
+        cases[told["case"]].append((told["launched"], told["dispatched"]))
+    for case, ((first, _), (again, dispatched), (theirs, _)) in cases.items():
+        assert first == again == theirs, case
+        assert not dispatched, case
+    programs = {launched[0][0][4] for launched in cases.values()}
+    assert len(programs) == len(cases) - 1  # other values of their kind are no case for another

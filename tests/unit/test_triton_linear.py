@@ -91,7 +91,7 @@ def test_rows_may_be_apart_and_columns_too():
 def test_the_tiling_is_the_weights_alone_and_the_sum_is_never_split():
     assert tiling_of(1024, 4096, torch.bfloat16) == Tiling(64, 64, 64, 4, 3)
     assert tiling_of(151936, 4096, torch.bfloat16) == Tiling(64, 128, 64, 4, 3)
-    assert tiling_of(1024, 4096, torch.float32) == Tiling(32, 64, 32, 4, 2)
+    assert tiling_of(1024, 4096, torch.float32) == Tiling(32, 64, 32, 4, 3)
 
 
 def test_other_dtypes_are_refused():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.attention import tuned
-from engine.attention.tuned import Shape, Tile, Tuning, tuning_of, unmeasured
+from engine.attention.tuned import OVERLAPPING, Shape, Tile, Tuning, tuning_of, unmeasured
 from tests.bench import tune_attention
 from tests.bench.gpu.part_attention import Case
 from tests.bench.tune_attention import fastest, seconds
@@ -60,5 +60,11 @@ def test_a_measured_tuning_is_taken_where_it_was_measured(monkeypatch):
     s = spec(dtype=torch.bfloat16)
     best = Tuning(Tile(16, 128, 8, 4), Tile(128, 128, 8, 3), 4)
     monkeypatch.setattr(tuned, "MEASURED", {Shape("NVIDIA H200", 16, 2, "bfloat16", False): best})
-    assert tuning_of(s, "NVIDIA H200") == best
-    assert tuning_of(s, "NVIDIA L4") == unmeasured(s)
+    assert tuning_of(s, "NVIDIA H200", (9, 0)) == best
+    assert tuning_of(s, "NVIDIA L4", (8, 9)) == unmeasured(s, (8, 9))
+
+
+@pytest.mark.parametrize("tiles", [tune_attention.decode_tiles, tune_attention.prefill_tiles])
+def test_what_is_tried_overlaps_loads_and_products(tiles):
+    assert {tile.stages for tile in tiles(spec())} > {OVERLAPPING}
+    assert min(tile.stages for tile in tiles(spec())) == OVERLAPPING

@@ -122,7 +122,7 @@ class Epoch:
 
     def _claimed(self, undo: ExitStack) -> int:
         """Return a descriptor of the new epoch, locked; `undo` closes it."""
-        holder = Holder(socket.gethostname(), _boot(), os.getpid())
+        holder = Holder(socket.gethostname(), boot_id(), os.getpid())
         # Locked under another name first: there is no moment at which the epoch is there and not locked.
         draft = self.folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
         fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -146,7 +146,7 @@ def _refuse_if_held(path: Path, lease: float) -> None:
     except msgspec.MsgspecError:
         return  # its driver died in the middle of claiming it
     # Where the boot is another one, so may the machine be: two can have one name.
-    here = (holder.host, holder.boot) == (socket.gethostname(), _boot())
+    here = (holder.host, holder.boot) == (socket.gethostname(), boot_id())
     if _is_locked(path) if here else _moves(path, lease):
         raise BusyError(
             f"another driver (process {holder.pid} on {holder.host}) works on {path.parent}; wait for it, or end it "
@@ -174,7 +174,8 @@ def _moves(path: Path, lease: float) -> bool:
     return False
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """Return what tells this start of the machine from all others, "" where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -19,6 +19,7 @@ from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, ref
 from cluster.batch.ledger.frame_file import FrameWriter
 from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
+from engine.fingerprint import weights_of
 
 FIRST_ERRORS = 3
 
@@ -79,15 +80,23 @@ class Ledger:
         return ledger
 
     def agree_on(self, fingerprint: str) -> None:
-        """Keep to the model that replicas have; raises `LedgerError` when earlier drivers' replicas had another."""
-        if self.replicas is None:
-            _write_whole(self._folder / REPLICAS_FILE, fingerprint.encode())
-            self.replicas = fingerprint
-        elif self.replicas != fingerprint:
-            raise LedgerError(
-                f"{self._folder} is of another model than the replicas run now: weights, dtype or device are not "
-                "what they were; use those of the first run, or delete it to begin anew"
-            )
+        """Keep to what replicas compute with from now on.
+
+        Where earlier drivers' replicas computed the same weights otherwise (another version, library or device), what
+        is done stays, and rows in the middle of an answer begin anew: none is of two kinds. Raises `LedgerError` when
+        they had another model.
+        """
+        if self.replicas == fingerprint:
+            return
+        if self.replicas is not None:
+            if weights_of(self.replicas) != weights_of(fingerprint):
+                raise LedgerError(
+                    f"{self._folder} is of another model than the replicas run now: weights, dtype or quantization "
+                    "are not what they were; use those of the first run, or delete it to begin anew"
+                )
+            self._tokens.forget_all()
+        _write_whole(self._folder / REPLICAS_FILE, fingerprint.encode())
+        self.replicas = fingerprint
 
     @property
     def folder(self) -> Path:

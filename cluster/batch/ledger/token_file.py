@@ -60,6 +60,12 @@ class TokenFile:
         """The row is done, or begins anew: its tokens are of no use."""
         self.partial.pop(row, None)
 
+    def forget_all(self) -> None:
+        """All rows begin anew, for whoever reads the file too. Raises `LedgerError`."""
+        self.partial.clear()
+        self._pending.clear()
+        self._compact()
+
     def flush(self) -> None:
         """Write what was noted. Raises `LedgerError`."""
         if self._pending:

@@ -5,19 +5,19 @@
     validating, in_progress, finalizing -> cancelling -> cancelled
     validating, in_progress, finalizing -> expired
 
-Any other change raises `IllegalChangeError`. `now`: seconds since 1970. Source: OpenAI API reference, "Batch".
+Beside these, a state may get another runner, or an outcome. Any other change raises `IllegalChangeError`.
+`now`: seconds since 1970. Source: OpenAI API reference, "Batch".
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
 from cluster.batch.server.errors import IllegalChangeError
-from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, RequestCounts, Status
+from cluster.batch.server.objects import BatchRecord, LineError, Outcome, RequestCounts, Status
 
 AFTER: Mapping[Status, frozenset[Status]] = {
     "validating": frozenset({"in_progress", "failed", "cancelling", "expired"}),
@@ -31,14 +31,11 @@ AFTER: Mapping[Status, frozenset[Status]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a batch leaves. output_file_id: of its answers, error_file_id: of rows that failed; None without such."""
-
-    counts: RequestCounts
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    usage: BatchUsage | None = None
+def taken(record: BatchRecord, runner: str) -> BatchRecord:
+    """Another runner runs it from now on."""
+    if record.ended:
+        raise IllegalChangeError(f"batch {record.id} is {record.status}: nobody runs it")
+    return replace(record, runner=runner)
 
 
 def begun(record: BatchRecord, now: int, rows: int, model: str | None = None) -> BatchRecord:
@@ -81,17 +78,22 @@ def cancelled(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
 
 
 def expired(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
-    """Its time is over (not before `expires_at`); what was done by then is there."""
-    if now < record.expires_at:
-        raise IllegalChangeError(f"batch {record.id} cannot expire at {now}: it has time until {record.expires_at}")
+    """Its time is over; what was done by then is there."""
     return _changed(record, "expired", now, **_left(outcome))
 
 
-def as_asked(record: BatchRecord, cancel_asked_at: int | None) -> BatchRecord:
-    """Return what clients see of a record whose runner may not yet have found that it is to be cancelled."""
-    if cancel_asked_at is None or "cancelling" not in AFTER[record.status]:
-        return record
-    return cancelling(record, cancel_asked_at)
+def decided(record: BatchRecord, outcome: Outcome) -> BatchRecord:
+    """What it leaves is there, and is not made again: whoever ends it tells of this, and its status stays."""
+    if record.ended or record.outcome is not None:
+        raise IllegalChangeError(f"batch {record.id} is {record.status}: what it leaves is decided already")
+    return replace(record, outcome=outcome)
+
+
+def ended(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
+    """It leaves `outcome`: as its client was told that it is cancelled, else as its rows ended."""
+    if record.status == "cancelling":
+        return cancelled(record, now, outcome)
+    return expired(record, now, outcome) if outcome.expired else completed(record, now, outcome)
 
 
 def _changed(record: BatchRecord, status: Status, now: int, **more: Any) -> BatchRecord:
@@ -102,6 +104,7 @@ def _changed(record: BatchRecord, status: Status, now: int, **more: Any) -> Batc
 
 def _left(outcome: Outcome) -> dict[str, Any]:
     return {
+        "outcome": outcome,
         "request_counts": outcome.counts,
         "output_file_id": outcome.output_file_id,
         "error_file_id": outcome.error_file_id,

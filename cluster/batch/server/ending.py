@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from cluster.batch.errors import InputError, RowFaultsError
+from cluster.batch.errors import FencedError, InputError, RowFaultsError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.folder import OUTPUT_FILE
 from cluster.batch.ledger.ledger import Ledger
@@ -16,9 +18,12 @@ from cluster.batch.ledger.records import RowDone
 from cluster.batch.output.spec import OutputSpec, Style
 from cluster.batch.output.write import Finished, write_output
 from cluster.batch.server import changes
+from cluster.batch.server.batches import Change
+from cluster.batch.server.errors import IllegalChangeError
 from cluster.batch.server.ids import output_ids
-from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, RequestCounts
+from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, Outcome, RequestCounts, StoredFile
 from cluster.batch.server.store import Store
+from cluster.batch.server.windows import Windows
 from cluster.batch.sources.source import FileSource
 from cluster.batch.tasks import TaskMaker
 from cluster.errors import ApiError
@@ -30,7 +35,6 @@ MAX_ERRORS = 16  # of a batch that failed; what it keeps is read by every list
 MAX_MESSAGE = 1024  # characters of each
 
 Check = Callable[[], None]
-End = Callable[[BatchRecord, int, changes.Outcome], BatchRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +47,27 @@ class Opened:
 
 
 class Ending:
-    """Writes what batches leave. clock: seconds since 1970. All methods block.
+    """Begins and ends batches in their runner's name. time_of_day: seconds since 1970. All methods block.
 
-    check, in an epoch or its ledger: raises `FencedError` where the batch is another runner's by now.
+    Each raises `FencedError` where the batch is another runner's by now: then nothing was changed.
     """
 
-    def __init__(self, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, windows: Windows, time_of_day: Callable[[], float]) -> None:
         self._store = store
-        self._clock = clock
-
-    def now(self) -> int:
-        """Return the time in whole seconds."""
-        return int(self._clock())
+        self._windows = windows
+        self._time_of_day = time_of_day
 
     def is_due(self, record: BatchRecord) -> bool:
         """Whether a batch is to run no more, done or not."""
-        return record.is_due(self._clock())
+        return record.status == "cancelling" or self._windows.is_over(record)
 
-    def as_asked(self, record: BatchRecord) -> BatchRecord:
-        """Return a batch, `cancelling` if its client wants that."""
-        return changes.as_asked(record, self._store.batches.cancel_asked_at(record.id))
+    def begin(self, record: BatchRecord, ledger: Ledger, model: str) -> BatchRecord:
+        """Have the rows of a valid input run, unless the batch is cancelled meanwhile; return what became of it."""
 
-    def write(self, record: BatchRecord, check: Check) -> None:
-        """Keep a change of a batch that is still ours."""
-        check()
-        self._store.batches.write(record)
+        def to(now: BatchRecord) -> BatchRecord:
+            return now if now.status == "cancelling" else changes.begun(now, self._now(), ledger.job.rows, model)
+
+        return self._changed(record, to, ledger.check)
 
     def finish(self, record: BatchRecord, opened: Opened) -> None:
         """Give every row its one result, write the output files, and end the batch.
@@ -79,67 +79,109 @@ class Ending:
             if not self.is_due(record):
                 raise InputError(f"the input has not {ledger.job.rows} rows any more")
             end_rest(ledger, CANCELLED if record.status == "cancelling" else EXPIRED)
-        expired = EXPIRED in ledger.totals.errors
-        if record.status == "in_progress" and not expired:
-            record = changes.finalizing(record, self.now(), counts_of(ledger))
-            self.write(record, ledger.check)
-        outcome = self._outcome(record, opened)
-        self._end(record, outcome, changes.expired if expired else changes.completed, ledger.check)
+        if EXPIRED not in ledger.totals.errors:
+            record = self._finalizing(record, ledger)
+        self._end(self._decided(record, opened), ledger.check)
         ledger.remove()
+
+    def as_decided(self, record: BatchRecord, epoch: Epoch) -> None:
+        """End a batch whose files are there: its runner was killed before it could tell."""
+        self._end(record, epoch.check)
+        epoch.remove_folder()
 
     def without_files(self, record: BatchRecord, epoch: Epoch) -> None:
         """End a batch that is due, and of which nothing can be told."""
-        self._end(record, changes.Outcome(RequestCounts(record.request_counts.total)), changes.expired, epoch.check)
+        nothing = Outcome(RequestCounts(record.request_counts.total), expired=True)
+        self._changed(record, lambda now: changes.ended(now, self._now(), nothing), epoch.check)
         epoch.remove_folder()
 
     def fail(self, record: BatchRecord, error: Exception, epoch: Epoch) -> None:
-        """End a batch that cannot be run."""
-        asked = self.as_asked(record)
-        if asked.status == "cancelling":
-            self.without_files(asked, epoch)
-            return
-        self._close(changes.failed(record, self.now(), line_errors(error)), epoch.check)
+        """End a batch that cannot be run; it is cancelled if its client wanted that."""
+
+        def to(now: BatchRecord) -> BatchRecord:
+            if now.status == "cancelling":
+                return changes.cancelled(now, self._now(), Outcome(RequestCounts(now.request_counts.total)))
+            return changes.failed(now, self._now(), line_errors(error))
+
+        self._changed(record, to, epoch.check)
         epoch.remove_folder()
 
-    def _end(self, record: BatchRecord, outcome: changes.Outcome, otherwise: End, check: Check) -> None:
-        """End a batch as its client was told, even while its files were written: cancelled, `otherwise` if not."""
-        record = self.as_asked(record)
-        end = changes.cancelled if record.status == "cancelling" else otherwise
-        self._close(end(record, self.now(), outcome), check)
+    def _now(self) -> int:
+        return int(self._time_of_day())
 
-    def _close(self, ended: BatchRecord, check: Check) -> None:
-        """Keep the end of a batch, and no file that an earlier attempt left and that is not of it."""
+    def _changed(self, record: BatchRecord, to: Change, check: Check) -> BatchRecord:
+        """Keep a change of a batch. check: whether its ledger is ours, to know early; the store decides."""
         check()
-        for file_id in output_ids(ended.id):
-            if file_id not in ended.file_ids:
-                self._store.files.remove(file_id)
-        self.write(ended, check)
+        return self._store.batches.change(record, to)
 
-    def _outcome(self, record: BatchRecord, opened: Opened) -> changes.Outcome:
+    def _finalizing(self, record: BatchRecord, ledger: Ledger) -> BatchRecord:
+        def to(now: BatchRecord) -> BatchRecord:
+            counts = counts_of(ledger)
+            running = now.status == "in_progress"
+            return changes.finalizing(now, self._now(), counts) if running else changes.counted(now, counts)
+
+        return self._changed(record, to, ledger.check)
+
+    def _decided(self, record: BatchRecord, opened: Opened) -> BatchRecord:
+        """Keep what the batch leaves: whoever ends it from then on ends it so."""
+        with ExitStack() as undo:
+            outcome = self._outcome(record, opened, undo)
+            try:
+                decided = self._changed(record, partial(_decided_once, outcome=outcome), opened.ledger.check)
+            except FencedError:
+                raise
+            except BaseException:
+                undo.pop_all()  # it may be decided all the same: the store did not say
+                raise
+            undo.pop_all()
+        return decided
+
+    def _end(self, record: BatchRecord, check: Check) -> None:
+        """End a batch as it was decided, and as its client was told, even while its files were written."""
+        outcome = record.outcome
+        if outcome is None:
+            raise IllegalChangeError(f"batch {record.id} cannot end before it is decided how")
+        for file in outcome.files:
+            self._store.files.tell(file)
+        self._changed(record, lambda now: changes.ended(now, self._now(), outcome), check)
+
+    def _outcome(self, record: BatchRecord, opened: Opened, undo: ExitStack) -> Outcome:
         ledger, usage = opened.ledger, _Usage()
         target = ledger.folder / OUTPUT_FILE
         batch = Finished(ledger.job, opened.source, opened.tasks, usage.counted(ledger.results()))
         manifest = write_output(OutputSpec(str(target), Style.OPENAI), batch, ledger.folder, ledger.check)
         errors = None if manifest.error_file is None else target.with_name(manifest.error_file.name)
-        output_id, error_id = output_ids(record.id)
-        return changes.Outcome(
+        output = self._kept(record, target, "output", undo) if target.stat().st_size else None
+        failed = None if errors is None else self._kept(record, errors, "error", undo)
+        return Outcome(
             counts_of(ledger),
-            self._kept(record, target, "output", output_id) if target.stat().st_size else None,
-            None if errors is None else self._kept(record, errors, "error", error_id),
+            None if output is None else output.id,
+            None if failed is None else failed.id,
             usage.total(),
+            tuple(file for file in (output, failed) if file is not None),
+            EXPIRED in ledger.totals.errors,
         )
 
-    def _kept(self, record: BatchRecord, path: Path, kind: str, file_id: str) -> str:
-        """Keep a file for the client, in place of one of an attempt that was killed; return its id."""
+    def _kept(self, record: BatchRecord, path: Path, kind: str, undo: ExitStack) -> StoredFile:
+        """Keep a file for the client, beside those of attempts that were killed. `undo` removes it."""
+        file_id = output_ids(record.id)[("output", "error").index(kind)]
         draft = self._store.files.draft()
         try:
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
                     draft.write(chunk)
-            name = f"{record.id}_{kind}.jsonl"
-            return self._store.files.add(draft, record.tenant, name, "batch_output", file_id).id
+            kept = self._store.files.add_untold(draft, record.tenant, f"{record.id}_{kind}.jsonl", file_id)
         finally:
             draft.discard()
+        undo.callback(self._store.files.remove_untold, kept)
+        return kept
+
+
+def _decided_once(record: BatchRecord, outcome: Outcome) -> BatchRecord:
+    """Two attempts of one runner may meet, where the first was told to stop in the middle of this."""
+    if record.outcome is not None:
+        raise FencedError(f"what batch {record.id} leaves was decided by another attempt")
+    return changes.decided(record, outcome)
 
 
 class _Usage:

@@ -1,5 +1,5 @@
-"""Files by id: `files/ID/content`, and once that is whole `files/ID/meta.json`. Neither changes, but that the
-runner of a batch that has not ended may write its output again.
+"""Files by id: a content, and once that is whole `files/ID/meta.json`, which names it. Neither ever changes: each
+attempt to make a batch's output has a content of its own, and one of them is told of.
 
 `deleting/ID.*` are marks of those who are about to delete a file.
 """
@@ -34,26 +34,30 @@ class FileStore:
         """Begin the content of a file."""
         return self._root.draft()
 
-    def add(
-        self, draft: Draft, tenant: str, filename: str, purpose: Purpose, file_id: str | None = None
-    ) -> StoredFile:
-        """Make a file of a finished draft. file_id: of a file that is replaced if it is there; None = a new one."""
-        file_id, size = file_id or FILE_IDS.new(tenant), draft.size
-        stored = StoredFile(
-            id=file_id,
-            tenant=tenant,
-            filename=filename,
-            purpose=purpose,
-            size=size,
-            created_at=int(time.time()),
-        )
-        draft.put(_path(file_id, "content"))
+    def add(self, draft: Draft, tenant: str, filename: str, purpose: Purpose) -> StoredFile:
+        """Make a new file of a finished draft."""
+        stored = _of(draft, FILE_IDS.new(tenant), tenant, filename, purpose, "content")
+        draft.put(_content(stored))
         try:
-            self._root.write(_path(file_id, META), msgspec.json.encode(stored))
+            self.tell(stored)
         except BaseException:
-            self._root.remove(f"{FOLDER}/{file_id}")
+            self._root.remove(file_folder(stored.id))
             raise
         return stored
+
+    def add_untold(self, draft: Draft, tenant: str, filename: str, file_id: str) -> StoredFile:
+        """Keep a finished draft as what a batch may leave, beside those of other attempts: no file before `tell`."""
+        stored = _of(draft, file_id, tenant, filename, "batch_output", f"content-{token_hex(8)}")
+        draft.put(_content(stored))
+        return stored
+
+    def tell(self, stored: StoredFile) -> None:
+        """Have a file seen whose content is in place."""
+        self._root.write(_path(stored.id, META), msgspec.json.encode(stored))
+
+    def remove_untold(self, stored: StoredFile) -> None:
+        """Remove what `add_untold` kept, and nobody was told of."""
+        self._root.remove(_content(stored))
 
     def get(self, file_id: str, tenant: str) -> StoredFile | None:
         """Return a tenant's file, None where it has none of this id, however that is spelt."""
@@ -64,11 +68,11 @@ class FileStore:
 
     def open(self, stored: StoredFile) -> BinaryIO:
         """Open the content; raises `FileNotFoundError` when it was deleted."""
-        return self._root.open(_path(stored.id, "content"))
+        return self._root.open(_content(stored))
 
     def place(self, stored: StoredFile) -> str:
         """Return where the content lies: an absolute path, or a URL. For the runner of a batch."""
-        return self._root.place(_path(stored.id, "content"))
+        return self._root.place(_content(stored))
 
     def page(self, tenant: str, asked: Asked, purpose: str | None = None) -> Page[StoredFile]:
         """Return a page of a tenant's files. purpose: None = any."""
@@ -103,7 +107,7 @@ class FileStore:
     def remove(self, file_id: str) -> None:
         """Delete a file, and all its marks. Whoever reads it on a disk of this machine reads on."""
         self._root.remove(_path(file_id, META))
-        self._root.remove(f"{FOLDER}/{file_id}")
+        self._root.remove(file_folder(file_id))
         for mark in self._marks(file_id):
             self._root.remove(mark)
 
@@ -111,8 +115,29 @@ class FileStore:
         return [f"{DELETING}/{name}" for name in self._root.names(DELETING) if name.startswith(f"{file_id}.")]
 
 
+def file_folder(file_id: str) -> str:
+    """Return the path of all that is kept of a file."""
+    return f"{FOLDER}/{file_id}"
+
+
+def _of(draft: Draft, file_id: str, tenant: str, filename: str, purpose: Purpose, stored_as: str) -> StoredFile:
+    return StoredFile(
+        id=file_id,
+        tenant=tenant,
+        filename=filename,
+        purpose=purpose,
+        size=draft.size,
+        created_at=int(time.time()),
+        stored_as=stored_as,
+    )
+
+
 def _path(file_id: str, name: str) -> str:
-    return f"{FOLDER}/{file_id}/{name}"
+    return f"{file_folder(file_id)}/{name}"
+
+
+def _content(stored: StoredFile) -> str:
+    return _path(stored.id, stored.stored_as)
 
 
 def _decoded(meta: bytes | None, file_id: str) -> StoredFile | None:

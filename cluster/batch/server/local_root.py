@@ -22,6 +22,7 @@ class LocalRoot:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._drafts: dict[str, tuple[int, float]] = {}  # when each was written last, and since when that is seen so
         (folder / DRAFTS).mkdir(parents=True, exist_ok=True)
         self.sweep()
         self.draft().discard()  # it can be written to
@@ -43,6 +44,15 @@ class LocalRoot:
         try:
             draft.write(data)
             draft.put(path)
+        finally:
+            draft.discard()
+
+    def create(self, path: str, data: bytes) -> bool:
+        """Put a small file in place where there is none; return whether what lies there now is `data`."""
+        draft = self.draft()
+        try:
+            draft.write(data)
+            return draft.link(path) or self.read(path) == data  # NFS may tell of a failure what it has done
         finally:
             draft.discard()
 
@@ -75,11 +85,16 @@ class LocalRoot:
                 target.unlink()
 
     def sweep(self) -> None:
-        """Remove the drafts that killed processes left."""
+        """Remove the drafts that killed processes left: those that nobody wrote to while this process looked on."""
+        now, before, self._drafts = time.monotonic(), self._drafts, {}
         for path in (self._folder / DRAFTS).iterdir():
             with suppress(FileNotFoundError):  # it was put in place, or another router removed it
-                if path.stat().st_mtime < time.time() - STALE:
+                written = path.stat().st_mtime_ns
+                last, since = before.get(path.name, (written, now))
+                if last == written and now - since > STALE:
                     path.unlink()
+                else:
+                    self._drafts[path.name] = (written, since if last == written else now)
 
 
 class LocalDraft:
@@ -99,15 +114,20 @@ class LocalDraft:
 
     def put(self, path: str) -> None:
         """Put it in place."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target = self._finished(path)
         self._path.replace(target)
         self._there = False
-        for folder in (target.parent, target.parent.parent):  # which may be new, too
-            _sync(folder)
+        _sync_folders(target)
+
+    def link(self, path: str) -> bool:
+        """Put it in place where there is nothing; return whether there was not. To be discarded all the same."""
+        target = self._finished(path)
+        try:
+            os.link(self._path, target)
+        except FileExistsError:
+            return False
+        _sync_folders(target)
+        return True
 
     def discard(self) -> None:
         """Remove it, unless it is in place."""
@@ -118,10 +138,20 @@ class LocalDraft:
         self._path.unlink(missing_ok=True)
         self._there = False
 
+    def _finished(self, path: str) -> Path:
+        """Have it on the disk, and return where it is to lie."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        target = self._root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
 
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+
+def _sync_folders(target: Path) -> None:
+    for folder in (target.parent, target.parent.parent):  # which may be new, too
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -19,7 +19,7 @@ WINDOW_SECONDS = 24 * 3600
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is whole. filename: a label. size: bytes of its content."""
+    """A file that is whole. filename: a label. size: bytes of its content, which lies there as `stored_as`."""
 
     id: str
     tenant: str
@@ -27,6 +27,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     size: int
     created_at: int
+    stored_as: str = "content"
 
     def shown(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -79,8 +80,26 @@ class LineError(msgspec.Struct, frozen=True, kw_only=True):
     line: int | None = None
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """What a batch leaves. output_file_id: of its answers, error_file_id: of rows that failed; None without such.
+
+    files: what is told of these once it has ended. expired: whether rows were left when its time was over.
+    """
+
+    counts: RequestCounts
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    usage: BatchUsage | None = None
+    files: tuple[StoredFile, ...] = ()
+    expired: bool = False
+
+
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as it is kept: all of OpenAI's fields, and whose it is. `cluster.batch.server.changes` changes it."""
+    """A state of a batch: all of OpenAI's fields, and whose it is. `cluster.batch.server.changes` makes the next one.
+
+    number: of the state, from 0. runner: who alone may run it from this state on, "" = nobody yet. outcome: what it
+    will leave, once that is decided.
+    """
 
     id: str
     tenant: str
@@ -88,6 +107,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     input_file_id: str
     created_at: int
     expires_at: int
+    number: int = 0
+    runner: str = ""
+    outcome: Outcome | None = None
     completion_window: str = WINDOW
     status: Status = "validating"
     metadata: dict[str, str] | None = None
@@ -110,10 +132,6 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Whether it has a status that never changes."""
         return self.status in ENDED
 
-    def is_due(self, now: float) -> bool:
-        """Whether it is to run no more, done or not."""
-        return self.status == "cancelling" or now >= self.expires_at
-
     @property
     def file_ids(self) -> tuple[str | None, ...]:
         """The files that it needs."""
@@ -122,7 +140,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     def shown(self) -> dict[str, Any]:
         """Return OpenAI's batch object."""
         told: dict[str, Any] = msgspec.to_builtins(self)
-        del told["tenant"]
+        for ours in ("tenant", "number", "runner", "outcome"):
+            del told[ours]
         errors = {"object": "list", "data": list(told["errors"])} if self.errors else None
         usage = None if self.usage is None else self.usage.shown()
         return {**told, "object": "batch", "errors": errors, "usage": usage}

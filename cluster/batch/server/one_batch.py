@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager, ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -32,9 +32,11 @@ from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.server import changes
 from cluster.batch.server.ending import Ending, Opened, counts_of
 from cluster.batch.server.errors import StoreError
-from cluster.batch.server.objects import BatchRecord
+from cluster.batch.server.lease import Lease, place_of
+from cluster.batch.server.objects import BatchRecord, RequestCounts
 from cluster.batch.server.private_folder import make_private
 from cluster.batch.server.store import Store
+from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import InputFile
 from cluster.batch.sources.lines import MAX_LINE_BYTES
 from cluster.batch.sources.source import FileSource
@@ -44,6 +46,7 @@ from cluster.metrics import ModelMetrics
 from cluster.openai.checking import MAX_PRIORITY
 from cluster.openai.served_model import ServedModel
 from cluster.tenants.tenant import Tenant, tenant_salt
+from engine.fingerprint import weights_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +91,11 @@ class OfEndpoint(OpenAIRows):
 
 
 class OneBatch:
-    """Sees one batch to its end. folder: for ledgers, on a disk that the next runner sees as well.
+    """Sees one batch to its end. folder: for ledgers.
 
     model_of: finds a model by the name that rows use; raises `ApiError` where there is none. tenant_of: the tenant of
-    a name, whose cache its rows use. max_line_bytes: that a row may have. private: whether the folder lies where
-    other users of the machine write, so that none of them may open it.
+    a name, whose cache its rows use. max_line_bytes: that a row may have. windows: of the runner. private: whether
+    the folder lies on this machine alone: runners elsewhere do not see it, and other users here must not open it.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class OneBatch:
         model_of: ModelOf,
         tenant_of: Callable[[str], Tenant] = Tenant,
         max_line_bytes: int = MAX_LINE_BYTES,
-        clock: Callable[[], float] = time.time,
+        windows: Windows | None = None,
         private: bool = False,
+        time_of_day: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._folder = folder
@@ -111,21 +115,26 @@ class OneBatch:
         self._tenant_of = tenant_of
         self._max_line_bytes = max_line_bytes
         self._private = private
-        self._ending = Ending(store, clock)
+        self._lease: Lease | None = None
+        self._ending = Ending(store, windows or Windows(store.root), time_of_day)
 
     async def run(self, batch_id: str) -> None:
         """Run a batch to its end. Raises `BusyError` when it is another runner's, `BatchError`, `OSError`."""
         epoch = await asyncio.to_thread(self._claimed, batch_id)
-        with closing(epoch):
+        with closing(epoch), ExitStack() as stack:
             epoch.keep_beating()
-            record = await asyncio.to_thread(self._read, batch_id)
+            lease = self._lease = self._lease or Lease(self._store.root, self._place())
+            await asyncio.to_thread(stack.enter_context, lease.held())
+            record = await self._taken(batch_id, lease)
             if record is None or record.ended:
                 await asyncio.to_thread(epoch.remove_folder)
+            elif record.outcome is not None:
+                await asyncio.to_thread(self._ending.as_decided, record, epoch)
             elif self._ending.is_due(record):
                 await asyncio.to_thread(self._end_as_it_is, record, epoch)
             elif found := await asyncio.to_thread(self._opened, record, epoch):
                 with closing(found[0].ledger):
-                    await self._run(record, *found)
+                    await self._run(record, *found, lease)
 
     def _claimed(self, batch_id: str) -> Epoch:
         if self._private:
@@ -134,9 +143,19 @@ class OneBatch:
         folder.mkdir(parents=True, exist_ok=True)
         return Epoch(folder)
 
-    def _read(self, batch_id: str) -> BatchRecord | None:
-        record = self._store.batches.read(batch_id)
-        return record and self._ending.as_asked(record)
+    def _place(self) -> str:
+        """Where no other machine sees the ledgers, whose they are has to be told beside them."""
+        return place_of(self._folder) if self._private else ""
+
+    async def _taken(self, batch_id: str, lease: Lease) -> BatchRecord | None:
+        """Return a batch that no other runner changes from now on, None where there is none (any more)."""
+        batches = self._store.batches
+        record = await asyncio.to_thread(batches.read, batch_id)
+        if record is None or record.ended or record.runner == lease.name:
+            return record
+        if record.runner:
+            await lease.outlive(record.runner)
+        return await asyncio.to_thread(batches.change, record, partial(changes.taken, runner=lease.name))
 
     def _opened(self, record: BatchRecord, epoch: Epoch) -> tuple[Opened, BatchModel] | None:
         """Check the input and open the ledger; None if the batch has failed over it."""
@@ -174,45 +193,43 @@ class OneBatch:
         file = InputFile(self._store.files.place(stored), stored.filename, ".jsonl", "")
         return FileSource([file], self._max_line_bytes)
 
-    async def _run(self, record: BatchRecord, opened: Opened, model: BatchModel) -> None:
+    async def _run(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> None:
         ledger = opened.ledger
         if record.status == "validating":
-            record = changes.begun(record, self._ending.now(), ledger.job.rows, model.model.model_id)
-            await asyncio.to_thread(self._ending.write, record, ledger.check)
-        if ledger.done.count < ledger.job.rows:
-            record = await self._answered(record, opened, model)
+            record = await asyncio.to_thread(self._ending.begin, record, ledger, model.model.model_id)
+        if ledger.done.count < ledger.job.rows and not self._ending.is_due(record):
+            record = await self._answered(record, opened, model, lease)
         await asyncio.to_thread(self._ending.finish, record, opened)
 
-    async def _answered(self, record: BatchRecord, opened: Opened, model: BatchModel) -> BatchRecord:
+    async def _answered(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> BatchRecord:
         """Run the rows until all are done, the client wants no more, or the time is over."""
-        rows = asyncio.create_task(self._rows(record, opened, model))
+        rows = asyncio.create_task(self._rows(record, opened, model, lease))
         try:
             while True:
                 done, _ = await asyncio.wait([rows], timeout=WATCH_SECONDS)
                 if done:
                     rows.result()
                     return record
-                now = changes.counted(record, counts_of(opened.ledger))
-                record = await asyncio.to_thread(self._noted, record, now, opened.ledger)
+                record = await asyncio.to_thread(self._noted, record, counts_of(opened.ledger), opened.ledger)
                 if self._ending.is_due(record):
                     return record
         finally:
             rows.cancel()
             await asyncio.gather(rows, return_exceptions=True)
 
-    def _noted(self, record: BatchRecord, now: BatchRecord, ledger: Ledger) -> BatchRecord:
-        """Return what became of `record`, and what its client wants; kept where that is new."""
+    def _noted(self, record: BatchRecord, counts: RequestCounts, ledger: Ledger) -> BatchRecord:
+        """Return what became of `record`, and how far it is; told to readers where that is new."""
         ledger.check()  # who was taken for dead stops, also where nothing is new
-        now = self._ending.as_asked(now)
+        now = changes.counted(self._store.batches.follow(record), counts)
         if now != record:
-            self._ending.write(now, ledger.check)
+            self._store.batches.note(now)
         return now
 
-    async def _rows(self, record: BatchRecord, opened: Opened, model: BatchModel) -> None:
+    async def _rows(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> None:
         ledger = opened.ledger
         async with model.turn:
             backlog = Backlog(model.bounds)
-            ticks = Ticks([ledger.flush, backlog.look])
+            ticks = Ticks([lease.check, ledger.flush, backlog.look])
             answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
             await BatchRun(
                 opened.source,
@@ -263,14 +280,19 @@ def _ledger(epoch: Epoch, job: Job, replicas: str | None = None) -> Ledger:
     """
     stored, had = _stored_job(epoch.folder), read_replicas(epoch.folder)
     changed = stored and difference(stored, job)
-    if changed is None and None not in (replicas, had) and replicas != had:
+    if changed is None and replicas and had and weights_of(replicas) != weights_of(had):
         changed = "the replicas' model was changed"
     if stored is None or changed is not None:
         if stored is not None:
             logger.warning("%s begins anew: %s", epoch.folder, changed)
         epoch.check()
         (epoch.folder / JOB_FILE).unlink(missing_ok=True)  # what is left counts for nothing
-    return Ledger.within(epoch, job)
+    with ExitStack() as undo:
+        ledger = undo.enter_context(closing(Ledger.within(epoch, job)))
+        if replicas is not None and ledger.replicas is not None:
+            ledger.agree_on(replicas)
+        undo.pop_all()
+    return ledger
 
 
 def _stored_job(folder: Path) -> Job | None:

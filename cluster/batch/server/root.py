@@ -54,6 +54,15 @@ class Root(Protocol):
         """Put a small file in place, over another one if there is one: readers see either whole."""
         ...
 
+    def create(self, path: str, data: bytes) -> bool:
+        """Put a small file in place where there is none, and return whether what lies there now is `data`.
+
+        Of several that create one file, one alone is told True. On a disk, on NFS, and where the store takes
+        conditional writes (Amazon S3, Google Cloud Storage, Azure Blob Storage) that is certain; elsewhere (sftp,
+        hdfs) two that do so within one round trip may both be told True, and what came last stays.
+        """
+        ...
+
     def draft(self) -> Draft:
         """Begin a large file."""
         ...

@@ -17,6 +17,7 @@ from cluster.batch.errors import BusyError, FencedError
 from cluster.batch.server.errors import StoreError
 from cluster.batch.server.objects import BatchRecord
 from cluster.batch.server.store import Store
+from cluster.batch.server.windows import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -32,20 +33,20 @@ RunOne = Callable[[str], Coroutine[Any, Any, None]]
 class Runner:
     """Keeps a task for every batch that has not ended. run_one: sees a batch to its end, given its id.
 
-    clock: of pauses. time_of_day: in seconds since 1970.
+    windows: that `run_one` goes by. clock: of pauses.
     """
 
     def __init__(
         self,
         store: Store,
         run_one: RunOne,
+        windows: Windows,
         clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._run_one = run_one
         self._clock = clock
-        self._time_of_day = time_of_day
+        self._windows = windows
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()  # of these, those that stood behind others, and are only to be ended
         self._not_before: dict[str, float] = {}
@@ -77,12 +78,15 @@ class Runner:
 
     async def _look(self) -> None:
         try:
-            unended = await asyncio.to_thread(lambda: list(self._store.batches.unended(self._tell)))
-            if behind := self._begin(unended):
-                await self._end_due(behind)
+            self._end_due(self._begin(await asyncio.to_thread(self._unended)))
         except Exception:
             # Whatever a library for URLs raises: batches that run go on, and it is tried again.
             logger.exception("batches cannot be listed")
+
+    def _unended(self) -> list[BatchRecord]:
+        unended = list(self._store.batches.unended(self._tell))
+        self._windows.look(unended)
+        return unended
 
     def _begin(self, unended: Sequence[BatchRecord]) -> list[BatchRecord]:
         """Begin with the first batches of each model; return those that stand behind as many as there may be."""
@@ -100,11 +104,9 @@ class Runner:
                 behind.append(one)
         return behind
 
-    async def _end_due(self, behind: Sequence[BatchRecord]) -> None:
+    def _end_due(self, behind: Sequence[BatchRecord]) -> None:
         """Of batches whose turn is far, end those that are cancelled, or whose time is over."""
-        as_asked = self._store.batches.as_asked
-        told = await asyncio.to_thread(lambda: list(as_asked(behind, self._tell)))
-        due = [one.id for one in told if one.is_due(self._time_of_day())]
+        due = [one.id for one in behind if one.status == "cancelling" or self._windows.is_over(one)]
         for batch_id in due[: MAX_AT_ONCE - len(self._ending)]:
             self._ending.add(batch_id)
             self._look_after(batch_id)

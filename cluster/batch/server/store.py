@@ -45,13 +45,13 @@ class Store:
     def __init__(self, root: Root, max_file_bytes: int, on_created: OnCreated | None = None) -> None:
         self.files = FileStore(root)
         self.batches = BatchStore(root)
-        self._root = root
+        self.root = root
         self.max_file_bytes = max_file_bytes
         self._on_created = on_created
 
     def sweep(self) -> None:
         """Remove what killed processes left in the middle of writing it."""
-        self._root.sweep()
+        self.root.sweep()
 
     def keep_input(self, draft: Draft, tenant: str, filename: str) -> StoredFile:
         """Make a file of what a client sent as the input of batches."""
@@ -107,7 +107,7 @@ class Store:
         except BaseException:
             self.batches.drop(batch_id)
             raise
-        self.batches.write(record)
+        self.batches.begin(record)
         return record
 
     def tell(self, record: BatchRecord) -> None:
@@ -116,7 +116,7 @@ class Store:
             self._on_created(record)
 
     def batch(self, batch_id: str, tenant: str) -> BatchRecord:
-        """Return a batch as its client sees it; 404 where the tenant has none of this id."""
+        """Return a batch; 404 where the tenant has none of this id."""
         record = self.batches.get(batch_id, tenant)
         if record is None:
             raise ApiError("not_found", f"there is no batch {batch_id[:64]!r}; GET /v1/batches lists them")

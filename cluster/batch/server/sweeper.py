@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster.batch.errors import BatchError, BusyError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.server.ids import BATCH_IDS
+from cluster.batch.server.lease import sweep_signs
 from cluster.batch.server.store import Store
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class Sweeper:
     def __init__(self, store: Store, folder: Path) -> None:
         self._store = store
         self._folder = folder
+        self._signs: dict[str, bytes | None] = {}  # of runners, as they were found the last time
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -34,8 +36,9 @@ class Sweeper:
             await asyncio.sleep(SWEEP_SECONDS)
 
     def sweep(self) -> None:
-        """Remove drafts that nobody writes, and ledgers of batches that have ended or are not there."""
+        """Remove drafts that nobody writes, what runners that are gone showed, and ledgers of batches that ended."""
         self._store.sweep()
+        sweep_signs(self._store.root, self._signs)
         for folder in self._folder.iterdir() if self._folder.exists() else ():
             if BATCH_IDS.fits(folder.name):
                 self._sweep(folder)

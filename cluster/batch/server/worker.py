@@ -23,6 +23,7 @@ from cluster.batch.server.root import open_root
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
 from cluster.batch.server.sweeper import Sweeper
+from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
@@ -58,13 +59,14 @@ class Batches:
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         shared = configs[0]
+        windows = Windows(store.root)
         one_batch = OneBatch(
-            store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes, private=is_url(batch_dir)
+            store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes, windows, is_url(batch_dir)
         )
         settle_heap()
         loop = asyncio.get_running_loop()
         self._sweeper = loop.create_task(Sweeper(store, folder).run())
-        self._runner = loop.create_task(Runner(store, one_batch.run).run())
+        self._runner = loop.create_task(Runner(store, one_batch.run, windows).run())
 
     def check_health(self) -> None:
         """Raise when batches are run no more (called by Serve)."""
@@ -106,7 +108,10 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
     dispatcher = Dispatcher(patient(config))
     vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
     scaled = config.max_replicas is not None
-    ReplicaDirectory(f"batches-{uuid4().hex}", replicas, dispatcher, vocabulary, on_demand=scaled)
+    # A model without replicas is left so until a batch asks for it.
+    asleep = config.scales_to_zero
+    name = f"batches-{uuid4().hex}"
+    ReplicaDirectory(name, replicas, dispatcher, vocabulary, on_demand=scaled, rouse=lambda: not asleep)
     room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
     return BatchModel(
         model=served_model(config),

@@ -31,6 +31,7 @@ class ResponsesEndpoint(Endpoint):
         call = asked.call
         exchange["id"] = call.request_id
         exchange["client_id"] = exchange["client_id"] or call.client_id
+        incoming.tell_ignored(call.ignored)
         prompt_tokens = sum([len(request.prompt_token_ids) for request in requests])
         await visit.charge_prompt(prompt_tokens)
         track = front.metrics.track(requests, visit.charge_output)

@@ -15,7 +15,7 @@ from cluster.openai.field_types import Fields, Label, Labels, note
 from cluster.openai.messages import MAX_MESSAGES
 from cluster.openai.refusals import EXTENSIONS, OPENAI_CHAT, Refusal
 from cluster.openai.schema import ChatFields, ReasoningEffort
-from cluster.openai.tool_fields import Name
+from cluster.openai.tool_fields import MAX_TOOLS, Name
 
 _MAX = 2**31 - 1
 LOGPROBS = "message.output_text.logprobs"
@@ -56,6 +56,12 @@ class FunctionTool(Fields):
     strict: bool | None = None
 
 
+def _few_tools(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_TOOLS:
+        raise PydanticCustomError("tool_count", f"must hold at most {MAX_TOOLS} tools, not {len(value)}")
+    return value
+
+
 class NamedFunction(Fields):
     """`tool_choice` of one function."""
 
@@ -69,7 +75,7 @@ def _tool_choice(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function":
         return NamedFunction.model_validate(value)
     raise PydanticCustomError(
-        "tool_choice", "must be 'none', 'auto', 'required' or {{'type': 'function', 'name': ...}}"
+        "tool_choice", "must be 'none', 'auto', 'required' or {'type': 'function', 'name': ...}"
     )
 
 
@@ -82,6 +88,22 @@ Choice = Annotated[
     Any,
     BeforeValidator(_tool_choice),
     WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, NamedFunction.model_json_schema()]}),
+]
+
+
+Verbosity = Literal["low", "medium", "high"]
+Summary = Literal["auto", "concise", "detailed"]
+# What an answer may tell beside its text. The first is told; the others are of tools and inputs that there are not,
+# and of thoughts, which are told as they are.
+Includable = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
 ]
 
 
@@ -99,13 +121,15 @@ class TextOptions(Fields):
     """How the text is to be."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(Fields):
-    """How much the model is to think; thoughts are told as they are, so there is no summary to ask for."""
+    """How much the model is to think; thoughts are told as they are, so that a summary has no use."""
 
     effort: ReasoningEffort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class StreamOptions(Fields):
@@ -125,15 +149,17 @@ class ResponseFields(Fields):
     max_output_tokens: int | None = note("at most that many tokens of output, thinking included", 1, _MAX)
     temperature: float | None = note("0 is greedy; up to 100", 0, 100)
     top_p: float | None = note("above 0, at most 1", 0, 1)
-    text: TextOptions | None = note("format: text, json_object, json_schema (enforced)")
-    tools: list[FunctionTool] | None = note(
+    text: TextOptions | None = note("format of an answer that is no call: text, json_object, json_schema (enforced)")
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True), BeforeValidator(_few_tools)] | None = note(
         "functions, at most 128, where the model's chat template reads tools; their schemas bind calls that are "
         "forced (strict or not), and only inform those that are not"
     )
     tool_choice: Choice | None = note("none (tools are kept from the model), auto, required, or one function")
     parallel_tool_calls: bool | None = note("false: at most one call; default true")
     reasoning: ReasoningOptions | None = note("effort, where the model's chat template reads it")
-    include: list[Literal["message.output_text.logprobs"]] | None = note("log-probabilities of the text")
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = note(
+        "message.output_text.logprobs: log-probabilities of the text"
+    )
     top_logprobs: int | None = note("0 to 20; only with include", 0, 20)
     stream: bool = note("server-sent events", default=False)
     stream_options: StreamOptions | None = note("only with stream")
@@ -163,7 +189,7 @@ REFUSED_RESPONSE: Mapping[str, Refusal] = {
     "conversation": Refusal((), _STATELESS),
     "background": Refusal((False,), "nothing is stored here; use stream"),
     "prompt": Refusal((), "stored prompts do not exist here; send input and instructions"),
-    "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none"),
+    "max_tool_calls": Refusal((), "it bounds tools that the server runs, and there are none", (int,)),
     "access_programs": Refusal(),
     "context_management": Refusal(),
     "image": Refusal((), "this model reads and writes text only"),

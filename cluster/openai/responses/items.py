@@ -2,47 +2,84 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.openai.messages import MAX_MESSAGES
+from cluster.openai.hints import Hints
+from cluster.openai.messages import MAX_MESSAGES, PART_HINTS
 from engine.errors import InvalidRequestError
 
 _TEXTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = frozenset({"user", "assistant", "system", "developer"})
 _LABELS = frozenset({"id", "status", "type"})  # of items that were outputs once; they say nothing to the model
+# What clients' own libraries add to outputs that they send back, and what would make prefixes be cached.
+_HINTS = frozenset({"parsed", "parsed_arguments", *PART_HINTS})
+
+
+# What a part of a message is called in what it was made from.
+_CALL = re.compile(r"\.tool_calls\[(\d+)\](.*)", re.DOTALL)
+_CALL_NAMES = {".id": ".call_id", ".function.name": ".name", ".function.arguments": ".arguments"}
+_TEXT_NAMES: Mapping[str, str] = {".content": "", ".role": ""}
+_ITEM_NAMES: Mapping[str, str] = {}
+_OUTPUT_NAMES: Mapping[str, str] = {".content": ".output", ".role": ".type", ".tool_call_id": ".call_id"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a message was made from. path: as clients write it. names: of its parts, where they differ.
+
+    calls: paths of the items of its calls; where it has no other item, the first of them is its own.
+    """
+
+    path: str
+    names: Mapping[str, str]
+    calls: list[str] = field(default_factory=list)
+
+    def of(self, part: str) -> str:
+        """Return the path of a part of the message, such as ".content" or ".tool_calls[0].function.name"."""
+        if found := _CALL.fullmatch(part):
+            number = int(found[1])
+            item = self.calls[number] if number < len(self.calls) else self.path
+            return item + _CALL_NAMES.get(found[2], "")
+        if part == ".tool_calls":
+            return self.calls[0] if self.calls else self.path
+        return self.path + self.names.get(part, part)
 
 
 class Messages:
-    """Collects the messages. origins: for each message, the name of what it was made from."""
+    """Collects the messages. origins: of each. hints: notes what has no use."""
 
-    def __init__(self) -> None:
+    def __init__(self, hints: Hints) -> None:
+        self.hints = hints
         self.messages: list[dict[str, Any]] = []
-        self.origins: list[str] = []
+        self.origins: list[Origin] = []
 
-    def add(self, origin: str, message: dict[str, Any]) -> None:
+    def add(self, path: str, message: dict[str, Any], names: Mapping[str, str] = _ITEM_NAMES) -> None:
         """Append a message."""
         self.messages.append(message)
-        self.origins.append(origin)
+        self.origins.append(Origin(path, names))
 
-    def add_call(self, origin: str, call: dict[str, Any]) -> None:
+    def add_call(self, path: str, call: dict[str, Any]) -> None:
         """Add a call to the assistant's turn: chats have all calls of one turn in one message."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant":
-            self.add(origin, {"role": "assistant", "content": None})
+            self.add(path, {"role": "assistant", "content": None})
         self.messages[-1].setdefault("tool_calls", []).append(call)
+        self.origins[-1].calls.append(path)
 
 
-def messages_of(given: str | Sequence[Any], instructions: str | None) -> Messages:
+def messages_of(given: str | Sequence[Any], instructions: str | None, hints: Hints) -> Messages:
     """Return the chat; raises `InvalidRequestError` naming the item that is none of a text chat.
 
     Reasoning items are taken and left out, as chat templates leave out what was thought in earlier turns.
     """
-    found = Messages()
+    found = Messages(hints)
     if instructions is not None:
-        found.add("instructions", {"role": "system", "content": instructions})
+        found.add("instructions", {"role": "system", "content": instructions}, _TEXT_NAMES)
     if isinstance(given, str):
-        found.add("input", {"role": "user", "content": given})
+        found.add("input", {"role": "user", "content": given}, _TEXT_NAMES)
         return found
     if not 1 <= len(given) <= MAX_MESSAGES:
         raise InvalidRequestError(f"input must hold 1 to {MAX_MESSAGES} items, not {len(given)}", "input")
@@ -56,11 +93,11 @@ def _add_item(origin: str, item: Any, found: Messages) -> None:
         raise InvalidRequestError(f"{origin} must be an object", origin, "invalid_type")
     kind = item.get("type", "message")
     if kind == "message":
-        found.add(origin, _message(origin, item))
+        found.add(origin, _message(origin, item, found.hints))
     elif kind == "function_call":
-        found.add_call(origin, _call(origin, item))
+        found.add_call(origin, _call(origin, item, found.hints))
     elif kind == "function_call_output":
-        found.add(origin, _output(origin, item))
+        found.add(origin, _output(origin, item, found.hints), _OUTPUT_NAMES)
     elif kind != "reasoning":
         known = "message, function_call, function_call_output and reasoning"
         raise InvalidRequestError(
@@ -68,41 +105,46 @@ def _add_item(origin: str, item: Any, found: Messages) -> None:
         )
 
 
-def _message(origin: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_others(origin, item, {"role", "content", "phase"})
+def _message(origin: str, item: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
+    _refuse_others(origin, item, {"role", "content", "name", "phase"}, hints)
     role = _string(origin, item, "role")
     if role not in _ROLES:
         raise InvalidRequestError(f"{origin}.role must be one of {', '.join(sorted(_ROLES))}", f"{origin}.role")
-    return {"role": role, "content": _text(f"{origin}.content", item.get("content"))}
+    content = item.get("content")
+    if content is None and role == "assistant":
+        content = ""  # it only thought, or called tools
+    name = {} if item.get("name") is None else {"name": _string(origin, item, "name")}
+    return {"role": role, **name, "content": _text(f"{origin}.content", content, hints)}
 
 
-def _call(origin: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_others(origin, item, {"call_id", "name", "arguments"})
+def _call(origin: str, item: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
+    _refuse_others(origin, item, {"call_id", "name", "arguments"}, hints)
     function = {"name": _string(origin, item, "name"), "arguments": _string(origin, item, "arguments")}
     return {"id": _string(origin, item, "call_id"), "type": "function", "function": function}
 
 
-def _output(origin: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    _refuse_others(origin, item, {"call_id", "output"})
-    text = _text(f"{origin}.output", item.get("output"))
+def _output(origin: str, item: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
+    _refuse_others(origin, item, {"call_id", "output"}, hints)
+    text = _text(f"{origin}.output", item.get("output"), hints)
     return {"role": "tool", "tool_call_id": _string(origin, item, "call_id"), "content": text}
 
 
-def _text(param: str, content: Any) -> str | list[dict[str, str]]:
+def _text(param: str, content: Any, hints: Hints) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequestError(f"{param} must be a string or a list of text parts", param, "invalid_type")
-    return [_part(f"{param}[{i}]", part) for i, part in enumerate(content)]
+    return [_part(f"{param}[{i}]", part, hints) for i, part in enumerate(content)]
 
 
-def _part(param: str, part: Any) -> dict[str, str]:
+def _part(param: str, part: Any, hints: Hints) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in _TEXTS or not isinstance(part.get("text"), str):
         raise InvalidRequestError(
             f"{param} must be a part of type 'input_text' or 'output_text': this model reads no other input", param
         )
-    _refuse_others(param, part, {"text", "annotations", "logprobs"})  # the last two come with parts that were outputs
+    # The last two come with parts that were outputs.
+    _refuse_others(param, part, {"text", "annotations", "logprobs"}, hints)
     return {"type": "text", "text": part["text"]}
 
 
@@ -116,8 +158,12 @@ def _string(origin: str, item: Mapping[str, Any], name: str) -> str:
     raise InvalidRequestError(f"{param} must be a string", param, "invalid_type")
 
 
-def _refuse_others(origin: str, item: Mapping[str, Any], known: set[str]) -> None:
+def _refuse_others(origin: str, item: Mapping[str, Any], known: set[str], hints: Hints) -> None:
     for name, value in item.items():
-        if name not in known and name not in _LABELS and value is not None:
-            param = f"{origin}.{name[:100]}"
-            raise InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
+        if name in known or name in _LABELS or value is None:
+            continue
+        param = f"{origin}.{name[:100]}"
+        error = InvalidRequestError(f"{param} is not supported; leave it out", param, "unknown_parameter")
+        if name not in _HINTS:
+            raise error
+        hints.leave(error)

@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from msgspec import DecodeError, json
+from typing_extensions import override
+
 from cluster.openai.deltas import PlacedLogprob
 from cluster.openai.tools.deltas import CallDelta
 
@@ -31,8 +34,13 @@ class OpenItem(ABC):
     def close(self, cut: bool) -> None:
         """Complete the item. cut: the output reached its limit in it."""
         self._finish()
-        self.item["status"] = "incomplete" if cut else "completed"
+        self.item["status"] = "incomplete" if cut and not self._whole else "completed"
         self._tell("response.output_item.done", item=self.item)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing of the item can be missing although the output was cut."""
+        return False
 
     @abstractmethod
     def _finish(self) -> None: ...
@@ -139,6 +147,15 @@ class CallItem(OpenItem):
         """Add a piece of the arguments."""
         self._arguments.append(arguments)
         self._tell_part("response.function_call_arguments.delta", delta=arguments)
+
+    @property
+    @override
+    def _whole(self) -> bool:
+        try:
+            json.decode(self.item["arguments"])
+        except DecodeError:
+            return False
+        return True
 
     def _finish(self) -> None:
         self.item["arguments"] = "".join(self._arguments)

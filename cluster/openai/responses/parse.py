@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.openai.call import Call
 from cluster.openai.checking import checked_fields, refuse_other_models
+from cluster.openai.hints import Hints
 from cluster.openai.responses.fields import (
     EXTRAS,
     LOGPROBS,
@@ -19,7 +20,7 @@ from cluster.openai.responses.fields import (
     ResponseFields,
     TextFormat,
 )
-from cluster.openai.responses.items import messages_of
+from cluster.openai.responses.items import Origin, messages_of
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat
 from engine.errors import InvalidRequestError
@@ -48,18 +49,21 @@ def parse_response(fields: Mapping[str, Any], model: ServedModel) -> Asked:
     """Check a call; raises `ApiError` or `InvalidRequestError` that names the first wrong field."""
     extras = {name: fields[name] for name in EXTRAS if name in fields}
     own = {name: value for name, value in fields.items() if name not in extras}
-    checked = checked_fields(ResponseFields, own, REFUSED_RESPONSE)
+    hints = Hints(model.strict_fields)
+    checked = checked_fields(ResponseFields, own, REFUSED_RESPONSE, hints)
     refuse_other_models(checked.model, model)
-    _check(checked)
-    found = messages_of(checked.input, checked.instructions)
+    _check(checked, hints)
+    found = messages_of(checked.input, checked.instructions, hints)
     try:
         call = parse_chat({**_as_chat(checked), "messages": found.messages, **extras}, model)
     except InvalidRequestError as error:
         raise renamed(error, found.origins) from error
-    return Asked(checked, replace(call, request_id=f"resp_{secrets.token_hex(16)}"))
+    for name in call.ignored:
+        hints.ignore(our_name(name))
+    return Asked(checked, replace(call, request_id=f"resp_{secrets.token_hex(16)}", ignored=hints.names))
 
 
-def renamed(error: InvalidRequestError, origins: Sequence[str] = ()) -> InvalidRequestError:
+def renamed(error: InvalidRequestError, origins: Sequence[Origin] = ()) -> InvalidRequestError:
     """Return an error of the chat's validator by the names that this API has for its fields.
 
     origins: what each message was made from.
@@ -72,22 +76,36 @@ def renamed(error: InvalidRequestError, origins: Sequence[str] = ()) -> InvalidR
     return renamed_error
 
 
-def our_name(param: str, origins: Sequence[str] = ()) -> str:
+def our_name(param: str, origins: Sequence[Origin] = ()) -> str:
     """Return this API's name for a field of the chat's; see `renamed`."""
     found = _MESSAGE.match(param)
     if found and int(found[1]) < len(origins):
-        return origins[int(found[1])] + param[found.end() :]
+        return origins[int(found[1])].of(param[found.end() :])
     for theirs, ours in _OURS.items():
         if param == theirs or param.startswith((f"{theirs}.", f"{theirs}[")):
             return ours + param[len(theirs) :]
     return _FUNCTION.sub(r"\1", param)
 
 
-def _check(checked: ResponseFields) -> None:
+def _check(checked: ResponseFields, hints: Hints) -> None:
     if checked.stream_options is not None and not checked.stream:
         raise InvalidRequestError("stream_options is allowed only with stream=true", "stream_options")
-    if checked.top_logprobs is not None and not checked.include:
+    if checked.top_logprobs and LOGPROBS not in (checked.include or ()):
         raise InvalidRequestError(f"top_logprobs is allowed only with include=[{LOGPROBS!r}]", "top_logprobs")
+    for param, value in _hints_of(checked):
+        if value is not None:
+            hints.leave(InvalidRequestError(f"{param} is not supported by this server; leave it out", param))
+
+
+def _hints_of(checked: ResponseFields) -> Iterator[tuple[str, str | None]]:
+    """Names and values of what has no use with any model. A medium verbosity is what there is anyway."""
+    for one in checked.include or ():
+        yield f"include[{one}]", None if one == LOGPROBS else one
+    if checked.text is not None:
+        yield "text.verbosity", None if checked.text.verbosity == "medium" else checked.text.verbosity
+    if checked.reasoning is not None:
+        yield "reasoning.summary", checked.reasoning.summary
+        yield "reasoning.generate_summary", checked.reasoning.generate_summary
 
 
 def _as_chat(checked: ResponseFields) -> dict[str, Any]:
@@ -102,7 +120,7 @@ def _as_chat(checked: ResponseFields) -> dict[str, Any]:
         "parallel_tool_calls": checked.parallel_tool_calls,
         "response_format": _format(checked.text.format if checked.text else None),
         "reasoning_effort": checked.reasoning.effort if checked.reasoning else None,
-        "logprobs": True if checked.include else None,
+        "logprobs": True if LOGPROBS in (checked.include or ()) else None,
         "top_logprobs": checked.top_logprobs,
     }
 

@@ -23,12 +23,14 @@ class CallObject:
     """Reads one call. It is told as soon as its name and the beginning of its arguments are read.
 
     names: functions that may be called; an object with another name is no call. Keys beside name and arguments (`id`,
-    `type`) are passed over.
+    `type`) are passed over. forced: the text can be nothing but calls, so where it ends within one, that is a call
+    too once its name is read.
     """
 
-    def __init__(self, reader: Reader, names: Collection[str]) -> None:
+    def __init__(self, reader: Reader, names: Collection[str], *, forced: bool = False) -> None:
         self._reader = reader
         self._names = names
+        self._forced = forced
         self._name: str | None = None
         self._arguments: str | None = None  # those that came before the name
         self._told = False
@@ -38,15 +40,17 @@ class CallObject:
         """Read the object; raises `MalformedCallError` at the first character that does not belong to a call."""
         reader = self._reader
         reader.turn(Sink.HELD)
+        cut = False
         try:
             yield from self._members()
         except MalformedCallError:
-            if not (self._whole and reader.at_end):  # only the closing brace is missing
+            cut = reader.at_end and self._forced
+            if not (cut or (self._whole and reader.at_end)):  # only the closing brace is missing
                 raise
-        if self._name is None:
+        if self._name is None and not cut:
             raise MalformedCallError
-        if not self._told:
-            reader.open_call(self._name, self._arguments or NO_ARGUMENTS)
+        if self._name is not None and not self._told:
+            reader.open_call(self._name, self._arguments or ("" if cut else NO_ARGUMENTS))
         reader.drop()
 
     def _members(self) -> Step:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Literal
 
 from msgspec import json
 
-from cluster.openai.tools.formats import ArgumentsParser, ListParser
-from cluster.openai.tools.parser import ToolParser
+from cluster.openai.tools.formats import ArgumentsParser, ListedParser, ListParser
+from cluster.openai.tools.parser import CallForm, MakeCallId, ToolParser
 from cluster.openai.tools.schema_refs import placed_under
 from engine.errors import InvalidRequestError
+from engine.grammar.calls import CallsOrJson
 from engine.sampling_params import StructuredOutput
 from engine.tokenizer import Tokenizer
 
@@ -31,17 +32,20 @@ class ToolUse:
     """The tools of one call that may or must be used; a call without tools, or with `none`, has no `ToolUse`.
 
     tools: name -> JSON schema of its arguments, None = it takes none. Of a named choice only that one.
-    parser: of answers in mode auto, from the server's `tool_call_parser`. parallel: whether one answer may hold more
-    than one call.
+    parser: of answers in mode auto, from the server's `tool_call_parser`. parallel: whether one answer may hold
+    more than one call. bound: whether a grammar lets the model write calls or an answer in JSON, and nothing else.
+    make_id: how ids of calls are made, where the server's parser says it.
     """
 
     mode: ToolMode
     tools: Mapping[str, Schema | None]
     parser: type[ToolParser] | None = None
     parallel: bool = True
+    bound: bool = False
+    make_id: MakeCallId | None = None
 
     def structured(self) -> StructuredOutput | None:
-        """Return what the output must match: None in mode auto, where the model is free to call or not.
+        """Return what a forced call must match: None in mode auto, where the model is free to call or not.
 
         Raises `InvalidRequestError` naming `tools` when the schemas are too large.
         """
@@ -53,9 +57,35 @@ class ToolUse:
         except InvalidRequestError as error:
             raise InvalidRequestError(f"tools: their parameters as one schema: {error}", "tools") from error
 
+    def or_answer(self, answer: StructuredOutput, tokenizer: Tokenizer) -> tuple[ToolUse, StructuredOutput]:
+        """Return the use and the output of a model that may call or write `answer`, JSON of a schema or any object.
+
+        Arguments are any objects: of a call that is not forced, the schema only informs. Where the model's own format
+        cannot be written (its markers are special tokens, which no grammar has), calls are written as a list.
+        Raises `InvalidRequestError` naming `tools` when the names and the schema together are too large.
+        """
+        parser = self._parser_class()
+        if parser.form is None or hides_markers(parser, tokenizer):
+            parser = ListedParser
+        form = parser.form or CallForm("", "")
+        wanted = CallsOrJson(
+            tuple((form.begin.replace("NAME", name), form.end) for name in self.tools),
+            form.opening,
+            form.between,
+            form.closing,
+            self.parallel,
+            answer.text or None,
+        )
+        try:
+            return replace(self, parser=parser, bound=True), StructuredOutput("calls_or_json", wanted.text())
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"tools: their names and the schema together: {error}", "tools") from error
+
     def explained(self, message: str) -> str:
         """Return an error about the schema of `structured` in terms of the tools that it was made of."""
         names = list(self.tools)
+        if self.mode == "auto":
+            return message
         if self.mode == "named":
             return message.replace("json_schema", f"the parameters of {names[0]}")
         return _PLACE.sub(lambda place: f"the parameters of {names[int(place[1])]} at #", message)
@@ -63,7 +93,12 @@ class ToolUse:
     def new_parser(self, of: str | None = None) -> ToolParser:
         """Return a parser for one choice. of: its name, which decides the ids of calls; None = they are random."""
         chance = None if of is None else Random(of)
-        return self._parser_class()(self.tools.keys(), parallel=self.parallel, chance=chance)
+        parser = self._parser_class()
+        if parser.make_id is self.make_id and not self.bound:
+            return parser(self.tools.keys(), parallel=self.parallel, chance=chance)
+        return parser(
+            self.tools.keys(), parallel=self.parallel, chance=chance, bound=self.bound, make_id=self.make_id
+        )
 
     def keeps_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether the text must be made with special tokens, since the parser looks for some of them."""
@@ -99,17 +134,18 @@ def tool_use(
     `tool_call_parser`.
     Raises `InvalidRequestError` naming `tools` or `tool_choice`.
     """
+    make_id = None if parser is None else parser.make_id
     if named is not None:
         if named not in tools:
             raise InvalidRequestError(f"tool_choice names {named[:100]!r}, which is not in tools", "tool_choice")
-        return ToolUse("named", {named: tools[named]}, parallel=parallel)
+        return ToolUse("named", {named: tools[named]}, parallel=parallel, make_id=make_id)
     if choice == "required":
         if not tools:
             raise InvalidRequestError("tool_choice 'required' needs tools to choose from", "tool_choice")
-        return ToolUse("required", tools, parallel=parallel)
+        return ToolUse("required", tools, parallel=parallel, make_id=make_id)
     if not tools or choice == "none":
         return None
-    use = ToolUse("auto", tools, parser, parallel)
+    use = ToolUse("auto", tools, parser, parallel, make_id=make_id)
     use.new_parser()
     return use
 

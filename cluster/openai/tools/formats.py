@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from cluster.openai.tools.call_object import CallObject, read_arguments
 from cluster.openai.tools.json_text import read_comma, read_space
-from cluster.openai.tools.parser import MarkedParser, ToolParser, read_content, short_call_id
+from cluster.openai.tools.parser import CallForm, MarkedParser, ToolParser, read_content, short_call_id
 from cluster.openai.tools.reader import MalformedCallError, Reader, Sink, Step
 from cluster.openai.tools.registry import Registry
 
@@ -24,11 +24,12 @@ class HermesParser(MarkedParser):
 
     markers = ("<tool_call>",)
     closing = "</tool_call>"
+    form = CallForm('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
 
     def read_calls(self, reader: Reader) -> Step:
         """See `MarkedParser.read_calls`."""
         yield from read_space(reader)
-        yield from CallObject(reader, self.names).read()
+        yield from CallObject(reader, self.names, forced=self.bound).read()
         if not self.one_more():
             return
         yield from reader.space()
@@ -82,6 +83,7 @@ class Llama3JsonParser(ToolParser):
     """
 
     marker = "<|python_tag|>"
+    form = CallForm('{"name": "NAME", "parameters": ', "}", between="; ")
 
     def read(self, reader: Reader) -> Step:
         """See `ToolParser.read`."""
@@ -112,30 +114,44 @@ class Llama3JsonParser(ToolParser):
         return False
 
 
-class ListParser(ToolParser):
-    """A list of calls and nothing else: what the grammar of `tool_choice` "required" allows."""
+class ListedParser(ToolParser):
+    """A list of calls and nothing else, or content: the model may write either."""
+
+    form = CallForm('{"name": "NAME", "arguments": ', "}", opening="[", between=", ", closing="]")
+    forced = False
 
     def read(self, reader: Reader) -> Step:
         """See `ToolParser.read`."""
         reader.turn(Sink.HELD)
         try:
             yield from reader.space()
-            yield from read_list(reader, self)
+            yield from read_list(reader, self, forced=self.forced)
             if not self.one_more():
                 return
             yield from reader.space()
             if not (yield from reader.peek()):
                 reader.drop()
         except MalformedCallError:
-            pass  # its text is shown
+            if self.forced and self.num_calls:
+                yield from read_content(reader, Sink.ARGUMENTS)
         reader.release()
         yield from read_content(reader)
+
+
+class ListParser(ListedParser):
+    """A list of calls and nothing else: what the grammar of `tool_choice` "required" allows.
+
+    A list that is cut has no content: what was written of it is told as calls, or not at all. Nor has one that is
+    nested deeper than calls are read: its rest belongs to the call that is so deep.
+    """
+
+    forced = True
 
 
 class ArgumentsParser(ToolParser):
     """The arguments of one call and nothing else: what the grammar of a named `tool_choice` allows.
 
-    names: the one function that is called.
+    names: the one function that is called, if only with the beginning of its arguments.
     """
 
     def read(self, reader: Reader) -> Step:
@@ -143,7 +159,8 @@ class ArgumentsParser(ToolParser):
         reader.turn(Sink.HELD)
         try:
             yield from reader.space()
-            if (yield from reader.peek()) != "{":
+            first = yield from reader.peek()
+            if first not in ("{", ""):
                 raise MalformedCallError
             (name,) = self.names
             reader.open_call(name)
@@ -152,17 +169,18 @@ class ArgumentsParser(ToolParser):
             if not (yield from reader.peek()):
                 reader.drop()
         except MalformedCallError:
-            pass  # its text is shown
+            if self.num_calls:
+                yield from read_content(reader, Sink.ARGUMENTS)  # nested too deeply to be read
         reader.release()
         yield from read_content(reader)
 
 
-def read_list(reader: Reader, parser: ToolParser) -> Step:
-    """Read a JSON list of calls, of one where more are not allowed."""
+def read_list(reader: Reader, parser: ToolParser, *, forced: bool = False) -> Step:
+    """Read a JSON list of calls, of one where more are not allowed. forced: the text can be nothing else."""
     yield from reader.literal("[")
     yield from read_space(reader)
     while True:
-        yield from CallObject(reader, parser.names).read()
+        yield from CallObject(reader, parser.names, forced=forced).read()
         if not parser.one_more():
             return
         if not (yield from read_comma(reader)):

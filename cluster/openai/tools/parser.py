@@ -6,12 +6,15 @@ import re
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from random import Random, SystemRandom
 from typing import ClassVar
 
 from cluster.openai.tools.deltas import Parsed
 from cluster.openai.tools.reader import MalformedCallError, Reader, Sink, Step
+
+MakeCallId = Callable[[Random], str]
 
 
 def call_id(chance: Random) -> str:
@@ -24,25 +27,52 @@ def short_call_id(chance: Random) -> str:
     return "".join(chance.choices(string.ascii_letters + string.digits, k=9))
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a format writes calls, so that a grammar can: what stands around the arguments, and around the calls.
+
+    begin: `NAME` stands for the function's name.
+    """
+
+    begin: str
+    end: str
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
+
+
 class ToolParser(ABC):
     """Finds the calls in the text of one choice, whole or in deltas: however it is cut, the result is the same.
 
     names: the functions that may be called. parallel: False = the choice is complete after one call, and what the
-    model writes after it is dropped. chance: what ids are drawn from. What looks like a call and is none comes out
-    as content; whitespace between calls and at their ends does not. A call whose arguments turn out malformed was
-    already told in part: it stays, with arguments that are no JSON, and the rest of the text is content.
+    model writes after it is dropped. chance: what ids are drawn from. bound: a grammar allows calls, or an answer
+    in JSON, so a call that the end of the text cuts is no content. make_id: how ids are made, where it is not as
+    this format has them. What looks like a call and is none comes out as content; whitespace between calls and at
+    their ends does not. A call whose arguments turn out malformed was already told in part: it stays, with
+    arguments that are no JSON, and the rest of the text is content.
 
     markers: what the format is recognised by. Where one is a special token of the model, it must not be skipped when
-    text is made of tokens (see `shows_special_tokens`).
+    text is made of tokens (see `shows_special_tokens`). form: how calls are written where a grammar lets the model
+    choose between a call and an answer in JSON; None = as `ListedParser` reads them.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    make_id: ClassVar[Callable[[Random], str]] = staticmethod(call_id)
+    form: ClassVar[CallForm | None] = None
+    make_id: ClassVar[MakeCallId] = staticmethod(call_id)
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True, chance: Random | None = None) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        *,
+        parallel: bool = True,
+        chance: Random | None = None,
+        bound: bool = False,
+        make_id: MakeCallId | None = None,
+    ) -> None:
+        self.bound = bound
         self.names = frozenset(names)
         self._parallel = parallel
-        self._reader = Reader(partial(type(self).make_id, chance or SystemRandom()))
+        self._reader = Reader(partial(make_id or type(self).make_id, chance or SystemRandom()))
         self._run = self._read_all()
         self._done = False
 
@@ -94,10 +124,11 @@ class ToolParser(ABC):
 class MarkedParser(ToolParser):
     """A text in which every call, or every list of calls, stands behind a marker."""
 
-    def __init__(self, names: Collection[str], *, parallel: bool = True, chance: Random | None = None) -> None:
-        super().__init__(names, parallel=parallel, chance=chance)
+    @cached_property
+    def _plain(self) -> re.Pattern[str]:
+        """Text in which no marker begins."""
         firsts = "".join(sorted({re.escape(marker[0]) for marker in self.markers}))
-        self._plain = re.compile(rf"[^\s{firsts}]+")
+        return re.compile(rf"[^\s{firsts}]+")
 
     def read(self, reader: Reader) -> Step:
         """See `ToolParser.read`."""
@@ -105,7 +136,7 @@ class MarkedParser(ToolParser):
             try:
                 yield from self.read_calls(reader)
             except MalformedCallError:
-                reader.release()
+                self._show(reader)
                 if not self.one_more():
                     yield from read_content(reader)
 
@@ -126,10 +157,16 @@ class MarkedParser(ToolParser):
             try:
                 yield from self._marker(reader)
             except MalformedCallError:
-                reader.release()
+                self._show(reader)
                 reader.skip_until(self._end_of_plain)
             else:
                 return True
+
+    def _show(self, reader: Reader) -> None:
+        """Show what is held and is no call, unless it is the beginning of one."""
+        if self.bound and reader.at_end:
+            reader.drop()
+        reader.release()
 
     def _marker(self, reader: Reader) -> Step:
         first = yield from reader.peek()
@@ -144,9 +181,9 @@ class MarkedParser(ToolParser):
         return found.end() if found else start
 
 
-def read_content(reader: Reader) -> Step:
-    """Show the rest of the text."""
-    reader.turn(Sink.CONTENT)
+def read_content(reader: Reader, sink: Sink = Sink.CONTENT) -> Step:
+    """Show the rest of the text, or send it elsewhere."""
+    reader.turn(sink)
     while (yield from reader.peek()):
         reader.skip_until(_everything)
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(tables(parts, Results.merged(options.table, scale.name)), end="")
             return 0
         wanted = chosen(parts, [name for name in options.only.split(",") if name])
-        results = Results(options.results)
+        results = Results(options.results, options.also)
         device = device_named(options.device, WITHOUT_GPU)
         _check(options, device)
         results.check(scale.name, device.type)
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="measure what has a value too, from the start")
     results = Path("gpu-results.json")
     parser.add_argument("--results", type=Path, default=results, help=f"where rows are kept (default: {results})")
+    parser.add_argument("--also", type=Path, metavar="FOLDER", help="gets a copy of the results at every change")
     parser.add_argument("--table", type=Path, nargs="*", metavar="FILE", help="print the tables of these")
     parser.add_argument("--device", default="cuda", help="cuda (the first GPU, the default), cuda:1, cpu")
     parser.add_argument("--shapes", choices=SCALES, default="real", help="real (the default), or tiny, for a CPU")
@@ -142,6 +143,7 @@ def run_apart(part: Part, bench: Bench, options: argparse.Namespace) -> None:
     left = bench.deadline - time.monotonic()
     command = [sys.executable, "-m", "tests.bench.gpu", "--here", "--only", part.name, "--device", str(bench.device)]
     command += ["--results", str(bench.results.path), "--models", str(bench.models), "--shapes", bench.scale.name]
+    command += ["--also", str(options.also)] if options.also else []
     command += ["--again"] * bench.again + (["--minutes", str(left / 60)] if options.minutes else [])
     names = [figure.name for figure in part.figures if bench.again or not bench.results.done(figure.name)]
     before = dict(bench.results.rows)

@@ -83,13 +83,16 @@ class Bench:
             each = [found] if len(names) == 1 else list(found)
             for name, samples in zip(names, each, strict=True):
                 self._take(name, samples)
+                self._note = ""
         except NotHere as reason:
             self._skip(names, str(reason))
+        except OutOfTime:
+            raise
         except Exception as error:
             self._fail(names, error)
 
     def note(self, text: str) -> None:
-        """Say something of what is being measured, to be told beside it."""
+        """Say something of what is being measured, to be told beside it: beside the first where it is several."""
         self._note = text
 
     def check_time(self) -> None:

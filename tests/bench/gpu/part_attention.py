@@ -1,17 +1,20 @@
 """Attention alone, as the layers call it: bytes/s of decoding, FLOP/s of prompts.
 
 One layer's keys and values lie scattered over a paged cache; calls rotate through sets of sequences that no cache of
-the device holds together, replayed as one CUDA graph, so that the host's launches are not in the figure.
+the device holds together, replayed as one CUDA graph, so that the host's launches are not in the figure. `sdpa` is
+torch's own attention to keys and values that lie side by side, without a store: what there is to come near to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from engine.attention.select import select_backend
@@ -27,6 +30,7 @@ from tests.bench.gpu.shapes import Shape
 from tests.bench.gpu.timing import rotations, seconds_per_call
 
 MODEL = "qwen3-8b"  # whose heads are measured
+SDPA = "sdpa"
 POOL_BYTES = 48 << 30  # most that the cache of one measurement takes
 
 
@@ -67,13 +71,17 @@ def cases(scale: Scale) -> list[Case]:
         found += [Case(backend, *where, page=page) for where in scale.paged for page in pages]
         found += [Case(backend, *where, fp8=True) for where in scale.paged]
         found += [Case(backend, 1, context, new=scale.chunk) for context in (scale.chunk, 4 * scale.chunk)]
-    return found
+    # What is chosen may leave whole prompts to another kernel than any backend by its name.
+    found += [Case("auto", batch, scale.chunk // batch, new=scale.chunk // batch) for batch in (1, 8)]
+    found += [Case(SDPA, batch, context) for batch, context in scale.attention]
+    return [*found, Case(SDPA, 1, scale.chunk, new=scale.chunk)]
 
 
 def _figure(case: Case) -> Figure:
-    where = f"pages of {case.page}{', fp8' * case.fp8}"
+    where = "no pages" if case.backend == SDPA else f"pages of {case.page}{', fp8' * case.fp8}"
     if case.new > 1:
-        what = f"{case.backend}: {case.new:,} new tokens of {case.context:,}, {where}"
+        several = f"{case.batch} x " * (case.batch > 1)
+        what = f"{case.backend}: {several}{case.new:,} new tokens of {case.context:,}, {where}"
         return Figure(case.name, what, "TFLOP/s", lambda limits: limits.flops / 1e12)
     what = f"{case.backend}: batch {case.batch} x {case.context:,} tokens, {where}"
     return Figure(case.name, what, "TB/s", _bandwidth)
@@ -93,8 +101,10 @@ def _rates(bench: Bench, shape: Shape, case: Case) -> list[float]:
     width = 1 if case.fp8 else 2
     num_bytes = 2 * width * case.batch * case.context * shape.kv_heads * shape.head_dim
     sets = min(rotations(num_bytes), max(1, POOL_BYTES // num_bytes)) if bench.on_gpu else 2
-    backend = _backend(bench, shape, case)
-    calls = calls_of(backend, case, int(sets))
+    if case.backend == SDPA:
+        calls = sdpa_calls(shape, case, int(sets), bench.device)
+    else:
+        calls = calls_of(_backend(bench, shape, case), case, int(sets))
     decode_step = case.new == 1
     times = seconds_per_call(calls, bench.device, bench.scale.repeats, graph=decode_step)
     if decode_step:
@@ -148,6 +158,15 @@ def calls_of(backend: AttentionBackend, case: Case, sets: int) -> list[Callable[
     key, value = (_random((tokens, spec.num_kv_heads, spec.head_dim), spec.dtype, device) for _ in range(2))
     metadata = [backend.prepare(to_device(_inputs(case, table), device)[0]) for table in tables]
     return [lambda one=one: backend.forward(query, key, value, cache, one, 0) for one in metadata]
+
+
+def sdpa_calls(shape: Shape, case: Case, sets: int, device: torch.device) -> list[Callable[[], Tensor]]:
+    """Return calls of torch's attention that compute what those of `calls_of` do, for decodes or whole prompts."""
+    random = partial(_random, dtype=torch.bfloat16, device=device)
+    query = random((case.batch, shape.heads, case.new, shape.head_dim))
+    pairs = [random((2, case.batch, shape.kv_heads, case.context, shape.head_dim)) for _ in range(sets)]
+    attend = partial(scaled_dot_product_attention, query, is_causal=case.new > 1, enable_gqa=True)
+    return [partial(attend, *pair) for pair in pairs]
 
 
 def _cache(spec: AttentionSpec, num_blocks: int) -> LayerCache:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import Limits, decode_limit
+from tests.bench.gpu.profiled import profiled
 from tests.bench.gpu.scale import Scale
-from tests.bench.gpu.session import Session, busy_seconds, session
+from tests.bench.gpu.session import Session, session
 from tests.bench.gpu.shapes import Shape
 
 AIMS = {
@@ -84,7 +85,9 @@ def _overlapped(bench: Bench, opened: Session, shape: Shape, batch: int) -> None
         before, steps = recorded_steps(scale)
         with _decoding(scale, opened, batch):
             opened.skip(before)
-            busy = 1000 * busy_seconds(opened, steps)
+            found = profiled(opened.device, lambda: opened.skip(steps), steps)
+        bench.note(found.words)
+        busy = 1000 * found.busy
         return busy, idle_share(_measured(bench, shape, batch, "step"), busy)
 
     bench.measure(rates, *(_name(shape, batch, what) for what in ("tokens_per_s", "step")))

@@ -16,7 +16,7 @@ from tests.bench.gpu.loads import Load
 from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import free, session
 from tests.bench.gpu.shapes import Shape
-from tests.bench.gpu.theirs import their_model
+from tests.bench.gpu.theirs import answered, continuous_batching, their_model
 from tests.bench.gpu.timing import synchronise
 
 RUNS = 3
@@ -72,6 +72,7 @@ def _ours(bench: Bench, shape: Shape, part: str) -> None:
             began = time.perf_counter()
             answers = opened.llm.generate(load.prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - began
+            opened.refuse_lost_graphs()
             if [len(answer.outputs[0].token_ids) for answer in answers] != list(load.outputs):
                 raise RuntimeError("some sequence has not as many tokens as were asked for")
             return sum(load.outputs) / seconds
@@ -93,7 +94,7 @@ def _continuous_batching(bench: Bench, shape: Shape) -> float:
     model = their_model(bench.folder(shape), torch.bfloat16, bench.device)
     try:
         with _manager(model, bench) as manager:
-            _generate(manager, Load([[5, 6, 7]], [8]), "warm")
+            answered(manager, Load([[5, 6, 7]], [8]), "warm", PATIENCE)
             run = _timed(manager, bench, "first")
             second = run.ended == run.total and run.seconds < PATIENCE / 2
             run = _timed(manager, bench, "second") if second else run
@@ -107,53 +108,13 @@ def _continuous_batching(bench: Bench, shape: Shape) -> float:
 def _timed(manager: Any, bench: Bench, prefix: str) -> Run:
     synchronise(bench.device)
     began = time.perf_counter()
-    ended, tokens = _generate(manager, bench.scale.load, prefix)
-    return Run(ended, len(bench.scale.load.prompts), tokens, time.perf_counter() - began)
+    answers = answered(manager, bench.scale.load, prefix, PATIENCE)
+    seconds = time.perf_counter() - began
+    return Run(len(answers), len(bench.scale.load.prompts), sum(map(len, answers)), seconds)
 
 
 def _manager(model: Any, bench: Bench) -> Any:
-    """Return transformers' manager of continuous batching, told what comes, with nothing fetched from a hub."""
-    from transformers import GenerationConfig
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig
-    from transformers.generation.continuous_batching.utils import WorkloadHints
-
     load = bench.scale.load
-    longest = max(map(len, load.prompts))
-    sampling = GenerationConfig(
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=max(load.outputs),
-        eos_token_id=-1,
-        pad_token_id=0,
-    )
-    known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    settings: dict[str, Any] = {"auto_switch_to_flash": False} if "auto_switch_to_flash" in known else {}
-    if not bench.on_gpu:  # where it would take most of the memory
-        settings |= {"num_blocks": 16 * len(load.prompts), "max_batch_tokens": 256}
-    return model.continuous_batching_context_manager(
-        generation_config=sampling,
-        continuous_batching_config=ContinuousBatchingConfig(allow_block_sharing=False, **settings),
-        workload_hints=WorkloadHints(longest, max(load.outputs), len(load.prompts)),
-        timeout=5,
-    )
-
-
-def _generate(manager: Any, load: Load, prefix: str) -> tuple[int, int]:
-    """Run a load; returns how many of its requests ended in time, and their tokens. Raises `RuntimeError`."""
-    for number, (prompt, count) in enumerate(zip(load.prompts, load.outputs, strict=True)):
-        manager.add_request(prompt, f"{prefix}-{number}", max_new_tokens=count, eos_token_id=-1)
-    ended, tokens, deadline = 0, 0, time.monotonic() + PATIENCE
-    while ended < len(load.prompts) and time.monotonic() < deadline:
-        found = manager.get_result(timeout=1)
-        if found is None:
-            if not manager.is_running():
-                raise RuntimeError("transformers' thread has ended")
-            continue
-        if found.error is not None:
-            raise RuntimeError(f"transformers failed on a request: {found.error}")
-        if found.is_finished():
-            ended += 1
-            tokens += len(found.generated_tokens)
-    return ended, tokens
+    # Blocks of a CPU, where it would take most of the memory.
+    more = {} if bench.on_gpu else {"num_blocks": 16 * len(load.prompts), "max_batch_tokens": 256}
+    return continuous_batching(model, load, {"do_sample": True, "temperature": TEMPERATURE}, **more)

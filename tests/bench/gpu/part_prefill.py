@@ -8,6 +8,7 @@ from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import Limits, prefill_flop
 from tests.bench.gpu.loads import random_prompts
+from tests.bench.gpu.profiled import profiled
 from tests.bench.gpu.scale import Scale
 from tests.bench.gpu.session import Session, session
 from tests.bench.gpu.shapes import Shape
@@ -47,6 +48,8 @@ def _run(bench: Bench, shape: Shape, stem: str) -> None:
 
         def fresh() -> tuple[list[float], list[float]]:
             times = [seconds(opened, chunks, chunk) / chunks for _ in range(RUNS)]
+            if bench.on_gpu:
+                bench.note(profiled(opened.device, lambda: seconds(opened, 1, chunk), 1).words)
             return [prefill_flop(shape, chunk) / one / 1e12 for one in times], [1000 * one for one in times]
 
         def long() -> list[float]:

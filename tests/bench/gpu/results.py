@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,13 +42,19 @@ class Row:
 class Results:
     """Rows by name. Every change is on disk at once."""
 
-    def __init__(self, path: Path) -> None:
-        """Read what is there. Raises `ValueError` when it is no file of results."""
+    def __init__(self, path: Path, also: Path | None = None) -> None:
+        """Read what is there. also: folder that gets a copy of each change, where only that comes back of a machine.
+
+        Raises `ValueError` when it is no file of results, or no folder.
+        """
         self.path = path
+        self._also = also
         self.runs: list[dict[str, Any]] = []
         self.rows: dict[str, Row] = {}
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"{path}: no file can be there for results; try gpu-results.json")
+        if also is not None and not also.is_dir():
+            raise ValueError(f"--also {also}: there is no such folder; make it, or leave the flag out")
         if path.is_file():
             self._read()
 
@@ -146,6 +153,12 @@ class Results:
         whole = self.path.with_name(self.path.name + ".part")
         whole.write_text(text + "\n", encoding="utf-8")
         whole.replace(self.path)
+        self.copy(self.path)
+
+    def copy(self, path: Path) -> None:
+        """Let the folder for copies, where there is one, have this file as well."""
+        if self._also is not None and path.is_file():
+            shutil.copyfile(path, self._also / path.name)
 
     def _read(self) -> None:
         try:

@@ -14,9 +14,9 @@ class Scale:
 
     parity_prompts: prompts, their tokens, and tokens generated after each. max_model_len: of the load and of decode
     steps, as graphs are captured for it. context: tokens of context of decode steps; windows x steps of them are
-    timed. chunk: tokens of a prefill step. attention: (batch, context) of the attention kernels of `backends`; paged:
-    those that all block sizes of `pages` are measured at. rows: of products. side: of the square product. copy: its
-    bytes.
+    timed. skew: short sequences, their context, and that of the one long sequence among them. chunk: tokens of a
+    prefill step. attention: (batch, context) of the attention kernels of `backends`; paged: those that all block
+    sizes of `pages` are measured at. rows: of products. side: of the square product. copy: its bytes.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Scale:
     warm: int
     windows: int
     steps: int
+    skew: tuple[int, int, int]
     chunk: int
     chunks: int
     attention: tuple[tuple[int, int], ...]
@@ -56,6 +57,7 @@ FULL = Scale(
     warm=16,
     windows=3,
     steps=32,
+    skew=(64, 1024, 32_768),
     chunk=8192,
     chunks=8,
     attention=((1, 1024), (1, 8192), (1, 32_768), (32, 1024), (32, 8192), (256, 1024), (256, 8192)),
@@ -78,6 +80,7 @@ TINY = Scale(
     warm=2,
     windows=2,
     steps=3,
+    skew=(3, 16, 96),
     chunk=64,
     chunks=2,
     attention=((1, 32), (3, 48)),

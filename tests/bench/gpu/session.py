@@ -20,7 +20,6 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.bench.gpu.bench import NotHere
 from tests.bench.gpu.loads import random_prompts
-from tests.bench.gpu.timing import synchronise
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,8 @@ class Session:
     def steady(self, batch: int, warm: int, windows: int, steps: int) -> Steady:
         """Time `windows` windows of `steps` steps of what runs, after `warm` others.
 
-        Raises `RuntimeError` when these were not steps in which `batch` sequences draw a token each.
+        Raises `RuntimeError` when these were not steps in which `batch` sequences draw a token each, or ran without
+        the CUDA graph that they were to have.
         """
         self.skip(warm)
         found = Steady([], [])
@@ -89,7 +89,19 @@ class Session:
             if counts != {batch}:
                 raise RuntimeError(f"steps of {batch} sequences drew {min(counts)} to {max(counts)} tokens")
             found.tokens.append(batch)
+        self.refuse_lost_graphs()
         return found
+
+    def refuse_lost_graphs(self) -> None:
+        """Raise `RuntimeError` where a graph that was to be captured was not: steps ran without, which is slower."""
+        if self.device.type != "cuda" or self.llm.info.config.enforce_eager:
+            return
+        pools = self.core._executor._runner._forward.pools
+        if not pools or not pools[0].captured:
+            raise RuntimeError("no CUDA graph was captured")
+        for pool in pools:
+            for size, reason in pool.failures.items():
+                raise RuntimeError(f"no CUDA graph of {pool.what % size} was captured: {reason}")
 
     def skip(self, steps: int) -> None:
         """Compute so many steps."""
@@ -125,30 +137,3 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def busy_seconds(session: Session, steps: int) -> float:
-    """Return the seconds per step in which at least one kernel or copy ran on the device, from torch's profiler.
-
-    The profiler slows the host, not the kernels: what is compared with it is the wall time of steps without it.
-    """
-    if session.device.type != "cuda":
-        raise NotHere("needs a CUDA device")
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    synchronise(session.device)  # a step that is under way would be recorded beside those that begin here
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        session.skip(steps)
-        synchronise(session.device)
-    spans = [event.time_range for event in recorded.events() if event.device_type == DeviceType.CUDA]
-    return covered([(span.start, span.end) for span in spans]) / 1e6 / steps
-
-
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of what the spans cover together."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
