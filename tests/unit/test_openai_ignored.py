@@ -334,7 +334,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("url", "body", "names"), ROWS, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(("url", "body", "names"), ROWS, ids=[url for url, *_ in ROWS])
 def test_rows_of_a_batch_are_taken_and_what_they_hint_is_logged_once(model, strict, caplog, url, body, names):
     preparer = Preparer(model, "job", 0, 1)
     with caplog.at_level(logging.INFO, "cluster.batch.prepare"):
