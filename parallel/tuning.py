@@ -23,6 +23,9 @@ PROBED_SUMS = 1 << 16
 ROW_COUNTS = (16, 32, 64, 128, 256)
 # Numbers of rows that are tried to learn whether all round alike: around a tile's and a block's, and in between.
 TRIED_COUNTS = (2, 3, 7, 15, 16, 17, 33, 64, 100)
+# Elements of a weight from which fewer are tried: one row holds more sums, and a try of an output head took 5 s.
+WIDE_WEIGHT = 1 << 23
+TRIED_COUNTS_WIDE = (2, 7, 16, 17, 33)
 
 Shape = tuple[int, int, torch.dtype]  # out, in, dtype
 Pack = Callable[[Tensor], LinearMethod | None]
@@ -106,10 +109,13 @@ def row_counts(packed: PackedLinear, weight: Tensor) -> tuple[int, ...]:
 
     Seen on a Xeon with AMX (oneDNN of torch 2.13): bfloat16 rows of 768 and 2,048 round by how many there are.
     """
-    x = torch.randn(ROW_COUNTS[-1], weight.shape[1], dtype=weight.dtype)
+    wide = weight.numel() >= WIDE_WEIGHT
+    tried = TRIED_COUNTS_WIDE if wide else TRIED_COUNTS
+    x = torch.randn(2 * tried[-1], weight.shape[1], dtype=weight.dtype)
     among = packed.apply(x, None)
-    if all(_same_bits(packed, x, among, count) for count in TRIED_COUNTS):
+    if all(_same_bits(packed, x, among, count) for count in tried):
         return ()
+    x = torch.randn(ROW_COUNTS[-1], weight.shape[1], dtype=weight.dtype)
     # One size that is the same at every place is enough; the others only spare work where they agree with it.
     for chosen in (PACKING_ROWS, *ROW_COUNTS):
         alike = torch.cat([packed.apply(rows, None) for rows in x.split(chosen)])
@@ -120,9 +126,9 @@ def row_counts(packed: PackedLinear, weight: Tensor) -> tuple[int, ...]:
 
 def _same_bits(packed: PackedLinear, x: Tensor, expected: Tensor, count: int) -> bool:
     """Whether `count` rows of `x` at once give what is expected of each, wherever among them it is."""
+    shifts = (1,) if x.shape[1] * expected.shape[1] >= WIDE_WEIGHT else (0, 1, len(x) // 3)
     return all(
-        torch.equal(packed.apply(x.roll(shift, 0)[:count], None), expected.roll(shift, 0)[:count])
-        for shift in (0, 1, len(x) // 3)
+        torch.equal(packed.apply(x.roll(shift, 0)[:count], None), expected.roll(shift, 0)[:count]) for shift in shifts
     )
 
 

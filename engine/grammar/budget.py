@@ -7,9 +7,8 @@ import threading
 from engine.errors import InvalidRequestError
 
 BASE_TIME = 1.0  # seconds of CPU beyond what its tokens bring
-TOKEN_TIME = (
-    0.002  # seconds more for each token: what a mask over 128,000 tokens takes where none is known beforehand
-)
+# Seconds more for each token: what a mask over 128,000 tokens takes where none is known beforehand.
+TOKEN_TIME = 0.002
 
 
 class GrammarBudget:

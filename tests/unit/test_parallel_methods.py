@@ -13,7 +13,7 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear
 from parallel.methods import LinearMethod, PackedLinear
-from parallel.tuning import choose_methods, row_counts, single_row_differs
+from parallel.tuning import WIDE_WEIGHT, choose_methods, row_counts, single_row_differs
 
 IN, OUT = 24, 40
 GROUP = SoloGroup()
@@ -103,8 +103,10 @@ class RoundsByCompany(PackedLinear):
     ],
     ids=["none", "but for whole blocks", "by sizes", "by places", "by every place"],
 )
-def test_rows_that_round_by_how_many_there_are_go_by_fixed_numbers(differs, expected):
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+def test_rows_that_round_by_how_many_there_are_go_by_fixed_numbers(monkeypatch, wide, differs, expected):
     weight = torch.randn(48, 64)
+    monkeypatch.setattr("parallel.tuning.WIDE_WEIGHT", weight.numel() + 1 - wide)
     packed = RoundsByCompany(weight, differs)
     packed.row_counts = row_counts(packed, weight)
     assert packed.row_counts == expected
@@ -115,6 +117,21 @@ def test_rows_that_round_by_how_many_there_are_go_by_fixed_numbers(differs, expe
         for start in (0, 1, 300 - rows):
             assert torch.equal(packed.apply(x[start : start + rows], None), together[start : start + rows])
     assert packed.apply(x[:0], None).shape == (0, 48)
+
+
+@needs_packing
+def test_an_output_head_is_tried_with_few_rows():
+    class Counting(PackedLinear):
+        rows = 0
+
+        def apply(self, x, bias):
+            self.rows += len(x)
+            return super().apply(x, bias)
+
+    weight = torch.randn(WIDE_WEIGHT // 64, 64)
+    packed = Counting(weight)
+    row_counts(packed, weight)
+    assert packed.rows <= 160
 
 
 def test_other_devices_and_dtypes_are_not_packed():
