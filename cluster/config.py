@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from cluster.autoscaling.policy import ScalingSettings
 from cluster.dispatch_config import EXACT, MIGRATIONS
 from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.openai.sites import host_name, site_origin
 from cluster.openai.tools.formats import TOOL_PARSERS
 from cluster.routing.policies import policy_named
 from cluster.tracing.endpoint import checked_endpoint
@@ -42,6 +44,38 @@ def _names(value: Any) -> Any:
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
+def _each(check: Callable[[str], str]) -> BeforeValidator:
+    """Texts apart by commas, as on the command line, or a list of them, as in a file, or in vLLM's flags as JSON."""
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, str):
+            value = _listed(value) if value.startswith("[") else value.split(",")
+        if not isinstance(value, list | tuple):
+            return value
+        if not value or not all(isinstance(one, str) for one in value):
+            raise ValueError("must be one or more, apart by commas")
+        return tuple([check(one.strip()) for one in value])
+
+    return BeforeValidator(checked)
+
+
+def _listed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError("must be texts apart by commas, or a list of them in JSON") from None
+
+
+HostNames = Annotated[tuple[str, ...], _each(host_name)]
+Origins = Annotated[tuple[str, ...], _each(site_origin)]
+
+
+def _some_key(key: str) -> str:
+    if not key.strip():
+        raise ValueError("must be a key; leave it out for a server that is open to all")
+    return key
 
 
 def _sizes(value: Any) -> Any:
@@ -154,6 +188,8 @@ class ClusterConfig(ModelConfig):
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
+    allowed_hosts / allowed_origins: names by which clients may call the server beside the usual ones, and sites whose
+        pages may use it (`cluster.openai.sites`); None = the usual names, and pages of this machine; with keys, all.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
@@ -183,8 +219,10 @@ class ClusterConfig(ModelConfig):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    api_key: str | None = None
+    api_key: Annotated[str, AfterValidator(_some_key)] | None = None
     api_key_file: str | None = None
+    allowed_hosts: HostNames | None = None
+    allowed_origins: Origins | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
@@ -202,6 +240,11 @@ class ClusterConfig(ModelConfig):
     log_format: Annotated[str, _one_of(LOG_FORMATS)] = "text"
     enable_log_requests: bool = False
     max_log_len: Annotated[int, Field(ge=0)] = 0
+
+    @property
+    def keyed(self) -> bool:
+        """Whether clients need a key."""
+        return self.api_key is not None or self.api_key_file is not None
 
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:

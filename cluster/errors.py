@@ -13,6 +13,8 @@ STATUS_BY_CODE = {
     "body_too_large": 413,
     "unsupported_media_type": 415,
     "unauthorized": 401,
+    "forbidden_host": 403,
+    "forbidden_origin": 403,
     "rate_limit_exceeded": 429,
     "overloaded": 429,
     "no_replica": 503,

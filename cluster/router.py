@@ -42,6 +42,7 @@ from cluster.models.registry import Models
 from cluster.models.served import served_model
 from cluster.openai.app import build_app
 from cluster.openai.served_model import ServedModel
+from cluster.openai.sites import Sites
 from cluster.orphans import watch_parent
 from cluster.readiness import app_ready_body
 from cluster.start_error import ReplicaStartError
@@ -120,6 +121,7 @@ class Router:
             max_body_bytes=config.max_body_bytes,
             names_answers=False,
             store=self._store,
+            sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()

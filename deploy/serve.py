@@ -125,13 +125,13 @@ class Server:
         """Say where the model is served and how to ask it."""
         config, names = self._config, self._app.names
         self._phases.total(f"{self.url}/v1   model{'s' if len(names) > 1 else ''} {', '.join(names)}")
-        self.say(f"Page: {self.url}/ui" + (", where the password is an API key" if config.api_key else ""))
+        self.say(f"Page: {self.url}/ui" + (", where the password is an API key" if config.keyed else ""))
         if config.grpc_port is not None:
             self.say(f"gRPC: {connect_host(config.host)}:{config.grpc_port}, service squadron.v1.Inference")
-        if not is_loopback(config.host) and not config.api_key:
-            self._console.print(
-                f"[bold red]Warning:[/] anybody who reaches {config.host} can use this server: set --api-key "
-                "or SQUADRON_API_KEY."
+        if not is_loopback(config.host) and not config.keyed:
+            self._warn(
+                f"anybody who reaches {config.host} can use this server: set --api-key, SQUADRON_API_KEY or "
+                "--api-key-file."
             )
         self._tell_of_ingress()
         self.say("\n" + curl(self.url, config) + "\n")

@@ -65,7 +65,7 @@ def app_for(source, model: ServedModel, *, api_key=None, gate=None, figures=Clus
 
 def client_for(app) -> httpx.AsyncClient:
     """A client that talks to the app without a network."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 def events(text: str) -> list[dict | str]:

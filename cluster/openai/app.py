@@ -32,6 +32,7 @@ from cluster.openai.off_loop import FileThreads, OffLoop
 from cluster.openai.openapi import openapi
 from cluster.openai.responses.endpoint import ResponsesEndpoint
 from cluster.openai.served_model import ServedModel
+from cluster.openai.sites import Sites
 from cluster.openai.storage import Stored
 from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
@@ -52,6 +53,7 @@ def build_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     names_answers: bool = True,
     store: Store | None = None,
+    sites: Sites | None = None,
 ) -> ASGIApp:
     """Return the OpenAI-compatible app.
 
@@ -59,7 +61,8 @@ def build_app(
     whether requests can be served (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys and
     quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held. names_answers: False
     where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value
-    to clients). store: of files and batches; None = none are kept, and their routes say so.
+    to clients). store: of files and batches; None = none are kept, and their routes say so. sites: names that the
+    server goes by, and sites whose pages may use it; None = as on loopback.
     """
     off_loop, file_threads = OffLoop(), FileThreads()
     door = tenancy or Tenancy()
@@ -94,7 +97,7 @@ def build_app(
     ]
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
-    return Gate(app, metrics, door, names_answers)
+    return Gate(app, metrics, door, names_answers, sites)
 
 
 async def _why(models: Models, request: Request) -> Response:

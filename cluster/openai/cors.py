@@ -1,6 +1,5 @@
-"""What pages of other sites may do with a server: with a key, all that others may; without keys, nothing.
+"""What browsers are told of the sites whose pages may use a server (`Sites`).
 
-A server without keys trusts whoever reaches it, and any page could have its visitor's browser reach it.
 Source: WHATWG Fetch, "CORS protocol".
 """
 
@@ -10,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope, Send
 
 from cluster.errors import ApiError
+from cluster.openai.sites import Sites
 
 _ANY_SITE = (b"access-control-allow-origin", b"*")
 _ALLOWED = (
@@ -25,15 +25,20 @@ def is_preflight(scope: Scope, headers: Headers) -> bool:
     return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
-async def answer_preflight(keyed: bool, send: Send) -> None:
-    """Answer, beside what `shared_with_pages` adds; raises `ApiError` (403) where there are no keys."""
-    if not keyed:
-        message = "this server has no keys, so pages of other sites may not use it; start it with --api-key"
-        raise ApiError("forbidden_origin", message, status=403)
+async def answer_preflight(sites: Sites, headers: Headers, send: Send) -> None:
+    """Answer, beside what `shared_with_pages` adds; raises `ApiError` (403) where the site may not."""
+    if not sites.lets_in(headers["origin"]):
+        message = "pages of other sites may not use this server; start it with --api-key, or --allowed-origins"
+        raise ApiError("forbidden_origin", message)
     await send({"type": "http.response.start", "status": 204, "headers": list(_ALLOWED)})
     await send({"type": "http.response.body", "body": b""})
 
 
-def shared_with_pages(headers: Headers) -> list[tuple[bytes, bytes]]:
+def shared_with_pages(sites: Sites, headers: Headers) -> list[tuple[bytes, bytes]]:
     """Return the headers by which a page may read the answer to a request with `headers`."""
-    return [_ANY_SITE, _READABLE] if "origin" in headers else []
+    origin = headers.get("origin")
+    if origin is None or not sites.lets_in(origin):
+        return []
+    if sites.lets_all_in:
+        return [_ANY_SITE, _READABLE]
+    return [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin"), _READABLE]

@@ -23,6 +23,7 @@ from cluster.openai.cors import answer_preflight, is_preflight, shared_with_page
 from cluster.openai.hints import HEADER as IGNORED
 from cluster.openai.http import Answer
 from cluster.openai.rate_headers import rate_headers
+from cluster.openai.sites import Sites
 from cluster.routing.session import HEADER as SESSION_HEADER
 from cluster.routing.session import checked_session
 from cluster.tenants.keys import as_bearer
@@ -49,10 +50,19 @@ class Gate:
     names_answers: whether answers get `x-request-id` here; where the carrier of the app sets it, they get
     `SERVERS_NAME`, by which `RouterLossGuard` puts it right.
     Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
+    sites: of which sites pages may use the server, and under which names; None = as on loopback.
     """
 
-    def __init__(self, app: Starlette, metrics: Metrics, tenancy: Tenancy, names_answers: bool = True) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        metrics: Metrics,
+        tenancy: Tenancy,
+        names_answers: bool = True,
+        sites: Sites | None = None,
+    ) -> None:
         self._app = app
+        self._sites = sites or Sites(keyed=tenancy.keyed)
         self._names_answers = names_answers
         self._known = frozenset(r.path for r in app.routes if isinstance(r, Route) and not r.param_convertors)
         self._metrics = metrics
@@ -79,16 +89,17 @@ class Gate:
                 named = [self._name(exchange)]
                 if ignored := exchange.get("ignored"):
                     named.append((IGNORED.encode(), ignored.encode()))
-                if self._tenancy.keyed:
-                    named += shared_with_pages(headers)
+                named += shared_with_pages(self._sites, headers)
                 message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
                 self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
             await send(message)
 
         try:
             if is_preflight(scope, headers):
-                await answer_preflight(self._tenancy.keyed, send_named)
+                await answer_preflight(self._sites, headers, send_named)
                 return
+            if raw_path(scope) not in OPEN_PATHS:
+                self._sites.check(scope, headers, page=raw_path(scope) in PAGES)
             tenant = state["tenant"] = self._tenant(scope, headers)
             exchange["tenant"] = tenant.name
             visit = await self._visit(tenant, headers, trace) if scope["method"] == "POST" else None

@@ -38,7 +38,7 @@ async def client(source, model, key="k", **changes):
     """The client, strict about what answers look like, around the app without a network."""
     app = app_for(source, model, api_key="k", **changes)
     async with client_for(app) as http, openai.AsyncOpenAI(
-        base_url="http://test/v1", api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
+        base_url="http://localhost/v1", api_key=key, max_retries=0, http_client=http, _strict_response_validation=True
     ) as found:  # fmt: skip
         yield found
 

@@ -305,7 +305,7 @@ async def test_tokenizing_a_long_prompt_leaves_health_answering(tmp_path, monkey
 async def test_the_app_works_below_a_mount_point(model):
     app = app_for(saying(model, "ok"), model, api_key="k")
     transport = httpx.ASGITransport(app, root_path="/llm")
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         assert (await client.get("/llm/health")).status_code == 200
         assert (await client.get("/llm/v1/models")).status_code == 401
         assert (await client.get("/llm/v1/models", headers={"authorization": "Bearer k"})).status_code == 200
