@@ -93,7 +93,7 @@ HELP = {
         "grpc_port": "Port of the gRPC endpoint, on the same address; 0 = any free one.",
         "api_key": "Key that clients must send as a bearer token.",
         "api_key_file": "YAML or JSON file of keys with tenant, expiry, quotas; `squadron keys new` makes entries.",
-        "allowed_hosts": "Further names that clients may call it by, apart by commas: llm.example.com, *.corp.com, *.",
+        "allowed_hosts": "Further names that clients call it by, apart by commas: llm.example.com, *.example.com, *.",
         "allowed_origins": "Sites whose pages may use it (CORS), apart by commas: https://chat.example.com, or *.",
         "max_body_bytes": "Largest request body.",
         "strict_fields": "Refuse fields of requests that have no use here, even if they could not change an answer.",

@@ -3,8 +3,9 @@
     python -IS haproxy_launcher.py BINARY -db -f CONFIGURATION ...
 
 Ray Serve writes the configuration and starts what `RAY_SERVE_HAPROXY_BINARY_PATH` names: a script that comes here.
-What it leaves no setting for is rewritten: where statistics and metrics listen (every interface), and what clients
-get where no router answers (a bare 500, or a 404 before the first router is known). Imports nothing but the standard
+What it leaves no setting for is rewritten: where statistics and metrics listen (every interface), what clients get
+where no router answers (a bare 500, or a 404 before the first router is known), and that `/-/routes` tells everybody
+which apps there are. Imports nothing but the standard
 library, so that a reload costs 30 ms.
 """
 
@@ -20,14 +21,30 @@ from pathlib import Path
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LOCAL_SECTIONS = ("frontend prometheus", "listen stats")  # for people and scrapers on this machine
 _ERROR = (
-    '{{"error":{{"message":"{message}","type":"server_error","param":null,"code":"{code}",'
-    '"retryable":true,"request_id":"%[var(txn.squadron_id),json(utf8s)]"}}}}'
+    '{{"error":{{"message":"{message}","type":"{type}","param":null,"code":"{code}",'
+    '"retryable":{retryable},"request_id":"%[var(txn.squadron_id),json(utf8s)]"}}}}'
 )
-_HEADERS = 'hdr retry-after 1 hdr x-request-id "%[var(txn.squadron_id)]"'
+_NAME = 'hdr x-request-id "%[var(txn.squadron_id)]"'
+_HEADERS = f"hdr retry-after 1 {_NAME}"
 LOST = _ERROR.format(
-    code="router_lost", message="the router was lost before the answer was complete; send the request again"
+    code="router_lost",
+    type="server_error",
+    retryable="true",
+    message="the router was lost before the answer was complete; send the request again",
 )
-NO_ROUTER = _ERROR.format(code="no_router", message="no router serves requests now; send the request again")
+NO_ROUTER = _ERROR.format(
+    code="no_router",
+    type="server_error",
+    retryable="true",
+    message="no router serves requests now; send the request again",
+)
+# Without an apostrophe, which would end HAProxy's string.
+NOT_THERE = _ERROR.format(
+    code="not_found",
+    type="not_found_error",
+    retryable="false",
+    message="there is nothing at /-/routes; /openapi.json lists what there is, /ui is a page",
+)
 # 502: the router closed the connection before it answered; 503: none is there; 504: none answered in time.
 ERRORS = {502: LOST, 503: NO_ROUTER, 504: LOST}
 NAMING = (
@@ -45,6 +62,10 @@ def rewritten(text: str) -> str:
         ours = f"http-error status {status} {_content(error)}"
         text = _replace(rf"(^\s+)errorfile {status} .*$", ours, text, f"errorfile {status}")
     text = _replace(r"(^frontend http_frontend\n\s+bind .*\n)", NAMING, text, "bind of 'frontend http_frontend'")
+    # A router would decode the path, and answer as well.
+    text = _replace(r"(^\s+acl routes path)( -i /-/routes)$", ",url_dec -i /-/routes", text, "acl routes")
+    closed = f"404 content-type application/json lf-string '{NOT_THERE}' {_NAME} if routes"
+    text = _replace(r"(^\s+http-request return status ).* if routes$", closed, text, "answer of /-/routes")
     unknown = f"    http-request return status 503 {_content(NO_ROUTER)}"
     return _replace(r"(^backend default_backend\n).*return status 404.*$", unknown, text, "default_backend")
 

@@ -4,6 +4,9 @@ Serve's proxy knows nothing of what it passes on. Where a router dies, a stream 
 notice that the body lacks its last chunk, others (HTTP/1.0, and all behind a reverse proxy that speaks it) believe it
 whole; and who had no answer yet gets a bare 500. This sits in the proxy's process and says what happened.
 
+Serve's proxy answers two paths itself, without a key. `/-/healthz` says one word and stays, for KubeRay and balancers
+look there; `/-/routes`, the names of all apps and where they are, is answered here as a path that is not there.
+
 And Serve queues without bound what a client does not read, in the proxy, or behind HAProxy in the router. So a router
 asks here how much of its answer the client has taken, and sends little more (`cluster.ingress.check`).
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterable
 
@@ -36,6 +40,7 @@ TAKEN = "squadron.taken"  # type of the message that tells: `bytes` of the body,
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
 TELL_BYTES = 1 << 18  # after so many it is told, or
 TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when it was told so long ago
+CLOSED = "/-/routes"
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
 LEARNING = 10.0
@@ -65,6 +70,9 @@ class RouterLossGuard:
         """Pass one exchange on (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if scope["path"][len(scope.get("root_path", "")) :] == CLOSED:  # as Serve looks at it
+            await refuse(not_there(_request_id(scope) or f"req-{secrets.token_hex(16)}"), send)
             return
         named = _request_id(scope) is not None
         scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, TELLS_TAKEN)]
@@ -174,27 +182,15 @@ class _Exchange:
     async def lost(self, request_id: str | None) -> None:
         """Tell the client that its router is gone, or not there yet."""
         if self._unknown:
-            await self._refuse(no_router(request_id))
+            await refuse(no_router(request_id), self._send)
             return
         extra = about({"client_id": request_id or ""})
         log.warning("request %s: its router was lost before its answer was complete", request_id, extra=extra)
         error = router_lost(request_id)
         if not self._started:
-            await self._refuse(error)
+            await refuse(error, self._send)
         elif self._streams_events:
             await self._send({"type": "http.response.body", "body": self._last_event(error)})
-
-    async def _refuse(self, error: ApiError) -> None:
-        body = json.encode(error.body())
-        headers: Iterable[tuple[str, str]] = (
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            ("retry-after", str(error.retry_after)),
-            ("x-request-id", error.request_id or ""),
-        )
-        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-        await self._send({"type": "http.response.start", "status": error.status, "headers": raw})
-        await self._send({"type": "http.response.body", "body": body})
 
     def _last_event(self, error: ApiError) -> bytes:
         """Return the event in the form that the stream's route gives its own errors."""
@@ -207,6 +203,21 @@ class _Exchange:
         return b"event: error\ndata: " + json.encode(event) + b"\n\n"
 
 
+async def refuse(error: ApiError, send: Send) -> None:
+    """Answer an exchange that has no answer yet with an error."""
+    body = json.encode(error.body())
+    headers = {
+        "content-type": "application/json",
+        "content-length": str(len(body)),
+        "x-request-id": error.request_id or "",
+    }
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
 def router_lost(request_id: str | None) -> ApiError:
     """Return the error of an answer whose router died; the request can be sent again as it is."""
     message = "the router was lost before the answer was complete; send the request again"
@@ -217,6 +228,12 @@ def no_router(request_id: str | None) -> ApiError:
     """Return the error of a request that came before this proxy knew of any router."""
     message = "the proxy has only just started and knows no router yet; send the request again"
     return ApiError("no_router", message, request_id=request_id)
+
+
+def not_there(request_id: str) -> ApiError:
+    """Return the error of a path that Serve would answer, and that is none of the app's."""
+    message = f"there is nothing at {CLOSED!r}; /openapi.json lists what there is, /ui is a page"
+    return ApiError("not_found", message, request_id=request_id)
 
 
 def _request_id(scope: Scope) -> str | None:

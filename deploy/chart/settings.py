@@ -15,12 +15,8 @@ from deploy.flags import CHOICES, POSITIONAL, settings
 OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "link_host")
 APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
-LISTS = (
-    "served_model_name",
-    "cudagraph_capture_sizes",
-    "allowed_hosts",
-    "allowed_origins",
-)  # which one string may hold, too
+# Lists that one string may hold, too.
+LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allowed_origins")
 # What configs refuse when they are made, which their annotations do not tell.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},

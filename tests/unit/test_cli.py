@@ -134,6 +134,38 @@ def test_a_proxy_that_does_not_come_up_is_one_sentence(monkeypatch, error):
 
 
 @pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "::"}, True),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "0.0.0.0", "api_key": "sk-1"}, False),
+        ({"host": "0.0.0.0", "api_key_file": "keys.yaml"}, False),
+        ({"host": "0.0.0.0", "api_key": "sk-1", "api_key_file": "keys.yaml"}, False),
+    ],
+)
+@pytest.mark.parametrize("listed", [False, True])
+def test_only_a_server_without_keys_of_either_kind_is_said_to_be_open_to_all(
+    monkeypatch, capsys, settings, warned, listed
+):
+    monkeypatch.setattr(serving, "is_guarded", lambda _: True)
+    models = {"models": [{"model": "demo"}]} if listed else {"model": "demo"}
+    serving.Server(parse_app(settings | models), serving.Options()).announce()
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ("anybody who reaches" in said) is warned
+    assert ("set --api-key, SQUADRON_API_KEY or --api-key-file" in said) is warned
+    keyed = len(settings) > 1
+    assert ("password is an API key" in said) is keyed
+    assert ("$SQUADRON_API_KEY" in said) is keyed
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_refused_and_opens_no_server(key):
+    with pytest.raises(ConfigError, match="api_key: must be a key; leave it out"):
+        parse_app({"model": "demo", "api_key": key})
+
+
+@pytest.mark.parametrize(
     ("host", "connect", "loopback"),
     [
         ("127.0.0.1", "127.0.0.1", True),

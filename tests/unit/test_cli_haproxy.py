@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import stat
 import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from cluster.config import parse_config
 from deploy import cli, haproxy
+from deploy.address import free_port
 from deploy.haproxy import HAProxySetup, exposed, prepare_haproxy
-from deploy.haproxy_launcher import rewritten
+from deploy.haproxy_launcher import LOCAL_SECTIONS, rewritten
 from engine.errors import ConfigError
 
 CONFIG = parse_config({"model": "demo", "ingress": "haproxy"})
@@ -43,11 +51,62 @@ def test_what_serve_writes_is_bounded_and_tells_typed_errors(serves_text, tmp_pa
     assert all(bind.startswith("bind 127.0.0.1:") for bind in binds), binds
     assert "errorfile" not in text
     assert text.count('"code":"router_lost"') == 2
-    assert "return status 404" not in text
+    (not_found,) = [line.strip() for line in text.splitlines() if "return status 404" in line]
+    assert '"code":"not_found"' in not_found
+    assert not_found.endswith(" if routes")
+    assert "squadron" not in not_found.replace("txn.squadron_id", "")
     path = tmp_path / "ours.cfg"
     path.write_text(text)
     checked = subprocess.run([haproxy._binary(), "-c", "-f", str(path)], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+@contextlib.contextmanager
+def echo_router() -> Iterator[int]:
+    """A router that answers every path, as a program behind HAProxy would, with what it was called."""
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = f"{self.headers['host']} {unquote(self.path)}".encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+
+
+def test_haproxy_tells_nobody_the_apps_and_hands_the_clients_name_for_the_server_on(serves_text, tmp_path) -> None:
+    port = free_port("127.0.0.1", 0)
+    with echo_router() as router:
+        text = rewritten(serves_text).replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace(":30000", f":{router}")
+        for section in LOCAL_SECTIONS:
+            text = re.sub(
+                rf"(^{section}\n\s+bind 127.0.0.1:)[0-9]+", rf"\g<1>{free_port('127.0.0.1', 0)}", text, flags=re.M
+            )
+        path = tmp_path / "ours.cfg"
+        path.write_text(text)
+        running = subprocess.Popen([haproxy._binary(), "-db", "-f", str(path)], stderr=subprocess.DEVNULL)
+        try:
+            with httpx.Client(
+                transport=httpx.HTTPTransport(retries=8), base_url=f"http://127.0.0.1:{port}"
+            ) as client:
+                assert client.get("/x", headers={"host": "llm.example.com"}).text == "llm.example.com /x"
+                for spelt in ("/-/routes", "/%2d/routes", "/-/%52outes", "/-/routes?x"):
+                    answer = client.get(spelt, headers={"x-request-id": "it's mine"})
+                    assert (answer.status_code, answer.headers["x-request-id"]) == (404, "it's mine"), spelt
+                    assert answer.json()["error"]["code"] == "not_found"
+        finally:
+            running.terminate()
+            running.wait(10)
 
 
 def test_a_configuration_that_is_not_known_is_refused_by_name(serves_text) -> None:
@@ -55,6 +114,8 @@ def test_a_configuration_that_is_not_known_is_refused_by_name(serves_text) -> No
         rewritten(serves_text.replace("listen stats", "listen figures"))
     with pytest.raises(ValueError, match="errorfile 503"):
         rewritten(serves_text.replace("errorfile 503", "http-error 503"))
+    with pytest.raises(ValueError, match="acl routes"):
+        rewritten(serves_text.replace("acl routes path", "acl routes path_beg"))
 
 
 def test_two_servers_on_one_machine_share_neither_folder_nor_port(monkeypatch) -> None:

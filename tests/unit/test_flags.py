@@ -107,6 +107,39 @@ def test_sizes_apart_by_commas_are_numbers(run, served, tmp_path):
         run("serve", "demo", "--cudagraph-capture-sizes", "8,many")
 
 
+@pytest.mark.parametrize("given", ["LLM.example.com,*.corp.example", '["llm.example.com", "*.corp.example"]'])
+def test_names_of_the_server_and_sites_are_taken_as_lists_too(run, served, tmp_path, given):
+    sites = ["--allowed-origins", "https://Chat.example.com:443,http://[fd00::1]:3000"]
+    assert run("serve", "demo", "--allowed-hosts", given, *sites)[0] == 0
+    path = tmp_path / "settings.yaml"
+    path.write_text("model: demo\nallowed_hosts: [a.example]\nallowed_origins: ['*']\n")
+    assert run("serve", "--config", str(path))[0] == 0
+    assert [(config.allowed_hosts, config.allowed_origins) for config, _ in served] == [
+        (("llm.example.com", "*.corp.example"), ("https://chat.example.com", "http://[fd00::1]:3000")),
+        (("a.example",), ("*",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("allowed_hosts", "https://llm.example.com"),
+        ("allowed_hosts", "llm.example.com:8000"),
+        ("allowed_hosts", "a,,b"),
+        ("allowed_hosts", []),
+        ("allowed_hosts", "a*"),
+        ("allowed_origins", "chat.example.com"),
+        ("allowed_origins", "https://chat.example.com/"),
+        ("allowed_origins", '["https://a", 1]'),
+        ("allowed_origins", "[a"),
+    ],
+)
+def test_what_is_no_name_of_a_server_or_no_site_is_refused_by_name(name, given):
+    with pytest.raises(ConfigError, match=rf"^{name}: must be ") as caught:
+        parse_config({"model": "demo", name: given})
+    assert caught.value.flag == name
+
+
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(run, served, tmp_path):
     path = tmp_path / "settings.yaml"
     path.write_text("model: demo\nmax-num-seqs: 7\nreplicas: 2\nenable_prefix_caching: false\n")

@@ -159,6 +159,35 @@ async def test_a_proxy_that_knows_its_apps_not_yet_says_so_and_one_that_does_say
         assert (await client.get("/v1/x")).status_code == 404
 
 
+@pytest.mark.parametrize("spelt", ["/-/routes", "/%2d/routes", "/-/%72outes?x=1"])
+async def test_which_apps_there_are_is_told_to_nobody(spelt: str) -> None:
+    routes = [start([(b"content-type", b"application/json")]), part(b'{"/":"squadron"}', more=False)]
+    app = RouterLossGuard(proxy(*routes))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        answer = await client.get(spelt, headers={"x-request-id": "mine"})
+        unnamed = await client.get(spelt)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["request_id"]) == (404, "not_found", "mine")
+    assert answer.headers["x-request-id"] == "mine"
+    assert "retry-after" not in answer.headers
+    assert unnamed.headers["x-request-id"] == unnamed.json()["error"]["request_id"]
+    assert "squadron" not in answer.text
+
+
+async def test_below_a_root_path_the_same_path_is_closed() -> None:
+    app = RouterLossGuard(proxy(start(), part(b"{}", more=False)))
+    transport = httpx.ASGITransport(app, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        assert (await client.get("/llm/-/routes")).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/-/healthz", "/-/routes/", "/v1/-/routes", "/"])
+async def test_health_for_balancers_and_all_other_paths_pass(path: str) -> None:
+    app = RouterLossGuard(proxy(start([(b"content-type", b"text/plain")]), part(b"success", more=False)))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        assert (await client.get(path)).text == "success"
+
+
 async def test_a_body_of_a_given_length_is_cut_not_filled_up() -> None:
     app = proxy(start([(b"content-type", b"application/json"), (b"content-length", b"100")]), part(b'{"half":'))
     async with serving(RouterLossGuard(_with_lifespan(app))) as url:
