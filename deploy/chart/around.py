@@ -15,7 +15,10 @@ class ApiKeys(Part):
 
     existingSecret: OptionalName = Field(
         default="",
-        description="Secret with the file of keys that `squadron keys new` writes; empty = whoever gets through may.",
+        description="Secret with the file of keys that `squadron keys new` writes; needed, unless allowOpen.",
+    )
+    allowOpen: bool = Field(
+        default=False, description="Whether there may be no keys: then whoever gets through uses the endpoint."
     )
     fileKey: str = Field(default="keys.yaml", min_length=1, description="Key in it of that file.")
     probeKey: str = Field(

@@ -20,6 +20,8 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "helm" / "examples").glob
 EVERYTHING = Path(__file__).with_name("everything.yaml")
 VALUES = {**EXAMPLES, "everything": EVERYTHING}
 RELEASE = "llm"
+# What the defaults lack: to say that no keys are wanted.
+OPEN = ("--set", "apiKeys.allowOpen=true")
 Object = dict[str, Any]
 
 
@@ -35,8 +37,11 @@ class Helm:
         return subprocess.run([binary, *arguments], capture_output=True, text=True, timeout=60, check=False)
 
     def template(self, values: Path | None = None, *more: str) -> list[Object]:
-        """Return the objects that the chart renders. Fails with helm's message where it does not."""
-        given = [] if values is None else ["--values", str(values)]
+        """Return the objects that the chart renders. Fails with helm's message where it does not.
+
+        values: where there are none it is open, as the defaults alone are refused.
+        """
+        given = OPEN if values is None else ("--values", str(values))
         result = self.run("template", RELEASE, str(CHART), "--namespace", "serving", *given, *more)
         assert result.returncode == 0, result.stderr
         return [one for one in yaml.safe_load_all(result.stdout) if one is not None]

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from deploy.probe import LOOKS
-from tests.helm.rendered import CHART, RELEASE, VALUES, clusters, of_kind, rendered
+from tests.helm.rendered import CHART, OPEN, RELEASE, VALUES, clusters, of_kind, rendered
 
 
 def probes(name, batch=False):
@@ -149,7 +149,7 @@ def test_workers_fetch_a_tokenizer_that_is_not_the_models_own(helm4, tmp_path):
     given = tmp_path / "values.yaml"
     names = ["a/tokenizer", "a/tokenizer", "/data/tokenizer", None]
     models = [{"model": f"owner/{i}", "served_model_name": str(i), "tokenizer": one} for i, one in enumerate(names)]
-    given.write_text(yaml.safe_dump({"models": models}))
+    given.write_text(yaml.safe_dump({"models": models, "apiKeys": {"existingSecret": "keys"}}))
     (cluster,) = clusters(helm4.template(given))
     (first,) = cluster["workerGroupSpecs"][0]["template"]["spec"]["initContainers"]
     told = ["owner/0", "owner/1", "owner/2", "owner/3", "--tokenizer=a/tokenizer", "--tokenizer=/data/tokenizer"]
@@ -272,7 +272,7 @@ def test_notes_tell_the_next_command(helm4):
     assert "get rayservice llm-squadron --watch" in said
     assert "port-forward svc/llm-squadron-serve-svc 8000" in said
     assert '"model": "qwen"' in said
-    assert "Warning: everybody" in said
+    assert "Warning: everybody" not in said
     assert "llm-squadron-gateway" in said
     assert "Warning: networkPolicy.clients" in said, "KubeRay's Gateway must get in"
 
@@ -284,6 +284,13 @@ def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
     assert '"model": "llama-70b"' in said
     assert "https://llm.example.com/v1" in said
     assert "Warning" not in said
+
+
+def test_notes_of_an_open_service_warn(helm4):
+    said = notes(helm4, "laptop")
+    assert "Warning: everybody who gets through to it can use it (apiKeys.allowOpen)" in said
+    assert "Bearer" not in said
+    assert "app.allowed_hosts" in said
 
 
 def test_notes_name_the_hosts_of_a_gateway(helm4):
@@ -299,6 +306,7 @@ def test_notes_of_a_batch_tell_how_to_follow_it(helm4):
 
 def test_notes_warn_where_the_ingress_is_kept_out(helm4):
     result = helm4.run(
-        "install", RELEASE, str(CHART), "--dry-run=client", "--set", "ingress.enabled=true,ingress.host=a.example.com"
+        *("install", RELEASE, str(CHART), "--dry-run=client", *OPEN),
+        *("--set", "ingress.enabled=true,ingress.host=a.example.com"),
     )
     assert "Warning: networkPolicy.clients" in result.stdout

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.helm.rendered import CHART, RELEASE
+from tests.helm.rendered import CHART, OPEN, RELEASE
 
 GPU = {"name": "gpu", "accelerator": {"resource": "nvidia.com/gpu"}}
 DEMO = [{"model": "demo"}]
@@ -148,12 +148,21 @@ def test_is_refused_by_the_name_of_the_field(helm, case, tmp_path):
     values, said = CASES[case]
     given = tmp_path / "values.yaml"
     given.write_text(yaml.safe_dump(values))
-    result = helm.run("template", RELEASE, str(CHART), "--values", str(given))
+    result = helm.run("template", RELEASE, str(CHART), *OPEN, "--values", str(given))
     assert result.returncode != 0, result.stdout
     assert said in result.stderr
 
 
+def test_an_endpoint_without_keys_must_be_wanted(helm):
+    refused = helm.run("template", RELEASE, str(CHART))
+    assert refused.returncode != 0
+    for said in ("apiKeys.existingSecret: without keys", "such as llm-keys", "apiKeys.allowOpen=true"):
+        assert said in refused.stderr
+    for given in ("apiKeys.allowOpen=true", "apiKeys.existingSecret=llm-keys", "service.enabled=false"):
+        assert helm.run("template", RELEASE, str(CHART), "--set", given).returncode == 0, given
+
+
 def test_a_number_on_the_command_line_is_taken(helm4):
-    result = helm4.run("template", RELEASE, str(CHART), "--set", "models[0].model=demo,models[0].replicas=3")
+    result = helm4.run("template", RELEASE, str(CHART), *OPEN, "--set", "models[0].model=demo,models[0].replicas=3")
     assert result.returncode == 0, result.stderr
     assert "replicas: 3" in result.stdout

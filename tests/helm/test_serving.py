@@ -46,6 +46,37 @@ def test_large_and_broken_numbers_arrive_as_they_were_given(helm4):
     assert app.models[1].tokenizer is None
 
 
+OUTSIDE = "ingress.enabled=true,ingress.host=llm.example.com,gateway.enabled=true,gateway.parentRefs[0].name=public"
+OPEN_CLUSTER = "llm-squadron-serve-svc.serving"
+
+
+@pytest.mark.parametrize(
+    ("given", "hosts"),
+    [
+        ("apiKeys.allowOpen=true", (OPEN_CLUSTER,)),
+        (
+            f"apiKeys.allowOpen=true,{OUTSIDE},gateway.hostnames[0]=*.example.org",
+            (OPEN_CLUSTER, "llm.example.com", "*.example.org"),
+        ),
+        (
+            "apiKeys.allowOpen=true,app.allowed_hosts[0]=a.example,app.allowed_hosts[1]=b.example",
+            ("a.example", "b.example", OPEN_CLUSTER),
+        ),
+        (r"apiKeys.allowOpen=true,app.allowed_hosts=a.example\,b.example", ("a.example", "b.example", OPEN_CLUSTER)),
+        (r'apiKeys.allowOpen=true,app.allowed_hosts=["*"]', ("*", OPEN_CLUSTER)),
+        ("apiKeys.allowOpen=true,app.allowed_hosts=null", (OPEN_CLUSTER,)),
+        (f"apiKeys.existingSecret=keys,{OUTSIDE}", None),
+        (
+            f"apiKeys.existingSecret=keys,{OUTSIDE},app.allowed_hosts[0]=a.example",
+            ("a.example", OPEN_CLUSTER, "llm.example.com"),
+        ),
+    ],
+)
+def test_clients_may_use_the_names_that_the_chart_gives_the_endpoint(helm4, given, hosts):
+    """Names of this cluster's other forms are known to be its own (`Sites`); with keys no name is looked at."""
+    assert app_of(helm4.template(None, "--set", f"apiKeys.allowOpen=false,{given}")).shared.allowed_hosts == hosts
+
+
 @each_service
 def test_pods_have_room_for_all_replicas_and_routers(helm4, name):
     (cluster, *_) = [one["spec"]["rayClusterConfig"] for one in of_kind(rendered(name), "RayService")]
