@@ -83,7 +83,8 @@ at `/openapi.json`.
 - `x-session-id`, 1 to 256 printable ASCII characters without spaces, names the conversation that a request is of, for
   `--routing-policy session` ([cluster.md](cluster.md#routing)).
 - Pages of other sites may use a server with keys: a preflight (CORS) is answered, and answers can be read. One
-  without keys refuses them.
+  without keys refuses them (403 `forbidden_origin`) and names that are not its own in `Host` (403 `forbidden_host`),
+  and wants a `Content-Type` with every body ([tenants.md](tenants.md#without-keys)).
 - `finish_reason` is `stop`, `length` or `tool_calls`.
 - `/v1/files` and `/v1/batches` need `--batch-dir` ([batch.md](batch.md#on-a-server)); without fields are
   `GET` and `DELETE /v1/files/ID`, `GET /v1/files/ID/content`, `GET /v1/batches/ID`, `POST /v1/batches/ID/cancel`.

@@ -78,7 +78,7 @@ async def stream(port: int, endpoint: str, tokens: int) -> int:
     prompt = {"prompt": "x"} if endpoint == "completions" else {"messages": [{"role": "user", "content": "x"}]}
     body = json.dumps({"model": MODEL, "max_tokens": tokens, "stream": True, **prompt}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/{endpoint} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/{endpoint} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     found, tail = 0, b""
     while b"[DONE]" not in tail:

@@ -127,7 +127,7 @@ async def _health(port: int) -> float:
     took = []
     for _ in range(HEALTH_ROUNDS):
         began = time.perf_counter()
-        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await reader.readuntil(b'{"status":"live"}')
         took.append(time.perf_counter() - began)
     writer.close()
@@ -140,7 +140,7 @@ async def _stream(port: int, number: int) -> float:
     body = json.dumps({**asked, "temperature": 0, "stream": True, "return_token_ids": True}).encode()
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     data = await reader.readuntil(b"data: {")
     first = time.perf_counter() - began

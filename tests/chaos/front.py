@@ -163,7 +163,7 @@ def body(index: int, tokens: int = 40, **changes: Any) -> dict[str, Any]:
 def raw_request(asked: dict[str, Any]) -> bytes:
     """Return the bytes of a POST of `asked`."""
     content = json.dumps(asked).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -79,7 +79,7 @@ async def post(
 ) -> Exchange:
     """Ask and read to the end, whatever end that is. A connection that is refused or reset is an end too."""
     body = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
     exchange = Exchange()
     try:
@@ -113,7 +113,7 @@ async def stalled(
     connection.connect(("127.0.0.1", port))
     reader, writer = await asyncio.open_connection(sock=connection, limit=1024)
     body = json.dumps(asked | {"stream": True}).encode()
-    head = f"POST {prefix}/v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {prefix}/v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     head += f"Authorization: Bearer {key}\r\n" if key else ""
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return reader, writer

@@ -13,6 +13,7 @@ from tests.cluster.harness import App, eventually
 
 MESSAGES = [{"role": "user", "content": "What does os.path.join do?"}]
 PROMPT = "def main():\n"
+JSON = {"content-type": "application/json"}
 
 
 def client(app: App) -> openai.OpenAI:
@@ -87,7 +88,7 @@ def test_blocks_are_free_again_after_a_client_hangs_up(demo_app: App) -> None:
 )
 def test_bad_input_is_refused_by_name(demo_app: App, change: dict, status: int, param: str) -> None:
     body = {"model": "demo", "prompt": "hello", "max_tokens": 4} | change
-    answer = httpx.post(f"{demo_app.url}/v1/completions", content=json.dumps(body), timeout=30)
+    answer = httpx.post(f"{demo_app.url}/v1/completions", content=json.dumps(body), headers=JSON, timeout=30)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == param
     assert answer.json()["error"]["message"]
@@ -95,9 +96,12 @@ def test_bad_input_is_refused_by_name(demo_app: App, change: dict, status: int, 
 
 
 def test_invalid_json_and_big_bodies_are_refused(demo_app: App) -> None:
-    assert httpx.post(f"{demo_app.url}/v1/completions", content=b'{"model": ', timeout=30).status_code == 400
+    assert (
+        httpx.post(f"{demo_app.url}/v1/completions", content=b'{"model": ', headers=JSON, timeout=30).status_code
+        == 400
+    )
     big = b'{"prompt": "' + b"x" * (5 * 2**20) + b'"}'
-    assert httpx.post(f"{demo_app.url}/v1/completions", content=big, timeout=30).status_code == 413
+    assert httpx.post(f"{demo_app.url}/v1/completions", content=big, headers=JSON, timeout=30).status_code == 413
     assert client(demo_app).completions.create(model="demo", prompt="still", max_tokens=2).choices[0].text is not None
 
 

@@ -262,7 +262,8 @@ async def test_no_line_holds_a_text_of_a_clients(model, lines, caplog, logged):
                 if path in ("/v1/embeddings", "/v1/responses"):
                     del asked["max_tokens"]
                 statuses.add((await client.post(path, json=asked)).status_code)
-            await client.post("/v1/completions", content=f'{{"prompt": "{SECRET}')
+            cut, kind = f'{{"prompt": "{SECRET}', {"content-type": "application/json"}
+            statuses.add((await client.post("/v1/completions", content=cut, headers=kind)).status_code)
     assert statuses >= {200, 400}, "some were served, some were not"
     told = "".join(lines()) + caplog.text  # of whoever logs: a library of ours would tell it as well
     assert len(lines()) >= len(FUZZED) // 2

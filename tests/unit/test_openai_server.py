@@ -181,7 +181,8 @@ async def test_a_client_that_hangs_up_while_sending_is_no_error(model, caplog):
     async with serving(app_for(source, model)) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        kind = b"Content-Type: application/json\r\n"
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + kind + b"Content-Length: 100\r\n\r\n{")
         await writer.drain()
         writer.close()
         await writer.wait_closed()
@@ -291,7 +292,8 @@ async def test_tokenizing_a_long_prompt_leaves_health_answering(tmp_path, monkey
     monkeypatch.setattr(roomy.tokenizer, "encode", watched)
     async with client_for(app_for(source, roomy, max_body_bytes=2**23)) as client:
         body = json.dumps({**BODY, "prompt": "hello world, this is text. " * 50_000}).encode()
-        call = asyncio.create_task(client.post("/v1/completions", content=body))
+        headers = {"content-type": "application/json"}
+        call = asyncio.create_task(client.post("/v1/completions", content=body, headers=headers))
         answered = 0
         while not call.done():
             await asyncio.sleep(0.001)  # without a network nothing else would let the call run
