@@ -79,7 +79,8 @@ async def post(
 ) -> Exchange:
     """Ask and read to the end, whatever end that is. A connection that is refused or reset is an end too."""
     body = json.dumps(asked).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n"
     head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
     exchange = Exchange()
     try:

@@ -225,7 +225,7 @@ async def test_tenants_see_their_own_and_need_a_key(model, tmp_path, batches):
 async def test_no_spelling_of_an_id_gets_anywhere(app, path):
     async with client_for(app) as client:
         for method, rest in (("GET", ""), ("POST", "/cancel")):
-            answer = await client.request(method, f"http://test/v1/batches/{path}{rest}")
+            answer = await client.request(method, f"http://localhost/v1/batches/{path}{rest}")
             assert code_of(answer) == (404, "not_found", None)
             assert len(answer.content) < 500
 
