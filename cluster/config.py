@@ -29,6 +29,7 @@ MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)
 LOG_FORMATS = ("text", "json")
+NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
 
 
 def _names(value: Any) -> Any:
@@ -151,9 +152,11 @@ class ClusterConfig(ModelConfig):
         with.
     host / port: where the ingress listens for HTTP. Loopback unless told otherwise.
     grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
-    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
+    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota,
+        an admin's: it sees all.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
+    metrics_key: opens /metrics and /ready, and GetLoad of gRPC, and nothing else: for who scrapes a server with keys.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
@@ -185,6 +188,7 @@ class ClusterConfig(ModelConfig):
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     api_key: str | None = None
     api_key_file: str | None = None
+    metrics_key: str | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
@@ -203,6 +207,11 @@ class ClusterConfig(ModelConfig):
     enable_log_requests: bool = False
     max_log_len: Annotated[int, Field(ge=0)] = 0
 
+    @property
+    def keyed(self) -> bool:
+        """Whether callers need a key."""
+        return self.api_key is not None or self.api_key_file is not None
+
 
 def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     """Check settings that came from a file, the command line or Serve. Keys may use dashes or underscores.
@@ -219,6 +228,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     except ValidationError as error:
         raise _as_config_error(error) from None
     _check_names(config)
+    _check_metrics_key(config)
     scaling_settings(config)
     return config
 
@@ -271,6 +281,22 @@ def _check_names(config: ClusterConfig) -> None:
     if config.reasoning_parser is not None:
         REASONING_PARSERS.get(config.reasoning_parser)
     policy_named(config.routing_policy)
+
+
+def _check_metrics_key(config: ClusterConfig) -> None:
+    if config.metrics_key is None:
+        return
+    if not config.keyed:
+        raise ConfigError(
+            "metrics_key: without API keys everybody may read the figures; give --api-key or --api-key-file too",
+            "metrics_key",
+        )
+    if not config.metrics_key.strip() or config.metrics_key == config.api_key:
+        raise ConfigError(
+            "metrics_key: must be a key of its own, such as `python -c 'import secrets; print(secrets.token_hex())'` "
+            "prints; api_key opens the figures anyway",
+            "metrics_key",
+        )
 
 
 def refuse_unknown(key: str, known: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ STATUS_BY_CODE = {
     "body_too_large": 413,
     "unsupported_media_type": 415,
     "unauthorized": 401,
+    "permission_denied": 403,
     "rate_limit_exceeded": 429,
     "overloaded": 429,
     "no_replica": 503,
@@ -61,6 +62,8 @@ class ApiError(Exception):
         """OpenAI's error type for the status."""
         if self.status == 401:
             return "authentication_error"
+        if self.status == 403:
+            return "permission_error"
         if self.status == 404:
             return "not_found_error"
         if self.status == 429:

@@ -62,7 +62,7 @@ def connect_host(host: str) -> str:
 
 def curl(url: str, config: ClusterConfig) -> str:
     """Return a command to paste that asks a model something."""
-    key = ' -H "Authorization: Bearer $SQUADRON_API_KEY"' if config.api_key else ""
+    key = ' -H "Authorization: Bearer $SQUADRON_API_KEY"' if config.keyed else ""
     body = {
         "model": config.model_id,
         "messages": [{"role": "user", "content": PROMPT}],

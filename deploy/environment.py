@@ -56,6 +56,7 @@ class Environment:
 
     ray_address: `RAY_ADDRESS`, the Ray cluster to join; None = start one.
     api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
+    metrics_key: `SQUADRON_METRICS_KEY`, for `--metrics-key`.
     source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
     clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
     ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
@@ -63,6 +64,7 @@ class Environment:
 
     ray_address: str | None = None
     api_key: str | None = None
+    metrics_key: str | None = None
     source_date_epoch: int | None = None
     ray_tmpdir: str | None = None
 
@@ -73,6 +75,7 @@ class Environment:
         return cls(
             ray_address=variables.get("RAY_ADDRESS") or None,
             api_key=variables.get("SQUADRON_API_KEY") or None,
+            metrics_key=variables.get("SQUADRON_METRICS_KEY") or None,
             source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
             ray_tmpdir=variables.get("RAY_TMPDIR") or None,
         )
