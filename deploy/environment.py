@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
+from cluster.private_files import close_to_others
 from deploy.private_ray import private_ray
 from engine.errors import ConfigError
 
@@ -108,8 +109,9 @@ def prepare_ray(address: str | None) -> str | None:
 
 
 def _ensure_token(path: Path) -> None:
-    """Make the file that Ray looks for, readable by its owner alone (Ray would let everybody read it)."""
+    """Make the file that Ray looks for, its owner's alone to read (Ray lets everybody read the one that it makes)."""
     if path.is_file():
+        close_to_others(path)
         return
     token = secrets.token_hex(32)
     try:

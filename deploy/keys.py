@@ -66,7 +66,8 @@ def new(
 def with_key_file(app: AppConfig, local: bool) -> AppConfig:
     """Return `app` ready to serve with its key file, if it has one.
 
-    The path is made absolute, and the command gets a key of its own, unless one is set, to see the replicas. local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
+    The path is made absolute, and the command gets a key of its own, unless one is set, to see the replicas.
+    local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
     """
     config = app.shared
     if config.api_key_file is None:

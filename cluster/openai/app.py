@@ -57,10 +57,10 @@ def build_app(
     """Return the OpenAI-compatible app.
 
     models: what it serves, each by its name. metrics: of the app. ready: the body of `/ready`; its `ready` says
-    whether requests can be served (200, else 503 with `Retry-After`), the rest is for people who run the server. tenancy: keys and
-    quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held. names_answers: False
-    where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value
-    to clients). store: of files and batches; None = none are kept, and their routes say so.
+    whether requests can be served (200, else 503 with `Retry-After`), the rest is for who runs the server. tenancy:
+    keys and quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held.
+    names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
+    would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
     """
     off_loop, file_threads = OffLoop(), FileThreads()
     door = tenancy or Tenancy()
