@@ -17,7 +17,7 @@ from ray.serve.schema import LoggingConfig
 from cluster.app_config import parse_app
 from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.batch.server.worker import Batches
-from cluster.config import ClusterConfig, scaling_settings
+from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
 from cluster.discovery import LeaseRequestRouter
 from cluster.life.deployed_app import BuiltOf
 from cluster.life.surge import fits, surge_percent
@@ -70,7 +70,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
         title = config.model_id if app.listed else ""
         deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
-        replicas.append(deployment.bind(own | {"api_key": None}, title))
+        replicas.append(deployment.bind(own | NO_KEYS, title))
     router = _versioned(_router(app.shared, surge(app.shared.routers)), versions)
     batches = None
     if app.shared.batch_dir is not None:

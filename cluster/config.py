@@ -31,6 +31,7 @@ MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)
 LOG_FORMATS = ("text", "json")
+NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
 
 
 def _names(value: Any) -> Any:
@@ -185,11 +186,13 @@ class ClusterConfig(ModelConfig):
         with.
     host / port: where the ingress listens for HTTP. Loopback unless told otherwise.
     grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
-    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota.
+    api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota,
+        an admin's: it sees all.
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
     allowed_hosts / allowed_origins: names by which clients may call the server beside the usual ones, and sites whose
         pages may use it (`cluster.openai.sites`); None = the usual names, and pages of this machine; with keys, all.
+    metrics_key: opens /metrics and /ready, and GetLoad of gRPC, and nothing else: for who scrapes a server with keys.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.
     max_body_bytes: largest request body.
@@ -223,6 +226,7 @@ class ClusterConfig(ModelConfig):
     api_key_file: str | None = None
     allowed_hosts: HostNames | None = None
     allowed_origins: Origins | None = None
+    metrics_key: str | None = None
     max_waiting_per_tenant: Count = 4096
     max_queue_wait: Seconds = 60.0
     max_body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
@@ -262,6 +266,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     except ValidationError as error:
         raise _as_config_error(error) from None
     _check_names(config)
+    _check_metrics_key(config)
     scaling_settings(config)
     return config
 
@@ -314,6 +319,22 @@ def _check_names(config: ClusterConfig) -> None:
     if config.reasoning_parser is not None:
         REASONING_PARSERS.get(config.reasoning_parser)
     policy_named(config.routing_policy)
+
+
+def _check_metrics_key(config: ClusterConfig) -> None:
+    if config.metrics_key is None:
+        return
+    if not config.keyed:
+        raise ConfigError(
+            "metrics_key: without API keys everybody may read the figures; give --api-key or --api-key-file too",
+            "metrics_key",
+        )
+    if not config.metrics_key.strip() or config.metrics_key == config.api_key:
+        raise ConfigError(
+            "metrics_key: must be a key of its own, such as `python -c 'import secrets; print(secrets.token_hex())'` "
+            "prints; api_key opens the figures anyway",
+            "metrics_key",
+        )
 
 
 def refuse_unknown(key: str, known: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ STATUS_BY_CODE = {
     "unauthorized": 401,
     "forbidden_host": 403,
     "forbidden_origin": 403,
+    "permission_denied": 403,
     "rate_limit_exceeded": 429,
     "overloaded": 429,
     "no_replica": 503,
@@ -63,6 +64,8 @@ class ApiError(Exception):
         """OpenAI's error type for the status."""
         if self.status == 401:
             return "authentication_error"
+        if self.status == 403:
+            return "permission_error"
         if self.status == 404:
             return "not_found_error"
         if self.status == 429:

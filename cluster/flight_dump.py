@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from cluster.private_files import opener
 from cluster.translation import waited
 from engine.flight import FlightRecorder
 
@@ -32,7 +33,8 @@ def dump_flight(
 ) -> Path | None:
     """Write what is recorded to a new file of `folder` and return its path; None, and a line in the log, on failure.
 
-    clock: seconds since 1970. Events bear their age in seconds when the file was written.
+    The file is its owner's alone: it names tenants, and when they asked for what. clock: seconds since 1970. Events
+    bear their age in seconds when the file was written.
     """
     now, at = flight.clock(), clock()
     known = flight.everything()
@@ -40,7 +42,8 @@ def dump_flight(
     body = {"replica": replica_id, "at": at, "reason": reason, "requests": requests}
     path = folder / f"{PREFIX}{replica_id}-{at:.3f}.json"
     try:
-        path.write_bytes(msgspec.json.encode(body))
+        with open(path, "xb", opener=opener) as file:
+            file.write(msgspec.json.encode(body))
         for old in sorted(folder.glob(f"{PREFIX}*.json"), key=lambda one: one.stat().st_mtime)[:-MOST_DUMPS]:
             old.unlink(missing_ok=True)
     except OSError as error:

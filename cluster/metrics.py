@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.figures.engine import engine_metrics
+from cluster.figures.of_tenant import OfTenant
 from cluster.figures.samples import family_of, live_counter, live_histogram
 from cluster.figures.vllm import VllmNames
 from engine.report import EngineStats
@@ -67,8 +68,10 @@ class Metrics:
         """Return the label of what was not asked of any model: with one model its name, else ""."""
         return model_name or (self._models[0] if len(self._models) == 1 else "")
 
-    def render(self) -> bytes:
-        """Return the Prometheus text of all metrics."""
+    def render(self, tenant: str | None = None) -> bytes:
+        """Return the Prometheus text of all metrics, or of those of one tenant alone."""
+        if tenant is not None:
+            return generate_latest(OfTenant(self.registry, tenant))
         return generate_latest(self.registry) + (b"" if self._vllm is None else generate_latest(self._vllm))
 
     def answered(self, route: str, status: int, model_name: str = "") -> None:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.config import ClusterConfig, resolve_config
+from cluster.config import NO_KEYS, ClusterConfig, resolve_config
 from cluster.figures.families import Source
 from cluster.figures.publishing import Publishing, on_loop
 from cluster.figures.ray_publisher import RayPublisher, publish_period
@@ -77,7 +77,7 @@ class Router:
         self._config = self._configs[0]
         try:
             check_ingress(self._config.ingress)
-            self._keys = keys_for(self._config.api_key, self._config.api_key_file)
+            self._keys = keys_for(self._config.api_key, self._config.api_key_file, self._config.metrics_key)
             self._store = _store(self._config)
             self._tracing = router_tracing(self._config, self._router_id)
         except SquadronError as error:
@@ -136,7 +136,7 @@ class Router:
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
-        settings = [asdict(config) | {"api_key": None, "api_key_file": None} for config in self._configs]
+        settings = [asdict(config) | NO_KEYS for config in self._configs]
         return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
 
     def _deployed_now(self, memory: AppMemory, built_of: BuiltOf) -> set[str]:

@@ -14,6 +14,7 @@ from cluster.tenants.tenant import Tenant
 from engine.flight import Wait
 
 LONGEST_NAME = 256
+OF_ALL = frozenset({Wait.TURN, Wait.BLOCKS})  # their details count what others do, to the token
 
 
 async def why(
@@ -21,6 +22,7 @@ async def why(
 ) -> dict[str, Any]:
     """Return the body for a request by the id that its answer bears; clock: seconds since 1970.
 
+    Who does not run the server is not told how much of others' work went before, nor how many blocks are free.
     Raises `ApiError` (404) where nothing is known: it did not have to wait, or that was long ago, or there is none.
     One of another tenant looks the same.
     """
@@ -40,10 +42,11 @@ async def why(
         goes_by = "requests go by the `id` of their answer, such as chatcmpl-..."  # not by Serve's `x-request-id`
         raise ApiError("not_found", f"nothing is known of {name!r}: {lost}{unheard}; {goes_by}")
     now = clock()
-    return {"id": name, "events": [_shown(told, now) for told in events], "silent": silent}
+    return {"id": name, "events": [_shown(told, now, asker) for told in events], "silent": silent}
 
 
-def _shown(told: Told, now: float) -> dict[str, Any]:
+def _shown(told: Told, now: float, asker: Tenant) -> dict[str, Any]:
     event = told.event
     at = now - event.age
-    return {"at": at, "age": event.age, "what": event.what, "detail": event.detail, "replica": told.replica}
+    detail = event.detail if asker.sees_all or event.what not in OF_ALL else ""
+    return {"at": at, "age": event.age, "what": event.what, "detail": detail, "replica": told.replica}

@@ -92,6 +92,8 @@ def serve(
         chosen["model"] = model
     if environment.api_key is not None:
         chosen.setdefault("api_key", environment.api_key)
+    if environment.metrics_key is not None:
+        chosen.setdefault("metrics_key", environment.metrics_key)
     settings = merge_settings(config, chosen)
     with_keys = with_key_file(with_batch_dir(settings), local=environment.ray_address is None)
     if dry_run:

@@ -69,8 +69,9 @@ def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:
         for plan in plans
     ]
     values = replace(app, models=tuple(filled)).settings()
-    if values["api_key"]:
-        values["api_key"] = "***"
+    for name, hidden in (("api_key", "***"), ("metrics_key", "****")):  # two keys may not be the same
+        if values[name]:
+            values[name] = hidden
     needs = AppPlacement(tuple([plan.placement for plan in plans]), app.shared.routers)
     lines = [line for plan in plans for line in _facts(plan)]
     lines.append(f"# Places {needs.routers} x router.")

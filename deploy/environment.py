@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
+from cluster.private_files import close_to_others
 from deploy.private_ray import private_ray
 from engine.errors import ConfigError
 
@@ -56,6 +57,7 @@ class Environment:
 
     ray_address: `RAY_ADDRESS`, the Ray cluster to join; None = start one.
     api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
+    metrics_key: `SQUADRON_METRICS_KEY`, for `--metrics-key`.
     source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
     clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
     ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
@@ -63,6 +65,7 @@ class Environment:
 
     ray_address: str | None = None
     api_key: str | None = None
+    metrics_key: str | None = None
     source_date_epoch: int | None = None
     ray_tmpdir: str | None = None
 
@@ -73,6 +76,7 @@ class Environment:
         return cls(
             ray_address=variables.get("RAY_ADDRESS") or None,
             api_key=variables.get("SQUADRON_API_KEY") or None,
+            metrics_key=variables.get("SQUADRON_METRICS_KEY") or None,
             source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
             ray_tmpdir=variables.get("RAY_TMPDIR") or None,
         )
@@ -105,8 +109,9 @@ def prepare_ray(address: str | None) -> str | None:
 
 
 def _ensure_token(path: Path) -> None:
-    """Make the file that Ray looks for, readable by its owner alone (Ray would let everybody read it)."""
+    """Make the file that Ray looks for, its owner's alone to read (Ray lets everybody read the one that it makes)."""
     if path.is_file():
+        close_to_others(path)
         return
     token = secrets.token_hex(32)
     try:

@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from cluster.app_config import AppConfig
+from cluster.config import ClusterConfig
 from cluster.tenants.key_file import KeyFile
 from cluster.tenants.key_text import parse_keys
 from cluster.tenants.keys import hash_key, new_key
@@ -31,7 +32,10 @@ def new(
     tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
     admin: Annotated[
-        bool, typer.Option("--admin", help="It may ask `squadron why` of other tenants' requests.")
+        bool, typer.Option("--admin", help="It sees all tenants: figures, replicas, `squadron why`.")
+    ] = False,
+    scrape: Annotated[
+        bool, typer.Option("--scrape", help="It reads all figures at /metrics and /ready, and can do nothing else.")
     ] = False,
 ) -> None:
     """Make a random key. It is shown once, on stderr; its entry for the key file, with its hash alone, on stdout.
@@ -47,6 +51,7 @@ def new(
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent": max_concurrent,
         "admin": admin or None,
+        "scrape": scrape or None,
     }
     text = yaml.safe_dump([{name: value for name, value in entry.items() if value is not None}], sort_keys=False)
     try:
@@ -61,8 +66,8 @@ def new(
 def with_key_file(app: AppConfig, local: bool) -> AppConfig:
     """Return `app` ready to serve with its key file, if it has one.
 
-    The path is made absolute, and the command gets a key of its own, unless one is set, to ask whether the server is
-    ready. local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
+    The path is made absolute, and the command gets a key of its own, unless one is set, to see the replicas.
+    local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
     """
     config = app.shared
     if config.api_key_file is None:
@@ -70,4 +75,9 @@ def with_key_file(app: AppConfig, local: bool) -> AppConfig:
     path = Path(config.api_key_file).absolute()
     if local:
         KeyFile(path)
-    return app.with_shared(api_key_file=str(path), api_key=config.api_key or new_key())
+    return app.with_shared(api_key_file=str(path), metrics_key=config.metrics_key or new_key())
+
+
+def looking_key(config: ClusterConfig) -> str | None:
+    """Return the key with which whoever serves looks at the server's replicas, None where there are no keys."""
+    return config.metrics_key or config.api_key

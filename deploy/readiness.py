@@ -35,9 +35,9 @@ class Readiness:
     """
 
     def __init__(
-        self, name: str, url: str, api_key: str | None, wanted: Mapping[str, int], note: Callable[[str], None]
+        self, name: str, url: str, key: str | None, wanted: Mapping[str, int], note: Callable[[str], None]
     ) -> None:
-        self._client = client_for(url, api_key)
+        self._client = client_for(url, key)
         self._name = name
         self._wanted = wanted
         self._note = note
@@ -69,7 +69,11 @@ class Readiness:
             raise StartError("another server answers at this address: it refuses the API key; give another --port")
         if not isinstance(body, dict) or not body.get("ready"):
             return []
-        return [replica for replica in body.get("replicas", []) if replica.get("phases")]
+        if "replicas" not in body:
+            raise StartError(
+                "the key file lists the metrics key without scrape: true, so replicas are not shown to it"
+            )
+        return [replica for replica in body["replicas"] if replica.get("phases")]
 
 
 def refuse_failed(status: ApplicationStatusOverview) -> None:

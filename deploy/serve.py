@@ -27,6 +27,7 @@ from deploy.dry_run import check_folders, make_plans
 from deploy.haproxy import HAProxySetup, exposed
 from deploy.interrupts import Interrupted, Interrupts, bounded
 from deploy.joined_ray import JoinedRay
+from deploy.keys import looking_key
 from deploy.local_ray import LocalRay, RayCluster, check_capacity, count, descendants
 from deploy.phases import PhaseLog
 from deploy.ray_output import quiet_serve, without_death_notices
@@ -142,7 +143,7 @@ class Server:
         """Say what listens beside the address that was asked for, and warn of what is not as it should be."""
         haproxy = self._options.haproxy
         if haproxy is None:
-            with client_for(self.url, self._config.api_key) as client:
+            with client_for(self.url, looking_key(self._config)) as client:
                 if not is_guarded(client):
                     self._warn(f"{UNGUARDED}.")
             return
@@ -167,7 +168,7 @@ class Server:
             )
             for config in self._app.models
         ]
-        with client_for(self.url, self._config.api_key) as client:
+        with client_for(self.url, looking_key(self._config)) as client:
             while True:
                 for _ in range(LOOKS_PER_STATUS):
                     time.sleep(LOOK_SECONDS)
@@ -272,7 +273,7 @@ class Server:
 
     def _readiness(self) -> Readiness:
         wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self.url, self._config.api_key, wanted, self.say)
+        return Readiness(APP, self.url, looking_key(self._config), wanted, self.say)
 
     def _delete(self, grace: float) -> None:
         serve.delete(APP, _blocking=False)

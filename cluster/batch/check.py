@@ -15,6 +15,7 @@ from cluster.batch.errors import InputError, RowFault, RowFaultsError, Unreachab
 from cluster.batch.rows import Source, SourceRow, quoted
 from cluster.batch.sources.source import FileSource
 from cluster.batch.tasks import TaskMaker
+from cluster.private_files import make_folder
 
 SHOWN = 10
 LENGTH_BYTES = 8
@@ -136,7 +137,7 @@ class _Ids:
     def __init__(self, folder: Path) -> None:
         # One of its own: what a run that was killed left behind must not be taken for ids of this one.
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             self._folder = tempfile.TemporaryDirectory(dir=folder, prefix="ids-")
         except OSError as error:
             raise _not_written(folder, error) from error

@@ -25,6 +25,7 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 OPEN_METHODS = frozenset({f"/{SERVICE.full_name}/Health"})
+SCRAPED_METHODS = frozenset({f"/{SERVICE.full_name}/GetLoad"})  # all that a key for scraping opens
 _KNOWN = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
 
 
@@ -89,7 +90,9 @@ class Door(grpc.aio.ServerInterceptor):
         if method not in OPEN_METHODS:
             authorization = metadata_value(handler_call_details.invocation_metadata, "authorization")
             try:
-                self._tenancy.tenant_of(authorization)
+                tenant = self._tenancy.tenant_of(authorization)
+                if tenant.scrapes and method not in SCRAPED_METHODS:
+                    raise ApiError("permission_denied", "this key reads figures alone: GetLoad; use a tenant's key")
             except ApiError as error:
                 return self._refusal(error, _KNOWN.get(method, "other"))
         handler = await continuation(handler_call_details)

@@ -135,7 +135,8 @@ class InferenceService:
 
     async def GetLoad(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:
         """Tell what the replicas do now, of one model or of all."""
-        async with self._exchange("GetLoad", context):
+        async with self._exchange("GetLoad", context) as rpc:
+            self._refuse_tenants(rpc)
             asked = parsed(pb.GetLoadRequest, body).model
             models = self._services.models
             fronts = [models.named(asked)] if asked else list(models)
@@ -166,6 +167,17 @@ class InferenceService:
         rpc.model = front.model_id
         visit.ask(front.model_id, front.gate)
         return front
+
+    def _refuse_tenants(self, rpc: Exchange) -> None:
+        """Raise `ApiError` (`permission_denied`) for a key that is not shown what others do."""
+        tenant = self._services.tenancy.tenant_of(rpc.authorization)
+        rpc.tenant = tenant.name
+        if not tenant.sees_figures:
+            message = (
+                "GetLoad tells what all tenants do, which is for a key with admin: true or scrape: true, or that of "
+                "--metrics-key; Health tells whether requests are served"
+            )
+            raise ApiError("permission_denied", message)
 
     def _exchange(self, method: str, context: grpc.aio.ServicerContext) -> Any:
         return exchange(method, context, self._services.answered, self._services.traced)

@@ -37,6 +37,7 @@ from cluster.openai.storage import Stored
 from cluster.openai.tokens_endpoint import TokensEndpoint, detokenize, tokenize
 from cluster.tenants.figures import TenantCollector
 from cluster.tenants.tenancy import Tenancy
+from cluster.tenants.tenant import Tenant
 from cluster.ui.page import ui_route
 from cluster.why import why
 
@@ -58,11 +59,11 @@ def build_app(
     """Return the OpenAI-compatible app.
 
     models: what it serves, each by its name. metrics: of the app. ready: the body of `/ready`; its `ready` says
-    whether requests can be served (200, else 503 with `Retry-After`), the rest is for people. tenancy: keys and
-    quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held. names_answers: False
-    where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two would be one wrong value
-    to clients). store: of files and batches; None = none are kept, and their routes say so. sites: names that the
-    server goes by, and sites whose pages may use it; None = as on loopback.
+    whether requests can be served (200, else 503 with `Retry-After`), the rest is for who runs the server. tenancy:
+    keys and quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held.
+    names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
+    would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
+    sites: names that the server goes by, and sites whose pages may use it; None = as on loopback.
     """
     off_loop, file_threads = OffLoop(), FileThreads()
     door = tenancy or Tenancy()
@@ -101,7 +102,12 @@ def build_app(
 
 
 async def _why(models: Models, request: Request) -> Response:
-    return _json(await why(models, request.path_params["name"], request.state.tenant))
+    return _json(await why(models, request.path_params["name"], _asker(request)))
+
+
+def _asker(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
 
 
 def _model_routes(models: Models) -> list[Route]:
@@ -150,10 +156,14 @@ def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBo
         if asked is not None:
             front = models.named(asked)
             body = {**body, **_of_model(body, front)}
+        if not _asker(request).sees_figures:
+            body = {"ready": body["ready"]}
         return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
 
-    async def show_metrics(_: Request) -> Response:
-        return Response(metrics.render(), headers={"content-type": CONTENT_TYPE})
+    async def show_metrics(request: Request) -> Response:
+        asker = _asker(request)
+        text = metrics.render(None if asker.sees_figures else asker.name)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]
 

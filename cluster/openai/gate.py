@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from cluster.tracing.call_trace import CallTrace
 
 OPEN_PATHS = frozenset({"/health"})
+SCRAPED_PATHS = frozenset({"/metrics", "/ready"})  # all that a key for scraping opens
 PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
 log = logging.getLogger(__name__)
@@ -134,7 +135,13 @@ class Gate:
         # it sent as well. Source: W3C Fetch Metadata, which all browsers of today send and no page can forge.
         if raw_path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
             given = as_bearer(given)
-        return self._tenancy.tenant_of(given)
+        tenant = self._tenancy.tenant_of(given)
+        if tenant.scrapes and raw_path(scope) not in SCRAPED_PATHS:
+            message = (
+                f"this key reads figures alone: it opens {' and '.join(sorted(SCRAPED_PATHS))}; use a tenant's key"
+            )
+            raise ApiError("permission_denied", message)
+        return tenant
 
     def _route_label(self, scope: Scope) -> str:
         """The route of a path without parameters: clients must not be able to make up labels."""

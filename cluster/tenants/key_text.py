@@ -16,13 +16,14 @@ import yaml
 from cluster.tenants.keys import KeyEntry, hash_key
 from cluster.tenants.tenant import Quota, Tenant
 from engine.errors import ConfigError
+from engine.ledger import OTHERS
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 _COUNT = re.compile(r"[1-9][0-9]{0,14}")
 _QUOTAS = tuple(f.name for f in fields(Quota))
-_FIELDS = ("key", "key_sha256", "tenant", "expires", "admin", *_QUOTAS)
+_FIELDS = ("key", "key_sha256", "tenant", "expires", "admin", "scrape", *_QUOTAS)
 _NULL = "tag:yaml.org,2002:null"
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def parse_keys(text: str, source: str) -> list[KeyEntry]:
     """Return the keys that `text` lists; `source` is the file's name, for messages.
 
     Each item has `key` or `key_sha256` (64 hex digits), `tenant`, and may have `expires` (ISO date-time, in UTC
-    unless it says otherwise), `admin` (see `Tenant.sees_all`), `requests_per_minute`, `tokens_per_minute` and
+    unless it says otherwise), `admin` or `scrape` (see `Tenant`), `requests_per_minute`, `tokens_per_minute` and
     `max_concurrent`. Quotas are the tenant's: several keys of one tenant share them, and state the same or leave them
     out. The others are the key's.
     Raises `ConfigError` that names file and line.
@@ -127,7 +128,13 @@ def _tenants(items: list[_Item]) -> dict[str, Tenant]:
 
 def _holder(item: _Item, tenants: dict[str, Tenant]) -> Tenant:
     tenant = tenants[_text(item, "tenant")]
-    return replace(tenant, sees_all=True) if _read(item, "admin", _yes) else tenant
+    admin, scrape = _read(item, "admin", _yes), _read(item, "scrape", _yes)
+    if admin and scrape:
+        line = item.nodes["scrape"].start_mark.line + 1
+        raise _WrongLineError(
+            line, "scrape: true excludes admin: true; an admin's key may scrape as well, leave it out"
+        )
+    return replace(tenant, sees_all=bool(admin), scrapes=bool(scrape)) if admin or scrape else tenant
 
 
 def _refuse_twice(items: list[_Item], digests: list[bytes]) -> None:
@@ -169,6 +176,8 @@ def _hex(value: str) -> bytes:
 def _tenant_name(value: str) -> str:
     if not _TENANT.fullmatch(value):
         raise ValueError("1 to 64 letters, digits, dots, dashes and underscores, such as team-a")
+    if value == OTHERS:
+        raise ValueError(f"another name than {OTHERS}, under which a replica counts all tenants beyond its accounts")
     return value
 
 

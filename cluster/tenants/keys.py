@@ -33,6 +33,16 @@ def hash_key(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+def admin_entry(key: str) -> KeyEntry:
+    """Return the entry of `--api-key`, which whoever starts the server has chosen."""
+    return KeyEntry(hash_key(key), Tenant(DEFAULT_TENANT, sees_all=True))
+
+
+def scrape_entry(key: str) -> KeyEntry:
+    """Return the entry of `--metrics-key`."""
+    return KeyEntry(hash_key(key), Tenant("metrics", scrapes=True))
+
+
 def new_key() -> str:
     """Return a new random key: 256 bits from the operating system, as `sk-sqd-` and 43 letters, digits, - and _."""
     return "sk-sqd-" + secrets.token_urlsafe(32)
@@ -89,15 +99,15 @@ class KeySource(Protocol):
 
 
 class FixedKeys:
-    """Keys that do not change: that of `--api-key`."""
+    """Keys that do not change: those of flags."""
 
     def __init__(self, ring: KeyRing) -> None:
         self.ring = ring
 
     @classmethod
     def one(cls, key: str) -> FixedKeys:
-        """Return one key, of the default tenant, without quota or expiry."""
-        return cls(KeyRing([KeyEntry(hash_key(key), Tenant(DEFAULT_TENANT))]))
+        """Return one key, of the default tenant, without quota or expiry. Whoever holds it sees all."""
+        return cls(KeyRing([admin_entry(key)]))
 
     async def watch(self) -> None:
         """There is nothing to watch."""

@@ -26,13 +26,20 @@ class Tenant:
     """Everybody who holds one of its keys. `name` is fit for logs, labels and metrics.
 
     shares_cache: the prefix cache is separated by the clients' own salts alone: for a server with no keys.
-    sees_all: whoever holds this key runs the server, and may ask what requests of other tenants waited for.
+    sees_all: whoever holds this key runs the server: all figures, and what requests of other tenants waited for.
+    scrapes: the key reads figures, of all, and does nothing else.
     """
 
     name: str
     quota: Quota = field(default_factory=Quota)
     shares_cache: bool = False
     sees_all: bool = False
+    scrapes: bool = False
+
+    @property
+    def sees_figures(self) -> bool:
+        """Whether the key is shown the figures of all tenants and of the replicas."""
+        return self.sees_all or self.scrapes
 
 
 OPEN = Tenant(DEFAULT_TENANT, shares_cache=True, sees_all=True)

@@ -14,6 +14,8 @@ from pathlib import Path
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from cluster.private_files import FILE
+
 log = logging.getLogger(__name__)
 SAY_AGAIN = 60.0  # seconds between two lines about a collector that does not answer
 LIBRARY_LOGGER = "opentelemetry.exporter.otlp"
@@ -22,12 +24,13 @@ LIBRARY_LOGGER = "opentelemetry.exporter.otlp"
 class FileExporter(SpanExporter):
     """Appends one JSON object a line and span, as the SDK writes it. Many processes may share the file.
 
+    A new file is its owner's alone; one that is there keeps its modes, so that whoever is to read it may be let in.
     Raises `OSError` where it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         # To be read, too: what it ends with is looked at.
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, FILE)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Write the spans at once, so that lines of other processes come before or after them."""

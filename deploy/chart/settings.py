@@ -12,7 +12,7 @@ from cluster.config import ClusterConfig
 from deploy.flags import CHOICES, POSITIONAL, settings
 
 # What the chart says itself: where to listen, where keys are, and what it has no Service or NetworkPolicy for.
-OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "link_host")
+OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "metrics_key", "link_host")
 APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 # Lists that one string may hold, too.

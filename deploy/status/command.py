@@ -22,7 +22,7 @@ def fetch(client: httpx.Client) -> Report:
 
 
 def look(client: httpx.Client) -> tuple[Report, str]:
-    """Return `fetch`'s report, and the text of /metrics where a router of ours gave it, else ""."""
+    """Return `fetch`'s report, and the text of /metrics where a router of ours gave it whole, else ""."""
     address = str(client.base_url).rstrip("/")
     try:
         ready = client.get("/ready")
@@ -39,7 +39,8 @@ def look(client: httpx.Client) -> tuple[Report, str]:
     if not isinstance(body, dict) or "ready" not in body:
         return _unreachable(address, "what answers there is no squadron server"), ""
     text = metrics.text if metrics.status_code == 200 else ""
-    return read_report(address, body, text), text
+    report = read_report(address, body, text)
+    return report, text if report.known else ""
 
 
 def show_status(address: str, api_key: str | None, as_json: bool, watch: bool) -> int:

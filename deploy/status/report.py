@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 WAITING = "squadron_tenant_requests_queued"
 MIGRATIONS = "squadron_migrations_total"
+FOR_ADMINS = "this key is shown no more than whether the server is ready: give that of an admin, or of --metrics-key"
 
 
 class Condition(Enum):
@@ -56,6 +57,11 @@ class Report:
     deployments: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def known(self) -> bool:
+        """Whether the server told of itself, to this key."""
+        return bool(self.app or self.version or self.replicas)
+
+    @property
     def running(self) -> int:
         """Sequences that run on all replicas."""
         return sum(replica.running or 0 for replica in self.replicas)
@@ -72,12 +78,15 @@ class Report:
 
 def read_report(address: str, ready: Mapping[str, Any], metrics: str) -> Report:
     """Return the report of a server that answered with these bodies; `metrics` may be empty."""
+    condition = Condition.READY if ready.get("ready") else Condition.NOT_READY
+    if "states" not in ready and "replicas" not in ready:
+        return Report(address, condition, notice=FOR_ADMINS)
     app = ready.get("app") or {}
     deployments = dict(ready.get("deployments") or {})
     figures = _sums(metrics)
     return Report(
         address=address,
-        condition=Condition.READY if ready.get("ready") else Condition.NOT_READY,
+        condition=condition,
         models=_models(ready),
         version=str(ready.get("version", "")),
         app=str(app.get("name", "")),

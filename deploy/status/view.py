@@ -32,7 +32,7 @@ def table(report: Report) -> RenderableType:
     version = f"squadron {report.version}" if report.version else ""
     head = Text.assemble((word, style), f"  {', '.join(report.models)}  ", (f"{report.address}  {version}", "dim"))
     parts: list[RenderableType] = [head]
-    if report.condition is not Condition.UNREACHABLE:
+    if report.known:
         parts.append(Text(_summary(report), style="dim"))
     if report.replicas:
         parts.append(_replicas(report.replicas))
@@ -56,7 +56,7 @@ def lines(report: Report) -> list[str]:
         "migrations": report.migrations,
         "notice": report.notice,
     }
-    shown = values if report.condition is not Condition.UNREACHABLE else {"notice": report.notice}
+    shown = values if report.known else {"notice": report.notice}
     first = " ".join([word, *filter(None, report.models), report.address, *pairs(shown)])
     return [first, *(_plain(replica) for replica in report.replicas)]
 

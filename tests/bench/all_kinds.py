@@ -25,11 +25,15 @@ ROWS = 60  # of a batch
 
 @dataclass(frozen=True)
 class Target:
-    """Where the app is, and the key of each tenant: `team-a`, `team-b`, and `trial` with a small quota."""
+    """Where the app is, and the key of each tenant: `team-a`, `team-b`, and `trial` with a small quota.
+
+    metrics_key: shows the replicas.
+    """
 
     url: str
     grpc_port: int
     keys: Mapping[str, str]
+    metrics_key: str
 
 
 @dataclass(frozen=True)

@@ -77,15 +77,19 @@ def start(folder: Path) -> Target:
     entries[-1]["requests_per_minute"] = 6
     (folder / "keys.yaml").write_text(yaml.safe_dump(entries))
     port, grpc_port = start_serve(), free_port()
-    files = {"api_key_file": str(folder / "keys.yaml"), "batch_dir": str(folder / "batches")}
+    files = {
+        "api_key_file": str(folder / "keys.yaml"),
+        "metrics_key": new_key(),
+        "batch_dir": str(folder / "batches"),
+    }
     serve.run(build({**SETTINGS, **files, "grpc_port": grpc_port}), name=APP)
-    target = Target(f"http://127.0.0.1:{port}", grpc_port, keys)
+    target = Target(f"http://127.0.0.1:{port}", grpc_port, keys, files["metrics_key"])
     eventually(lambda: _replicas(target) == SETTINGS["replicas"], "all replicas are ready", 90)
     return target
 
 
 def _replicas(target: Target) -> int:
-    headers = {"Authorization": f"Bearer {target.keys[TENANTS[0]]}"}
+    headers = {"Authorization": f"Bearer {target.metrics_key}"}
     return len(httpx.get(f"{target.url}/ready", headers=headers, timeout=10).json().get("replicas", []))
 
 

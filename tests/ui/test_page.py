@@ -16,8 +16,9 @@ from starlette.routing import Mount
 
 from cluster.errors import ApiError
 from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.tenants.keys import FixedKeys
+from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
+from cluster.tenants.tenant import Tenant
 from engine.report import EngineStats
 from tests.openai_app import MODEL, app_for, front_for, serving, two_models_app
 from tests.ui.browser import Browser, find_browser
@@ -318,6 +319,16 @@ async def test_the_key_that_the_browser_asked_for_serves_the_page_too(browser, m
         await ask(tab, "Hi")
         await tab.until("turns[0]?.answer === 'Welcome.'")
         assert await tab.value("sessionStorage.getItem('squadron.key')") is None
+
+
+async def test_a_tenants_key_is_told_that_the_cluster_is_shown_to_an_admin(browser, model):
+    keys = FixedKeys(KeyRing([KeyEntry(hash_key("sk-team"), Tenant("team"))]))
+    served = app(model, speaker(model, "Welcome."), tenancy=Tenancy(keys))
+    async with page(browser, served, password="sk-team") as tab:
+        await tab.until("document.getElementById('state').textContent.includes('key of an admin')")
+        await ask(tab, "Hi")
+        await tab.until("turns[0]?.answer === 'Welcome.'")
+        assert await tab.value("document.querySelectorAll('.replica').length") == 0
 
 
 async def test_a_key_in_the_address_opens_the_page_and_what_it_asks_for(browser, model):

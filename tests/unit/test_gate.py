@@ -29,6 +29,7 @@ from tests.openai_app import MODEL, app_for, client_for, saying, served_model, s
 KEYS = """
 - {key: sk-free, tenant: free}
 - {key: sk-few, tenant: few, requests_per_minute: 2, tokens_per_minute: 20, max_concurrent: 1}
+- {key: sk-admin, tenant: operations, admin: true}
 - {key: sk-old, tenant: free, expires: 2001-01-01T00:00:00Z}
 """
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 100}
@@ -224,7 +225,7 @@ async def test_metrics_and_logs_name_the_tenant_and_never_the_key(model, caplog)
             for _ in range(3):
                 await ask(client, "sk-few")
             await ask(client, "sk-unknown")
-            text = (await client.get("/metrics", headers=bearer("sk-free"))).text
+            text = (await client.get("/metrics", headers=bearer("sk-admin"))).text
     lines = [line for line in text.splitlines() if line.startswith("squadron_tenant")]
     assert f'squadron_tenant_requests_total{{model_name="{MODEL}",outcome="admitted",tenant="few"}} 2.0' in lines
     assert (

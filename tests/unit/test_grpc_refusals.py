@@ -8,9 +8,11 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from cluster.errors import STATUS_BY_CODE, ApiError
+from cluster.fleet import ReplicaView
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.status import status_code
+from cluster.message_parts import Load
 from cluster.metrics import Metrics
 from cluster.models.registry import Models
 from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
@@ -209,6 +211,48 @@ async def test_each_method_but_health_needs_a_key(model):
         assert (await stub.Health(pb.HealthRequest())).ready
         assert (await gathered(calls["Generate"](**bearing("team")))).text == "fine"
         assert not source.requests[1:], "a call without a key reached the source"
+
+
+async def test_load_is_told_to_admins_and_scrapers_alone(model):
+    source = saying(model, "fine")
+    entries = [
+        KeyEntry(hash_key("team"), Tenant("team")),
+        KeyEntry(hash_key("admin"), Tenant("operations", sees_all=True)),
+        KeyEntry(hash_key("scraper"), Tenant("prometheus", scrapes=True)),
+    ]
+    load = Load(3, 1, 40, 100, 60, 10, 0, 0, 0, 0, 0, 0.0)
+    view = ReplicaView("r1", 1, False, True, 3, 0.1, load)
+    tenancy = Tenancy(FixedKeys(KeyRing(entries)))
+    async with serving_grpc(source, model, tenancy, replicas=lambda: [view]) as served:
+        for request in (pb.GetLoadRequest(), pb.GetLoadRequest(model=MODEL), pb.GetLoadRequest(model="none")):
+            refusal = await refusal_of(served.stub.GetLoad(request, **bearing("team")))
+            assert (refusal.status, refusal.code) == (grpc.StatusCode.PERMISSION_DENIED, "permission_denied")
+            assert "Health" in refusal.message and "--metrics-key" in refusal.message
+            assert not refusal.retryable
+        for key in ("admin", "scraper"):
+            told = await served.stub.GetLoad(pb.GetLoadRequest(), **bearing(key))
+            assert [one.running for one in told.replicas] == [3]
+        assert (await served.stub.Health(pb.HealthRequest())).ready
+
+
+async def test_a_key_for_scraping_calls_nothing_else(model):
+    source = saying(model, "fine")
+    tenancy = Tenancy(FixedKeys(KeyRing([KeyEntry(hash_key("scraper"), Tenant("prometheus", scrapes=True))])))
+    async with serving_grpc(source, model, tenancy) as served:
+        stub, key = served.stub, bearing("scraper")
+        calls = [
+            stub.Generate(ask(), **key),
+            stub.Chat(chat("hi"), **key),
+            stub.Embed(pb.EmbedRequest(model=MODEL, texts=pb.Texts(texts=["a"])), **key),
+            stub.Abort(pb.AbortRequest(request_id="x"), **key),
+            stub.GetModelInfo(pb.GetModelInfoRequest(), **key),
+            served.channel.unary_unary("/squadron.v1.Inference/Nothing")(b"", **key),
+        ]
+        for call in calls:
+            refusal = await refusal_of(call)
+            assert (refusal.status, refusal.code) == (grpc.StatusCode.PERMISSION_DENIED, "permission_denied")
+            assert "GetLoad" in refusal.message
+    assert not source.requests
 
 
 async def test_reflection_needs_a_key_as_well(model):

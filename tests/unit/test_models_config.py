@@ -155,8 +155,8 @@ def test_a_key_file_and_ports_are_of_all_models(tmp_path: Path):
     path = tmp_path / "keys.yaml"
     path.write_text("- {key: sk-one, tenant: one}\n")
     app = with_key_file(parse_app({"models": TWO, "api_key_file": str(path)}), local=True)
-    assert len({config.api_key for config in app.models}) == 1
-    assert app.shared.api_key
+    assert len({config.metrics_key for config in app.models}) == 1
+    assert app.shared.metrics_key
     assert app.with_shared(port=5).models[1].port == 5
 
 

@@ -248,7 +248,7 @@ async def test_a_tenants_quotas_count_over_all_models(models):
         long = {"prompt": "x " * 10, "max_tokens": 1}
         used = await client.post("/v1/completions", json=long | {"model": "alpha"}, headers=key("two"))
         over = await client.post("/v1/completions", json=long | {"model": "beta"}, headers=key("two"))
-        text = (await client.get("/metrics", headers=key("one"))).text
+        text = (await client.get("/metrics", headers=key("two"))).text
     assert (second.status_code, second.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert (used.status_code, over.status_code) == (200, 429)
     assert 'squadron_tenant_requests_total{model_name="beta",outcome="rate_limit_exceeded",tenant="two"} 1.0' in text

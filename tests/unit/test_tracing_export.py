@@ -62,7 +62,7 @@ def test_writers_that_share_a_file_write_whole_lines(tmp_path):
     spans = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(spans) == 600
     assert {span["resource"]["attributes"]["service.instance.id"] for span in spans} == {"0", "1"}
-    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_line_after_a_torn_one_is_whole(tmp_path, monkeypatch):

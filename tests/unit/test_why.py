@@ -175,6 +175,12 @@ async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path
             for name in (in_queue_of_the_replica, in_line):
                 assert [await status(name, key) for key in ("k-a", "k-b", "k-ops", "k-c")] == [200, 404, 200, 401]
             assert await status("cmpl", "k-ops") == 404, "no names, no stories"
+            ahead = {}
+            for key in ("k-a", "k-ops"):
+                answer = await client.get(f"/why/{in_line}", headers={"authorization": f"Bearer {key}"})
+                ahead[key] = [one["detail"] for one in answer.json()["events"] if one["what"] == "turn"]
+            assert "tokens of work" in ahead["k-ops"][0]
+            assert ahead["k-a"] == [""], "others' work is counted in it, to the token"
             replica.executor.allow(1000)
             await asyncio.gather(*tasks)
             assert [await status(in_line, key) for key in ("k-a", "k-b")] == [200, 404]

@@ -10,6 +10,7 @@ from pathlib import Path
 from cluster.batch.errors import LedgerError
 from cluster.batch.ledger.frame_file import read_frames, read_payload
 from cluster.batch.ledger.records import RowDone, decode_done
+from cluster.private_files import FILE
 
 ENTRY_BYTES = 8
 OFFSET_BITS = 48
@@ -67,7 +68,7 @@ def in_input_order(parts: Sequence[tuple[Path, int | None]], rows: int, index: P
 def _write_index(parts: Sequence[tuple[Path, int | None]], rows: int, index: Path) -> None:
     seen = DoneRows(rows)
     try:
-        fd = os.open(index, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        fd = os.open(index, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE)
         try:
             os.ftruncate(fd, rows * ENTRY_BYTES)
             for number, (path, limit) in enumerate(parts, start=1):

@@ -20,6 +20,7 @@ import msgspec
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
 from cluster.batch.ledger.folder import latest_epoch, remove_contents, remove_empty, remove_holders
+from cluster.private_files import FILE
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Epoch:
         holder = Holder(socket.gethostname(), boot_id(), os.getpid())
         # Locked under another name first: there is no moment at which the epoch is there and not locked.
         draft = self.folder / f"draft-{holder.host}-{holder.pid}-{time.monotonic_ns()}"
-        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, FILE)
         undo.callback(os.close, fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cluster.batch.errors import LedgerError
+from cluster.private_files import FILE
 
 LENGTH_BYTES = 4
 CHECKSUM_BYTES = 8
@@ -49,7 +50,7 @@ class FrameWriter:
         self._dirty = False
         self._broken: OSError | None = None
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, FILE)
         except OSError as error:
             raise _failed(path, error) from error
 

@@ -19,6 +19,7 @@ from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, ref
 from cluster.batch.ledger.frame_file import FrameWriter
 from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
+from cluster.private_files import close_to_others, make_folder, opener
 from engine.fingerprint import weights_of
 
 FIRST_ERRORS = 3
@@ -59,10 +60,11 @@ class Ledger:
         `BusyError` when another driver is at work on it.
         """
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as error:
             raise LedgerError(f"{folder} cannot be made: {error.strerror}; name another with --ledger") from error
         refuse_foreign(folder)
+        close_to_others(folder)  # it holds nothing but a ledger
         epoch = Epoch(folder, lease)
         epoch.keep_beating()
         return cls.within(epoch, job, resume)
@@ -267,7 +269,7 @@ def _write_whole(path: Path, data: bytes) -> None:
     """Put a file in place that is either there and whole, or not there. Raises `LedgerError`."""
     draft = path.with_suffix(".draft")
     try:
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=opener) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""A directory of this machine, or one that several share. What is in place is on the disk."""
+"""A directory of this machine, or one that several share. What is in place is on the disk, and its owner's alone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
 
+from cluster.private_files import close_to_others, make_folder, make_folders, opener
+
 DRAFTS = "drafts"
+# All folders that a server has in it, which earlier versions made open to all.
+OURS = ("batches", "deleting", DRAFTS, "files", "ledgers", "open", "runners")
 # Seconds after its last byte from which on a draft is what a killed process left.
 STALE = 2 * 3600
 WRITE_BYTES = 1 << 18
 
 
 class LocalRoot:
-    """See `cluster.batch.server.root.Root`."""
+    """See `cluster.batch.server.root.Root`.
+
+    A directory that is there already keeps its modes: others may have a part of it. Ours below it are closed to them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._drafts: dict[str, tuple[int, float]] = {}  # when each was written last, and since when that is seen so
-        (folder / DRAFTS).mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
+        make_folders(folder, folder / DRAFTS)
+        for name in OURS:
+            close_to_others(folder / name)
         self.sweep()
         self.draft().discard()  # it can be written to
 
@@ -104,7 +114,7 @@ class LocalDraft:
         self.size = 0
         self._root = root
         self._path = path
-        self._file = path.open("xb", WRITE_BYTES)
+        self._file = open(path, "xb", WRITE_BYTES, opener=opener)  # noqa: SIM115 - `put` and `discard` close it
         self._there = True
 
     def write(self, data: bytes, /) -> int:
@@ -144,7 +154,7 @@ class LocalDraft:
         os.fsync(self._file.fileno())
         self._file.close()
         target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(self._root, target.parent)
         return target
 
 

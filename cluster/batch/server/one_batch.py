@@ -45,6 +45,7 @@ from cluster.errors import ApiError
 from cluster.metrics import ModelMetrics
 from cluster.openai.checking import MAX_PRIORITY
 from cluster.openai.served_model import ServedModel
+from cluster.private_files import make_folder
 from cluster.tenants.tenant import Tenant, tenant_salt
 from engine.fingerprint import weights_of
 
@@ -140,7 +141,8 @@ class OneBatch:
         if self._private:
             make_private(self._folder)
         folder = self._folder / batch_id
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self._folder)
+        make_folder(folder)
         return Epoch(folder)
 
     def _place(self) -> str:

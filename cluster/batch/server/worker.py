@@ -82,8 +82,7 @@ class Batches:
 
 def tenants_of(config: ClusterConfig) -> Callable[[str], Tenant]:
     """Return what tells tenants by their names, as the routers do: on a server without keys all are one."""
-    is_open = config.api_key is None and config.api_key_file is None
-    return lambda name: OPEN if is_open else Tenant(name)
+    return lambda name: Tenant(name) if config.keyed else OPEN
 
 
 def ledger_folder(batch_dir: str) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cluster.batch.errors import InputError
+from cluster.private_files import make_folder, opener
 
 COPY_BYTES = 1 << 20
 NAME = "stdin"
@@ -29,7 +30,7 @@ def spooled(stream: BinaryIO, folder: Path, suffix: str, begun: bool) -> Path:
             if not path.exists():
                 raise InputError("standard input is a terminal: pipe rows into it, or name a file instead of -")
         else:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             _keep(stream, path)
     except OSError as error:
         raise InputError(f"standard input cannot be kept in {folder}: {error.strerror}") from error
@@ -59,7 +60,7 @@ def forget(path: Path) -> None:
 def _keep(stream: BinaryIO, path: Path) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.draft")
     try:
-        with draft.open("wb") as file:
+        with open(draft, "wb", opener=opener) as file:
             while chunk := stream.read(COPY_BYTES):
                 file.write(chunk)
             given = file.tell()
