@@ -98,7 +98,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A state of a batch: all of OpenAI's fields, and whose it is. `cluster.batch.server.changes` makes the next one.
 
     number: of the state, from 0. runner: who alone may run it from this state on, "" = nobody yet. outcome: what it
-    will leave, once that is decided.
+    will leave, once that is decided. waits_for: why none of its rows begins now, None where there is no such reason;
+    OpenAI has no such field.
     """
 
     id: str
@@ -110,6 +111,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     runner: str = ""
     outcome: Outcome | None = None
+    waits_for: str | None = None
     completion_window: str = WINDOW
     status: Status = "validating"
     metadata: dict[str, str] | None = None
@@ -142,6 +144,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         told: dict[str, Any] = msgspec.to_builtins(self)
         for ours in ("tenant", "number", "runner", "outcome"):
             del told[ours]
+        if self.waits_for is None:
+            del told["waits_for"]
         errors = {"object": "list", "data": list(told["errors"])} if self.errors else None
         usage = None if self.usage is None else self.usage.shown()
         return {**told, "object": "batch", "errors": errors, "usage": usage}
