@@ -1,4 +1,4 @@
-"""Batches of several tenants on one server: they share its replicas, pay from their quotas, and end with their keys."""
+"""Batches of several tenants on one server: they share its replicas, pay their quotas, and end with their keys."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager

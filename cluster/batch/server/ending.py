@@ -170,7 +170,8 @@ class Ending:
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
                     draft.write(chunk)
-            kept = self._store.files.add_untold(draft, record.tenant, f"{record.id}_{kind}.jsonl", file_id)
+            name, seconds = f"{record.id}_{kind}.jsonl", record.output_expires_after
+            kept = self._store.files.add_untold(draft, record.tenant, name, file_id, seconds)
         finally:
             draft.discard()
         undo.callback(self._store.files.remove_untold, kept)
