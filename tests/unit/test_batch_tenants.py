@@ -1,11 +1,12 @@
 """Batches of several tenants on one server: they share its replicas, pay their quotas, and end with their keys."""
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from cluster.batch.server import changes
+from cluster.batch.server import changes, one_batch
 from cluster.batch.server.root import open_root
 from cluster.batch.server.row_quotas import RowQuotas
 from cluster.batch.server.runner import REVOKED_SECONDS, Runner, by_turns
@@ -49,7 +50,7 @@ async def all_at_work(server, *batch_ids):
 
 
 async def test_ten_rows_do_not_wait_for_another_tenants_large_batch(model, store, tmp_path):
-    large = created(store, rows(2000, max_tokens=60))
+    large = created(store, rows(1000))
     async with Lab(PATIENT) as lab:
         await lab.start("a", pace=0.001)
         server = Server(lab, store, model, tmp_path / "ledgers")
@@ -59,7 +60,7 @@ async def test_ten_rows_do_not_wait_for_another_tenants_large_batch(model, store
             await server.one.run(small)
             assert store.batch(small, "other").status == "completed"
             assert store.batch(large, TENANT).status == "in_progress"
-            assert store.batch(large, TENANT).request_counts.completed < 1000
+            assert store.batch(large, TENANT).request_counts.completed < 500
     assert [line["custom_id"] for line in lines(store, store.batch(small, "other").output_file_id, "other")] == [
         f"r{i}" for i in range(10)
     ]
@@ -120,6 +121,30 @@ async def test_a_runner_takes_up_another_tenants_batch_beside_many_of_one(store,
     other = created(store, rows(1), tenant="other")
     await until(lambda: runs(many[0], other))
     await cut_off(work)
+
+
+async def test_inputs_of_one_tenant_that_are_slow_to_read_keep_no_other_waiting(model, store, tmp_path, monkeypatch):
+    slow, go = [created(store, rows(1)) for _ in range(40)], threading.Event()
+    check = one_batch.check_input
+
+    def slow_for_one(source, tasks, folder):
+        if folder.name in slow:
+            assert go.wait(60)
+        return check(source, tasks, folder)
+
+    monkeypatch.setattr(one_batch, "check_input", slow_for_one)
+    other = created(store, rows(3), tenant="other")
+    async with Lab(PATIENT) as lab:
+        await lab.start("a")
+        server = Server(lab, store, model, tmp_path / "ledgers")
+        async with all_at_work(server, *slow) as work:
+            try:
+                await until(lambda: all((tmp_path / "ledgers" / one).exists() for one in slow))
+                await server.one.run(other)
+                assert store.batch(other, "other").status == "completed"
+                assert not any(one.done() for one in work)
+            finally:
+                go.set()
 
 
 # --- quotas
@@ -238,9 +263,9 @@ async def test_a_tenant_without_a_key_has_no_row_begun_and_its_batch_cancelled_w
     begun = []
     generate = Dispatcher.generate
     monkeypatch.setattr(Dispatcher, "generate", lambda *given: (begun.append(given[1].tenant), generate(*given))[1])
-    batch_id = created(store, rows(300, max_tokens=40))
+    batch_id = created(store, rows(100))
     async with Lab(PATIENT) as lab:
-        await lab.start("a", pace=0.002)
+        replica = await lab.start("a", steps=40)
         server = Server(lab, store, model, tmp_path / "ledgers", quotas=RowQuotas(None, holder))
         runner = Runner(
             store, server.one.run, Windows(store.root), lambda: now[0], lambda name: holder(name) is not None
@@ -248,9 +273,9 @@ async def test_a_tenant_without_a_key_has_no_row_begun_and_its_batch_cancelled_w
         work = asyncio.create_task(runner.run())
         await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > 5)
         held.ring = keys("other").ring
-        await until(lambda: not lab.dispatcher.num_live)
+        replica.executor.allow(10**6)
+        await until(lambda: store.batch(batch_id, TENANT).waits_for and not lab.dispatcher.num_live)
         before = len(begun)
-        await until(lambda: store.batch(batch_id, TENANT).waits_for)
         assert "a valid key of tenant acme" in store.batch(batch_id, TENANT).waits_for
         runner.wake()
         await until(lambda: runner._keyless)
@@ -266,7 +291,7 @@ async def test_a_tenant_without_a_key_has_no_row_begun_and_its_batch_cancelled_w
     assert (why["code"], "tenant acme has no valid API key" in why["message"]) == ("key_revoked", True)
     output, errors = lines(store, batch.output_file_id), lines(store, batch.error_file_id)
     assert len(output) == batch.request_counts.completed > 5
-    assert len(output) + len(errors) == 300
+    assert len(output) + len(errors) == 100
     assert {line["error"]["code"] for line in errors} == {"batch_cancelled"}
     assert "no valid API key" in errors[0]["error"]["message"]
 

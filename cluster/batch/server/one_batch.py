@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -51,7 +51,9 @@ from cluster.tenants.tenant import Tenant, tenant_salt
 from engine.fingerprint import weights_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+CHECKS_AT_ONCE = 2  # inputs, of different tenants
 WATCH_SECONDS = 1.0  # between two looks at wishes and time, and two notes of how far it is
 
 
@@ -120,6 +122,8 @@ class OneBatch:
         self._max_line_bytes = max_line_bytes
         self._private = private
         self._quotas = quotas or RowQuotas()
+        self._checks = Turns()
+        self._checkers = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._lease: Lease | None = None
         self._ending = Ending(store, windows or Windows(store.root), time_of_day)
 
@@ -136,10 +140,15 @@ class OneBatch:
             elif record.outcome is not None:
                 await asyncio.to_thread(self._ending.as_decided, record, epoch)
             elif self._ending.is_due(record):
-                await asyncio.to_thread(self._end_as_it_is, record, epoch)
-            elif found := await asyncio.to_thread(self._opened, record, epoch):
+                await self._in_turn(record, partial(self._end_as_it_is, record, epoch))
+            elif found := await self._in_turn(record, partial(self._opened, record, epoch)):
                 with closing(found[0].ledger):
                     await self._run(record, *found, lease)
+
+    async def _in_turn(self, record: BatchRecord, act: Callable[[], T]) -> T:
+        """Do what may read a whole input, in a thread: one tenant's inputs must not take all threads from others."""
+        async with self._checks.turn(record.tenant, record.id), self._checkers:
+            return await asyncio.to_thread(act)
 
     def _claimed(self, batch_id: str) -> Epoch:
         if self._private:

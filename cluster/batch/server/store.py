@@ -60,8 +60,8 @@ class Store:
     ) -> StoredFile:
         """Make a file of what a client sent as the input of batches; 413 beyond the tenant's quota.
 
-        most: that quota, in bytes; None = it has none. Of uploads that come at the same time each counts itself before
-        it looks again, so that none passes unseen.
+        most: that quota, in bytes; None = it has none. Of uploads that come at the same time each counts itself, and
+        then looks again: none passes unseen.
         """
         if most is None:
             return self.files.add(draft, tenant, filename, "batch", expires_after)
