@@ -31,6 +31,7 @@ def new(
     requests_per_minute: Annotated[int | None, typer.Option(help="Requests in a minute.")] = None,
     tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+    max_stored_bytes: Annotated[int | None, typer.Option(help="Bytes of all files at /v1/files.")] = None,
     admin: Annotated[
         bool, typer.Option("--admin", help="It sees all tenants: figures, replicas, `squadron why`.")
     ] = False,
@@ -50,6 +51,7 @@ def new(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "max_concurrent": max_concurrent,
+        "max_stored_bytes": max_stored_bytes,
         "admin": admin or None,
         "scrape": scrape or None,
     }

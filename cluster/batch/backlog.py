@@ -1,15 +1,21 @@
-"""How much of a batch is under way: enough that no replica's step waits for rows, whatever the size of the input."""
+"""How much of batches is under way: enough that no replica's step waits for rows, whatever the size of the input.
+
+Tenants whose batches run side by side get in by turns, as clients' requests do (`cluster.tenants.fair_queue`):
+whoever has used the fewest tokens, of prompts and of output, goes first.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.admission.output_length import OutputLength
 from cluster.batch.prepare import Prepared
+from cluster.tenants.fair_queue import FairQueue
+
+_FIRST, _NEW = 0, 1  # of a tenant's rows, those that were recalled go before the others
 
 
 class Bounds(Protocol):
@@ -24,82 +30,159 @@ class Bounds(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Entry:
+    """A row that waits or is inside. called: done when it is let in. goes: whether it was recalled and is inside."""
+
+    tenant: str
     sequences: int
     tokens: int
+    called: asyncio.Future[None] | None = None
     recall: Callable[[], object] | None = None
-    inside: bool = True
+    inside: bool = False
+    goes: bool = False
 
 
 class Backlog:
-    """Rows enter in the order in which they ask, as soon as there is room, and may be recalled. On one event loop."""
+    """The rows of all batches of one model that are under way. Used on one event loop."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._loop = asyncio.get_running_loop()
         self._lengths = OutputLength()
-        self._inside: dict[int, _Entry] = {}  # row -> what it takes
+        self._inside: dict[_Entry, None] = {}  # in the order in which they came in
         self._sequences = 0
         self._tokens = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._going = 0  # sequences of rows that were recalled, and are inside
+        self._queue: FairQueue[_Entry] = FairQueue()
 
-    async def enter(self, prepared: Prepared, first: bool = False) -> None:
-        """Return when the row may run; whoever entered must `leave`. first: before others that wait."""
-        sequences, tokens = prepared.num_sequences, self.expected(prepared)
-        while not self._fits(sequences, tokens):
-            free: asyncio.Future[None] = self._loop.create_future()
-            (self._waiting.appendleft if first else self._waiting.append)(free)
-            await free
-        self._inside[prepared.task.row] = _Entry(sequences, tokens)
-        self._sequences += sequences
-        self._tokens += tokens
-
-    def may_recall(self, row: int, recall: Callable[[], object]) -> None:
-        """Have `recall` called when the row, which is inside, should make room; it then leaves and enters again."""
-        self._inside[row].recall = recall
-
-    def make_room(self, row: int) -> None:
-        """The row, which is inside, takes nothing of the replicas any more."""
-        entry = self._inside.get(row)
-        if entry is not None and entry.inside:
-            entry.inside, entry.recall = False, None
-            self._sequences -= entry.sequences
-            self._tokens -= entry.tokens
-            self._admit()
-
-    def leave(self, row: int, output_tokens: int) -> None:
-        """The row has ended with so many tokens of output, or was recalled."""
-        self.make_room(row)
-        entry = self._inside.pop(row)
-        if output_tokens:
-            self._lengths.seen(output_tokens // entry.sequences)
+    def of(self, tenant: str) -> Lane:
+        """Return the part of one batch, which must be closed. tenant: whose it is."""
+        return Lane(self, tenant)
 
     def look(self) -> None:
-        """Act on bounds that have changed: recall those that entered last, or let those try again who wait."""
-        excess = self._sequences - self._bounds.sequences()
-        for entry in reversed(list(self._inside.values())[1:] if excess > 0 else ()):
+        """Act on bounds that have changed: recall those that entered last, or let in those that wait."""
+        excess = self._sequences - self._going - self._bounds.sequences()
+        for entry in reversed(list(self._inside)[1:] if excess > 0 else ()):
             if excess <= 0:
                 break
             if entry.recall is not None:
-                recall, entry.recall = entry.recall, None
+                recall, entry.recall, entry.goes = entry.recall, None, True
+                self._going += entry.sequences
                 recall()
                 excess -= entry.sequences
-        self._admit()
+        self._let_in()
 
     def expected(self, prepared: Prepared) -> int:
         """Return the tokens that a row is likely to take, prompts included."""
         output = sum([self._lengths.of(one, one.params.n) for one in prepared.requests])
         return prepared.num_prompt_tokens + output
 
-    def _admit(self) -> None:
-        while self._waiting:
-            free = self._waiting.popleft()
-            if not free.done():
-                free.set_result(None)
+    async def enter(self, entry: _Entry, cost: int, first: bool) -> None:
+        """Return when a row is inside; whoever is must `leave`. cost: tokens that its tenant is charged."""
+        if not self._queue and self._fits(entry):
+            self._queue.pass_by(entry.tenant, cost)
+            self._take_in(entry)
+            return
+        entry.called = self._loop.create_future()
+        self._queue.push(entry.tenant, entry, cost, _FIRST if first else _NEW, entry.tokens)
+        self._let_in()
+        try:
+            await entry.called
+        except BaseException:
+            self._give_up(entry, _FIRST if first else _NEW)
+            raise
 
-    def _fits(self, sequences: int, tokens: int) -> bool:
+    def make_room(self, entry: _Entry) -> None:
+        """A row that is inside takes nothing of the replicas any more."""
+        if entry.inside:
+            entry.inside, entry.recall = False, None
+            self._sequences -= entry.sequences
+            self._tokens -= entry.tokens
+            if entry.goes:
+                self._going -= entry.sequences
+            self._let_in()
+
+    def leave(self, entry: _Entry, output_tokens: int) -> None:
+        """A row has ended with so many tokens of output, or was recalled."""
+        self._queue.charge(entry.tenant, output_tokens)
+        del self._inside[entry]
+        self.make_room(entry)
+        if output_tokens:
+            self._lengths.seen(output_tokens // entry.sequences)
+        if not self._inside and not self._queue:
+            self._queue.forget()
+
+    def _let_in(self) -> None:
+        while self._queue and self._fits(self._queue.peek()):
+            entry = self._queue.pop()
+            self._take_in(entry)
+            if entry.called is not None and not entry.called.done():
+                entry.called.set_result(None)
+
+    def _take_in(self, entry: _Entry) -> None:
+        entry.inside = True
+        self._inside[entry] = None
+        self._sequences += entry.sequences
+        self._tokens += entry.tokens
+
+    def _give_up(self, entry: _Entry, priority: int) -> None:
+        """A row waits no longer: its batch was told to stop."""
+        if entry in self._inside:
+            self.leave(entry, 0)
+        else:
+            self._queue.remove(entry.tenant, entry, priority)
+            self._let_in()  # it may have been the one that did not fit
+
+    def _fits(self, entry: _Entry) -> bool:
         bounds = self._bounds
         if not self._sequences:
             return bounds.sequences() > 0  # one row may be larger than all replicas
-        return self._sequences + sequences <= bounds.sequences() and self._tokens + tokens <= bounds.tokens()
+        fits = self._sequences + entry.sequences <= bounds.sequences()
+        return fits and self._tokens + entry.tokens <= bounds.tokens()
+
+
+class Lane:
+    """The rows of one batch in a backlog: they enter in the order in which they ask, and may be recalled."""
+
+    def __init__(self, backlog: Backlog, tenant: str) -> None:
+        self._backlog = backlog
+        self._tenant = tenant
+        self._rows: dict[int, _Entry] = {}
+
+    async def enter(self, prepared: Prepared, first: bool = False) -> None:
+        """Return when the row may run; whoever entered must `leave`.
+
+        first: before others of its tenant that wait, since it was inside before, and its prompt is paid for.
+        """
+        sequences = prepared.num_sequences
+        entry = _Entry(self._tenant, sequences, self._backlog.expected(prepared))
+        cost = 1 if first else prepared.num_prompt_tokens + sequences
+        await self._backlog.enter(entry, cost, first)
+        self._rows[prepared.task.row] = entry
+
+    def may_recall(self, row: int, recall: Callable[[], object]) -> None:
+        """Have `recall` called when the row, which is inside, should make room; it then leaves and enters again."""
+        self._rows[row].recall = recall
+
+    def make_room(self, row: int) -> None:
+        """The row, if it is inside, takes nothing of the replicas any more."""
+        if (entry := self._rows.get(row)) is not None:
+            self._backlog.make_room(entry)
+
+    def leave(self, row: int, output_tokens: int) -> None:
+        """The row has ended with so many tokens of output, or was recalled."""
+        self._backlog.leave(self._rows.pop(row), output_tokens)
+
+    def look(self) -> None:
+        """See `Backlog.look`."""
+        self._backlog.look()
+
+    def expected(self, prepared: Prepared) -> int:
+        """See `Backlog.expected`."""
+        return self._backlog.expected(prepared)
+
+    def close(self) -> None:
+        """Let all rows leave: the batch has ended, or was told to stop."""
+        for row in list(self._rows):
+            self.leave(row, 0)

@@ -117,7 +117,7 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
 def _run(work: Work, dispatcher: Dispatcher) -> BatchRun:
     ledger, config = work.ledger, work.config
     room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
-    backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share))
+    backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share)).of("")
     ticks = Ticks([ledger.flush, backlog.look])
     tokens = RowSource(dispatcher, ledger, ticks, backlog.make_room)
     answers = Answers(work.model, tokens, Metrics().of(work.model.model_id, ClusterFigures))

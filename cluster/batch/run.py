@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.batch.answers import Answers, failed
-from cluster.batch.backlog import Backlog
+from cluster.batch.backlog import Lane
 from cluster.batch.cost import Cost
 from cluster.batch.errors import BatchError, TooManyErrorsError
 from cluster.batch.ledger.ledger import Ledger
@@ -18,6 +18,7 @@ from cluster.batch.order import by_prefix, prefetched
 from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
+from cluster.batch.toll import NoToll, Toll
 from cluster.errors import ApiError, as_api_error
 from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
@@ -53,7 +54,10 @@ class RunLimits:
 
 
 class BatchRun:
-    """Runs the rows of `source` that the ledger does not have. Made and used on one event loop."""
+    """Runs the rows of `source` that the ledger does not have. Made and used on one event loop.
+
+    toll: what rows pay before they begin; None = nothing.
+    """
 
     def __init__(
         self,
@@ -62,9 +66,10 @@ class BatchRun:
         preparer: Preparer,
         answers: Answers,
         ledger: Ledger,
-        backlog: Backlog,
+        backlog: Lane,
         ticks: Ticks,
         limits: RunLimits,
+        toll: Toll | None = None,
     ) -> None:
         self._source = source
         self._task_of = task_of
@@ -74,6 +79,7 @@ class BatchRun:
         self._backlog = backlog
         self._ticks = ticks
         self._limits = limits
+        self._toll = toll or NoToll()
         self._cost = Cost(limits.max_cost_tokens, ledger.totals, preparer.model.longest_sequence)
         self._off_loop = OffLoop()
         self._stopped: BatchError | None = None
@@ -95,6 +101,7 @@ class BatchRun:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
+            self._backlog.close()
             self._off_loop.close()
         self._ledger.flush()
         await asyncio.to_thread(self._ledger.sync)
@@ -107,13 +114,26 @@ class BatchRun:
             async for prepared in by_prefix(ready, self._limits.lookahead):
                 if await self._must_stop(prepared):
                     return
+                expected = self._backlog.expected(prepared)
+                try:
+                    await self._toll.pay(prepared, expected)
+                except ApiError as error:
+                    self._done(prepared, failed(prepared.task.row, error))
+                    continue
                 await self._backlog.enter(prepared)
-                rows.create_task(self._run_row(prepared))
+                rows.create_task(self._run_row(prepared, expected))
 
-    async def _run_row(self, prepared: Prepared) -> None:
-        """Run a row that has entered; recalled, it waits in front of the others, and goes on where it was."""
+    async def _run_row(self, prepared: Prepared, expected: int) -> None:
+        """Run a row that has entered; recalled, it waits in front of the others, and goes on where it was.
+
+        expected: tokens that it has paid for.
+        """
         while (done := await self._attempt(prepared)) is None:
             await self._backlog.enter(prepared, first=True)
+        self._done(prepared, done)
+        await self._toll.settle(expected, done)
+
+    def _done(self, prepared: Prepared, done: RowDone) -> None:
         self._ledger.note_done(done)
         self._cost.ended(prepared)
 

@@ -5,22 +5,38 @@ Source: OpenAI API reference, "Files" and "Batch".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from cluster.batch.rows import URLS
 from cluster.openai.field_types import Fields, Labels, note
-from cluster.openai.refusals import Refusal
 
 MOST_FILES = 10_000
 MOST_BATCHES, USUAL_BATCHES = 100, 20
-_KEPT = Refusal((), "leave it out: files are kept until they are deleted (DELETE /v1/files/ID)")
-REFUSED_FILE: Mapping[str, Refusal] = {"expires_after": _KEPT}
-REFUSED_BATCH: Mapping[str, Refusal] = {"output_expires_after": _KEPT}
+FEWEST_SECONDS, MOST_SECONDS = 3600, 30 * 86_400  # that a file which expires is kept
 _Content = Annotated[str, WithJsonSchema({"type": "string", "format": "binary"})]
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+
+
+def _seconds(value: Any) -> int:
+    if type(value) is not int or not FEWEST_SECONDS <= value <= MOST_SECONDS:
+        raise PydanticCustomError(
+            "seconds", f"must be a whole number between {FEWEST_SECONDS} (an hour) and {MOST_SECONDS} (30 days)"
+        )
+    return value
+
+
+class ExpiresAfter(Fields):
+    """For how long a file is kept."""
+
+    anchor: Literal["created_at"] = Field(description="created_at: counted from when the file is made")
+    seconds: Annotated[
+        int,
+        BeforeValidator(_seconds),
+        WithJsonSchema({"type": "integer", "minimum": FEWEST_SECONDS, "maximum": MOST_SECONDS}),
+    ] = Field(description="3600 to 2592000")
 
 
 class FileFields(Fields):
@@ -30,6 +46,9 @@ class FileFields(Fields):
         description="the content, with a filename: JSON lines, each a request, of --max-file-bytes at most"
     )
     purpose: Literal["batch"] = Field(description="batch: the input of batches")
+    expires_after: ExpiresAfter | None = note(
+        "anchor created_at, and 3600 to 2592000 seconds, after which it is deleted; default: it is kept"
+    )
 
 
 class FileListFields(Fields):
@@ -48,6 +67,7 @@ class BatchFields(Fields):
     endpoint: BatchUrl = Field(description=f"of all its requests: {', '.join(URLS)}")
     completion_window: Literal["24h"] = Field(description="24h: what is not done by then is not done at all")
     metadata: Labels | None = note("at most 16 labels, kept with the batch")
+    output_expires_after: ExpiresAfter | None = note("of its output and error file, as expires_after of a file")
 
 
 class BatchListFields(Fields):

@@ -14,7 +14,6 @@ from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.store import NewBatch
 from cluster.openai.batch_fields import (
     MOST_BATCHES,
-    REFUSED_BATCH,
     USUAL_BATCHES,
     BatchFields,
     BatchListFields,
@@ -45,9 +44,11 @@ class BatchRoutes:
         return [Route(path, ByMethod(self._stored, each), methods=list(each)) for path, each in acts.items()]
 
     async def _create(self, call: Call) -> None:
-        asked = checked_fields(BatchFields, await self._fields(call), REFUSED_BATCH)
-        new = NewBatch(asked.input_file_id, asked.endpoint, asked.metadata)
-        record = await self._stored.run(lambda store: store.create_batch(new, call.tenant))
+        asked = checked_fields(BatchFields, await self._fields(call))
+        expiry = asked.output_expires_after
+        seconds = None if expiry is None else expiry.seconds
+        new = NewBatch(asked.input_file_id, asked.endpoint, asked.metadata, seconds)
+        record = await self._stored.run(lambda store: store.create_batch(new, call.tenant, call.most_stored))
         self._stored.opened().tell(record)
         await call.reply(record.shown())
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from msgspec import json
 
 from cluster.openai.batch_fields import (
-    REFUSED_BATCH,
-    REFUSED_FILE,
     BatchFields,
     BatchListFields,
     FileFields,
@@ -109,9 +107,9 @@ TABLES: Sequence[Table] = (
     Table("POST /v1/completions", CompletionFields, REFUSED_COMPLETION, OPENAI_COMPLETION),
     Table("POST /v1/responses", ResponseRequest, REFUSED_RESPONSE, OPENAI_RESPONSE),
     Table("POST /v1/embeddings", EmbeddingFields, REFUSED_EMBEDDING, OPENAI_EMBEDDING),
-    Table("POST /v1/files", FileFields, REFUSED_FILE, OPENAI_FILE),
+    Table("POST /v1/files", FileFields, openai=OPENAI_FILE),
     Table("GET /v1/files", FileListFields, openai=OPENAI_FILE_LIST),
-    Table("POST /v1/batches", BatchFields, REFUSED_BATCH, OPENAI_BATCH),
+    Table("POST /v1/batches", BatchFields, openai=OPENAI_BATCH),
     Table("GET /v1/batches", BatchListFields, openai=OPENAI_BATCH_LIST),
     Table("POST /tokenize", TokenizeFields, REFUSED_TOKENIZE),
     Table("POST /detokenize", DetokenizeFields),

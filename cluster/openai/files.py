@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -12,11 +12,13 @@ from starlette.routing import Route
 
 from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import StoredFile
+from cluster.batch.server.store import storage_full
+from cluster.errors import ApiError
 from cluster.ingress.guard import WINDOWED
-from cluster.openai.batch_fields import MOST_FILES, REFUSED_FILE, FileFields, FileListFields
+from cluster.openai.batch_fields import MOST_FILES, ExpiresAfter, FileFields, FileListFields
 from cluster.openai.checking import checked_fields
 from cluster.openai.http import body_blocks, disconnected, refuse_encoded, until_disconnect
-from cluster.openai.multipart import UploadForm, boundary_of, too_large
+from cluster.openai.multipart import UploadForm, boundary_of, too_large_file
 from cluster.openai.off_loop import FileThreads
 from cluster.openai.storage import ByMethod, Call, Stored, listed, page_asked, query_of
 from cluster.openai.under_way import UnderWay
@@ -24,6 +26,7 @@ from cluster.openai.under_way import UnderWay
 BLOCK_BYTES = 1 << 18  # that an upload or a download holds at a time, and a thread handles at once
 FORM_BYTES = 1 << 16  # of an upload beside the content of its file
 UPLOAD_TIMEOUT = 3600.0  # seconds
+_EXPIRY = "expires_after"
 
 
 class FileRoutes:
@@ -45,20 +48,33 @@ class FileRoutes:
     async def _upload(self, call: Call) -> None:
         """Take a file in. Whoever hangs up before the answer is there left a whole file, or none."""
         store, threads = self._stored.opened(), self._stored.threads
-        headers, most = Headers(scope=call.scope), store.max_file_bytes
+        headers = Headers(scope=call.scope)
         refuse_encoded(headers)
-        form = UploadForm(boundary_of(headers.get("content-type", "")), store.files.draft, _check_fields, most)
+        boundary = boundary_of(headers.get("content-type", ""))
+        most, too_large = await self._bound(call)
+        form = UploadForm(boundary, store.files.draft, _check_fields, most, too_large)
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > most + FORM_BYTES:
-            raise too_large(most)
+            raise too_large
         try:
-            await _take_in(call, form, threads, most + FORM_BYTES)
+            await _take_in(call, form, threads, most + FORM_BYTES, too_large)
             filename, draft = form.finish()
-            checked_fields(FileFields, {**form.fields, "file": filename}, REFUSED_FILE)
-            stored = await threads.run(lambda: store.keep_input(draft, call.tenant, filename))
+            fields = checked_fields(FileFields, {**_whole(form.fields), "file": filename})
+            seconds = None if fields.expires_after is None else fields.expires_after.seconds
+            stored = await threads.run(
+                lambda: store.keep_input(draft, call.tenant, filename, call.most_stored, seconds)
+            )
         finally:
             await threads.run(form.discard)
         await call.reply(stored.shown())
+
+    async def _bound(self, call: Call) -> tuple[int, ApiError]:
+        """Return the most bytes that a file may have now, and the error of one that has more."""
+        most, most_stored = self._stored.opened().max_file_bytes, call.most_stored
+        if most_stored is None:
+            return most, too_large_file(most)
+        left = await self._stored.run(lambda store: store.room_left(call.tenant, most_stored))
+        return (most, too_large_file(most)) if left >= most else (left, storage_full(most_stored))
 
     async def _list(self, call: Call) -> None:
         asked = query_of(call.scope, FileListFields)
@@ -90,25 +106,33 @@ class FileRoutes:
             await threads.run(content.close)
 
 
-async def _take_in(call: Call, form: UploadForm, threads: FileThreads, most: int) -> None:
+async def _take_in(call: Call, form: UploadForm, threads: FileThreads, most: int, too_large: ApiError) -> None:
     size = 0
     async for block in body_blocks(call.receive, BLOCK_BYTES, UPLOAD_TIMEOUT, call.deadline):
         size += len(block)
         if size > most:
-            raise too_large(most - FORM_BYTES)
+            raise too_large
         await threads.run(partial(form.feed, block))
 
 
 def _check_fields(fields: Mapping[str, str]) -> None:
     """Refuse what is wrong before the file comes, which most clients send last."""
-    plain = {_field(name): value for name, value in fields.items()}
-    checked_fields(FileFields, {"file": "", "purpose": "batch"} | plain, REFUSED_FILE)
+    plain = {"file": "", "purpose": "batch"} | _whole(fields)
+    expiry = plain.get(_EXPIRY)
+    if isinstance(expiry, dict) and len(expiry) == 1 and expiry.keys() < ExpiresAfter.model_fields.keys():
+        del plain[_EXPIRY]  # the other half is yet to come
+    checked_fields(FileFields, plain)
 
 
-def _field(name: str) -> str:
-    """Return the field that a part is of. An object comes in parts, such as expires_after[anchor]."""
-    field = name.partition("[")[0]
-    return field if field in REFUSED_FILE else name
+def _whole(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a form. An object comes in parts: expires_after[anchor] and expires_after[seconds]."""
+    whole: dict[str, Any] = {name: value for name, value in fields.items() if not name.startswith(f"{_EXPIRY}[")}
+    parts = {name[len(_EXPIRY) + 1 : -1]: value for name, value in fields.items() if name not in whole}
+    if not parts:
+        return whole
+    seconds = parts.get("seconds", "")
+    is_number = seconds.isascii() and seconds.isdecimal() and len(seconds) <= 9
+    return {**whole, _EXPIRY: {**parts, "seconds": int(seconds)} if is_number else parts}
 
 
 async def _blocks(content: BinaryIO, threads: FileThreads) -> AsyncIterator[bytes]:

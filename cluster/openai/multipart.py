@@ -40,7 +40,8 @@ class UploadForm:
     """Takes the body of an upload block by block. Used by one thread at a time; ends with `discard`.
 
     new_draft: begins the file's content. check: told the fields so far whenever there is one more; raises for a wrong
-    one. max_file_bytes: of the content. All methods raise `ApiError`, `InvalidRequestError` and `OSError`.
+    one. max_file_bytes: of the content. too_large: the error of one with more. All methods raise `ApiError`,
+    `InvalidRequestError` and `OSError`.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class UploadForm:
         new_draft: Callable[[], Draft],
         check: Callable[[Mapping[str, str]], None],
         max_file_bytes: int,
+        too_large: ApiError | None = None,
     ) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._new_draft = new_draft
         self._check = check
         self._max_file_bytes = max_file_bytes
+        self._too_large = too_large or too_large_file(max_file_bytes)
         self._draft: Draft | None = None
         self._part = _Part()
         self._ended = False
@@ -116,7 +119,7 @@ class UploadForm:
             self._part.add(data)
             return
         if self._draft.size + len(data) > self._max_file_bytes:
-            raise too_large(self._max_file_bytes)
+            raise self._too_large
         self._draft.write(data)
 
     def _on_part_end(self) -> None:
@@ -177,7 +180,7 @@ class _Part:
         return _text(self._data, self.name[:64])
 
 
-def too_large(limit: int) -> ApiError:
+def too_large_file(limit: int) -> ApiError:
     """Return the error of a file that is too large."""
     message = f"the file is larger than {limit} bytes; the server's --max-file-bytes sets this"
     return ApiError("body_too_large", message, param=FILE)

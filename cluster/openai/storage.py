@@ -41,6 +41,12 @@ class Call:
         return tenant.name
 
     @property
+    def most_stored(self) -> int | None:
+        """Bytes that files of who asks may take, None = any number."""
+        tenant: Tenant = self.scope["state"]["tenant"]
+        return tenant.quota.max_stored_bytes
+
+    @property
     def deadline(self) -> float | None:
         """When a POST must end, on the event loop's clock."""
         deadline: float | None = self.scope["state"]["visit"].deadline

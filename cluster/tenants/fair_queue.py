@@ -14,7 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heappushpop
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
@@ -130,12 +130,15 @@ class FairQueue(Generic[T]):
         self._work += flow.work - before
         self._waiting[item] = None
 
+    def peek(self) -> T:
+        """Return whose turn it is, and stays until somebody comes or goes; raises `IndexError` when nobody waits."""
+        _, tenant = self._first()
+        return self._flows[tenant].first()[1]
+
     def pop(self) -> T:
         """Return whose turn it is; raises `IndexError` when nobody waits."""
-        start, number, tenant = heappop(self._turns)
-        while start < self._flows[tenant].finish:
-            late = (self._flows[tenant].finish, number, tenant)
-            start, number, tenant = heappushpop(self._turns, late)
+        start, tenant = self._first()
+        heappop(self._turns)
         flow = self._flows[tenant]
         priority, item = flow.first()
         self._take(flow, start, self._leave(flow, priority, item))
@@ -177,6 +180,14 @@ class FairQueue(Generic[T]):
         if flow is None:
             flow = self._flows[tenant] = _Flow()
         return flow
+
+    def _first(self) -> tuple[int, str]:
+        """Return the smallest start tag, brought up to date, and its tenant."""
+        start, number, tenant = self._turns[0]
+        while start < self._flows[tenant].finish:
+            heapreplace(self._turns, (self._flows[tenant].finish, number, tenant))
+            start, number, tenant = self._turns[0]
+        return start, tenant
 
     def _leave(self, flow: _Flow[T], priority: int, item: T) -> int:
         """Let an item go and return its cost."""

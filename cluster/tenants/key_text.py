@@ -40,9 +40,9 @@ def parse_keys(text: str, source: str) -> list[KeyEntry]:
     """Return the keys that `text` lists; `source` is the file's name, for messages.
 
     Each item has `key` or `key_sha256` (64 hex digits), `tenant`, and may have `expires` (ISO date-time, in UTC
-    unless it says otherwise), `admin` or `scrape` (see `Tenant`), `requests_per_minute`, `tokens_per_minute` and
-    `max_concurrent`. Quotas are the tenant's: several keys of one tenant share them, and state the same or leave them
-    out. The others are the key's.
+    unless it says otherwise), `admin` or `scrape` (see `Tenant`), `requests_per_minute`, `tokens_per_minute`,
+    `max_concurrent` and `max_stored_bytes`. Quotas are the tenant's: several keys of one tenant share them, and
+    state the same or leave them out. The others are the key's.
     Raises `ConfigError` that names file and line.
     """
     try:

@@ -81,6 +81,12 @@ class KeyRing:
             raise ApiError("unauthorized", f"this API key expired at {when}")
         return entry.tenant
 
+    def holder(self, name: str) -> Tenant | None:
+        """Return the tenant of this name, None where no key of it is valid (any more)."""
+        now = self._clock()
+        valid = [one.tenant for one in self._entries.values() if one.expires is None or one.expires > now]
+        return next((one for one in valid if one.name == name), None)
+
     def _place(self, digest: bytes) -> bytes:
         return blake2b(digest, digest_size=16, key=self._secret).digest()
 

@@ -107,24 +107,35 @@ class Quotas:
         if await self._limiter.hit(item, tenant.name, cost=tokens):
             self._note(item.key_for(tenant.name), tokens)
             return
-        if tokens > item.amount:
-            raise ApiError(
-                "prompt_exceeds_quota",
-                f"the request has {tokens} prompt tokens, but {item.amount} tokens per minute are allowed: it would "
-                "never be let in; shorten it or ask for a higher quota",
-                status=400,
-            )
+        _refuse_too_long(tokens, item)
         wait = await self._seconds_until(item, tenant, tokens)
         raise _exceeded(f"the limit of {item.amount} tokens per minute leaves no room for {tokens} now", wait)
 
     async def use_output(self, tenant: Tenant, tokens: int) -> None:
         """Charge generated tokens after the fact, whether they fit or not: later requests wait for it."""
         item = _tokens(tenant)
-        if item is None or not tokens:
-            return
-        key = item.key_for(tenant.name)
-        self._note(key, tokens)
-        await self._count(key, self._minute(), tokens)
+        if item is not None and tokens:
+            await self._charge(item, tenant, tokens)
+
+    async def row_waits_for(self, tenant: Tenant, prompt: int) -> str | None:
+        """Return for which quota a row of a batch has to wait, None where it may begin now. prompt: its tokens.
+
+        Rows leave half of each limit to the tenant's other requests. Raises `ApiError` (`prompt_exceeds_quota`).
+        """
+        item = _tokens(tenant)
+        if item is not None:
+            _refuse_too_long(prompt, item)
+        states = await self.states(tenant)
+        for name, state, needed in (("requests", states.requests, 1), ("tokens", states.tokens, prompt)):
+            if state is not None and (2 * state.remaining <= state.limit or needed > state.remaining):
+                return f"{name}_per_minute"
+        return None
+
+    async def use_row(self, tenant: Tenant, tokens: int) -> None:
+        """Charge a row of a batch that begins: a request, and the tokens that it is likely to take."""
+        for item, amount in ((_requests(tenant), 1), (_tokens(tenant), tokens)):
+            if item is not None and amount:
+                await self._charge(item, tenant, amount)
 
     async def states(self, tenant: Tenant) -> RateStates:
         """Return what remains, for the `x-ratelimit-` headers."""
@@ -133,6 +144,11 @@ class Quotas:
             None if requests is None else await self._state(requests, tenant),
             None if tokens is None else await self._state(tokens, tenant),
         )
+
+    async def _charge(self, item: RateLimitItem, tenant: Tenant, amount: int) -> None:
+        key = item.key_for(tenant.name)
+        self._note(key, amount)
+        await self._count(key, self._minute(), amount)
 
     def _minute(self) -> int:
         return int(self._clock() // MINUTE)
@@ -193,6 +209,16 @@ def _requests(tenant: Tenant) -> RateLimitItem | None:
 def _tokens(tenant: Tenant) -> RateLimitItem | None:
     amount = tenant.quota.tokens_per_minute
     return None if amount is None else RateLimitItemPerMinute(amount, namespace="tokens")
+
+
+def _refuse_too_long(prompt: int, item: RateLimitItem) -> None:
+    if prompt > item.amount:
+        raise ApiError(
+            "prompt_exceeds_quota",
+            f"the request has {prompt} prompt tokens, but {item.amount} tokens per minute are allowed: it would "
+            "never be let in; shorten it or ask for a higher quota",
+            status=400,
+        )
 
 
 def _exceeded(message: str, seconds: float) -> ApiError:

@@ -13,12 +13,14 @@ class Quota:
     """What a tenant may use; None = no limit.
 
     requests_per_minute / tokens_per_minute: over a sliding minute; tokens of prompts and of what was generated.
-    max_concurrent: requests that run or wait at one time, on each router.
+    max_concurrent: requests that run or wait at one time, on each router; rows of batches do not count.
+    max_stored_bytes: of all files at `/v1/files`, those that batches leave included.
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent: int | None = None
+    max_stored_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ async def run_rows(folder: Path) -> None:
     )
     with closing(Ledger.open(folder / "ledger", job, resume=False)) as ledger:
         dispatcher = Dispatcher()
-        backlog = Backlog(whole_room(dispatcher, SEQUENCES, 8192))
+        backlog = Backlog(whole_room(dispatcher, SEQUENCES, 8192)).of("")
         ticks = Ticks([ledger.flush, backlog.look])
         answers = Answers(model, RowSource(MockEngine(), ledger, ticks), Metrics().of("demo", ClusterFigures))
         preparer = Preparer(model, "job", 0, 1)

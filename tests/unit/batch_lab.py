@@ -75,7 +75,7 @@ class BatchLab:
         **limits: Any,
     ) -> None:
         room = whole_room(lab.dispatcher, self._max_num_seqs, 64)
-        backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share))
+        backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share)).of("")
         ticks = Ticks([ledger.flush, backlog.look], tick)
         metrics = Metrics().of(self._model.model_id, ClusterFigures)
         rows = RowSource(source or lab.dispatcher, ledger, ticks, backlog.make_room)

@@ -5,9 +5,11 @@ import errno
 import json
 from contextlib import asynccontextmanager
 
+from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import whole_room
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.store import NewBatch
+from cluster.batch.server.turns import Turns
 from cluster.dispatch_config import DispatcherConfig
 from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.checking import unknown_model
@@ -27,19 +29,19 @@ def rows(count, **more):
     ]
 
 
-def created(store, requests, endpoint=URL):
+def created(store, requests, endpoint=URL, tenant=TENANT):
     draft = store.files.draft()
     draft.write("".join(json.dumps(one) + "\n" for one in requests).encode())
-    stored = store.keep_input(draft, TENANT, "rows.jsonl")
-    return store.create_batch(NewBatch(stored.id, endpoint), TENANT).id
+    stored = store.keep_input(draft, tenant, "rows.jsonl")
+    return store.create_batch(NewBatch(stored.id, endpoint), tenant).id
 
 
 def full(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def lines(store, file_id):
-    with store.files.open(store.file(file_id, TENANT)) as file:
+def lines(store, file_id, tenant=TENANT):
+    with store.files.open(store.file(file_id, tenant)) as file:
         return [json.loads(line) for line in file]
 
 
@@ -48,7 +50,8 @@ class Server:
 
     def __init__(self, lab, store, model, folder, **more):
         self._lab, self._model = lab, model
-        self.turn = asyncio.Lock()
+        self.turns = Turns()
+        self.backlog = Backlog(whole_room(lab.dispatcher, 16, 64))
         self.fingerprint, self.name, self.decisive = "f", "tiny", {"prompts": "f"}
         self.one = OneBatch(store, folder, self.model_of, **more)
 
@@ -57,10 +60,13 @@ class Server:
             raise unknown_model(name, [self.name])
         dispatcher = self._lab.dispatcher
         metrics = Metrics().of("tiny", ClusterFigures)
-        room = whole_room(dispatcher, 16, 64)
         return BatchModel(
-            self._model, dispatcher, room, metrics, self.turn, self.fingerprint, 0, decisive=self.decisive
+            self._model, dispatcher, self.backlog, metrics, self.turns, self.fingerprint, 0, decisive=self.decisive
         )
+
+    def others_turn(self):
+        """Have another batch of the tenant run meanwhile."""
+        return self.turns.turn(TENANT, "batch_before")
 
 
 def told(store, batch_id, change):

@@ -56,7 +56,7 @@ async def test_a_batch_that_waits_for_its_turn_shows_signs_of_life(model, store,
     epoch = tmp_path / "ledgers" / batch_id / "epoch-00000001"
     async with Lab() as lab:
         server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id):
+        async with server.others_turn(), at_work(server, batch_id):
             await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
             seen = epoch.stat().st_mtime_ns
             await until(lambda: epoch.stat().st_mtime_ns > seen)
@@ -70,9 +70,11 @@ async def test_a_batch_that_waits_writes_nothing_that_is_not_new(model, store, t
     monkeypatch.setattr(store.batches, "follow", lambda one: (looks.append(1), follow(one))[1])
     async with Lab() as lab:
         server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id):
+        async with server.others_turn(), at_work(server, batch_id):
             await until(lambda: len(looks) > 20)
-    assert [one.status for one in written] == ["validating", "in_progress"], "taken, and begun"
+    assert [one.status for one in written] == ["validating", "in_progress", "in_progress"], "taken, begun, and waits"
+    assert [one.waits_for for one in written[:2]] == [None, None]
+    assert written[2].shown()["waits_for"] == f"batch batch_before of tenant {TENANT}, which runs first"
 
 
 def test_who_let_go_of_an_epoch_touches_nothing_any_more(tmp_path):
@@ -90,7 +92,7 @@ async def test_a_runner_that_another_one_follows_writes_no_record_any_more(model
     batch_id = created(store, rows(3))
     async with Lab() as lab:
         server = Server(lab, store, model, tmp_path / "ledgers")
-        async with server.turn, at_work(server, batch_id) as work:
+        async with server.others_turn(), at_work(server, batch_id) as work:
             await until(lambda: store.batch(batch_id, TENANT).status == "in_progress")
             (tmp_path / "ledgers" / batch_id / "epoch-00000002").write_bytes(b"")
             await asyncio.wait([work])

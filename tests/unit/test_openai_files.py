@@ -101,10 +101,10 @@ async def test_refusals_name_what_works(app):
         with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'") as caught:
             await client.files.create(file=LINES, purpose="fine-tune")
         assert caught.value.param == "purpose"
-        with pytest.raises(openai.BadRequestError, match=r"expires_after is not supported.* kept until") as caught:
-            after = {"anchor": "created_at", "seconds": 3600}
+        with pytest.raises(openai.BadRequestError, match=r"a whole number between 3600 .* and 2592000") as caught:
+            after = {"anchor": "created_at", "seconds": 3599}
             await client.files.create(file=LINES, purpose="batch", expires_after=after)
-        assert caught.value.param == "expires_after"
+        assert caught.value.param == "expires_after.seconds"
         with pytest.raises(openai.BadRequestError, match="file is empty"):
             await client.files.create(file=("empty", b""), purpose="batch")
         with pytest.raises(openai.APIStatusError, match=rf"larger than {MIB} bytes.*--max-file-bytes") as caught:

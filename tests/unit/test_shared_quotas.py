@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import types
 
 import pytest
 from hypothesis import given, settings
@@ -13,25 +12,10 @@ from cluster.life import control_store
 from cluster.life.shared_quotas import COUNTS_SECONDS, KEPT_SECONDS, SharedQuotas
 from cluster.tenants.quotas import MINUTE, Quotas
 from cluster.tenants.tenant import Quota, Tenant
+from tests.unit.quotas_lab import set_clock
 
 THREE = Tenant("t", Quota(requests_per_minute=3))
 TOKENS = Tenant("t", Quota(tokens_per_minute=100))
-BEGIN = 30_000_000 * MINUTE + 5.0
-
-
-class Clock:
-    now = BEGIN
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The library's clock and ours."""
-    clock = Clock()
-    monkeypatch.setattr("limits.aio.storage.memory.time", types.SimpleNamespace(time=clock))
-    return clock
 
 
 @pytest.fixture
@@ -182,8 +166,7 @@ def test_whatever_is_used_and_whoever_dies_all_come_to_the_same_sum(uses):
             assert await router.remaining(TOKENS) == max(0, 100 - total)
 
     with pytest.MonkeyPatch.context() as patch:
-        clock, store = Clock(), {}
-        patch.setattr("limits.aio.storage.memory.time", types.SimpleNamespace(time=clock))
+        clock, store = set_clock(patch), {}
         patch.setattr(control_store, "put", lambda key, value: store.__setitem__(key.encode(), value))
         patch.setattr(control_store, "get", store.get)
         patch.setattr(control_store, "keys", lambda prefix: list(store))

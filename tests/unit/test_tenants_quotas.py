@@ -1,7 +1,5 @@
 """Requests and tokens per minute, requests at a time, and what a tenant is told of them."""
 
-import types
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,22 +7,7 @@ from hypothesis import strategies as st
 from cluster.errors import ApiError
 from cluster.tenants.quotas import Quotas
 from cluster.tenants.tenant import Quota, Tenant
-
-
-class Clock:
-    def __init__(self, now=1_800_000_000.0):
-        self.now = now
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The library's clock and ours."""
-    clock = Clock()
-    monkeypatch.setattr("limits.aio.storage.memory.time", types.SimpleNamespace(time=clock))
-    return clock
+from tests.unit.quotas_lab import set_clock
 
 
 def tenant(**quota):
@@ -131,9 +114,8 @@ async def test_a_clock_that_jumps_shuts_nobody_out(clock):
     st.floats(0, 60),
 )
 async def test_retry_after_is_enough_and_not_two_seconds_too_long(limit, uses, offset):
-    clock = Clock(1_800_000_000.0 + offset)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("limits.aio.storage.memory.time", types.SimpleNamespace(time=clock))
+        clock = set_clock(patch, 1_800_000_000.0 + offset)
         quotas, one = Quotas(clock), tenant(tokens_per_minute=limit)
         for pause, prompt, output in uses:
             clock.now += pause
@@ -160,3 +142,27 @@ async def test_reset_is_when_everything_remains_again(clock):
     clock.now += state.reset + 0.01
     after = (await quotas.states(one)).tokens
     assert (after.remaining, after.reset) == (100, 0.0)
+
+
+async def test_rows_of_batches_leave_half_of_a_quota_to_the_tenants_requests(clock):
+    quotas, one = Quotas(clock), tenant(requests_per_minute=10, tokens_per_minute=100)
+    for _ in range(4):
+        assert await quotas.row_waits_for(one, 10) is None
+        await quotas.use_row(one, 12)
+    assert await quotas.row_waits_for(one, 53) == "tokens_per_minute", "the prompt does not fit"
+    await quotas.use_row(one, 2)
+    assert await quotas.row_waits_for(one, 1) == "requests_per_minute"
+    await quotas.enter(one)
+    await quotas.use_prompt(one, 50)
+    clock.now += 120
+    assert await quotas.row_waits_for(one, 1) is None
+    await quotas.use_row(one, 50)
+    assert await quotas.row_waits_for(one, 1) == "tokens_per_minute"
+
+
+async def test_a_row_whose_prompt_never_fits_is_told_so_and_the_smallest_quota_lets_rows_through(clock):
+    quotas = Quotas(clock)
+    error = await refusal(quotas.row_waits_for(tenant(tokens_per_minute=100), 101))
+    assert (error.status, error.code) == (400, "prompt_exceeds_quota")
+    assert await quotas.row_waits_for(tenant(requests_per_minute=1, tokens_per_minute=1), 1) is None
+    assert await quotas.row_waits_for(tenant(), 10**9) is None

@@ -23,7 +23,7 @@ from cluster.batch.server import changes
 from cluster.batch.server.errors import StoreError
 from cluster.batch.server.files import META, file_folder
 from cluster.batch.server.ids import BATCH_IDS, output_ids
-from cluster.batch.server.objects import BatchRecord
+from cluster.batch.server.objects import BatchRecord, LineError
 from cluster.batch.server.pages import READ_AT_ONCE, Asked, Page, page_of
 from cluster.batch.server.root import Root
 
@@ -111,11 +111,11 @@ class BatchStore:
         ids = [one for one in self._root.names(FOLDER) if BATCH_IDS.may_be_of(one, tenant)]
         return page_of(ids, asked, lambda some: self._listed(some, tenant))
 
-    def ask_cancel(self, batch_id: str, now: int) -> None:
-        """Have a batch cancelled, unless it has ended or is to be cancelled already."""
+    def ask_cancel(self, batch_id: str, now: int, why: LineError | None = None) -> None:
+        """Have a batch cancelled, unless it has ended or is to be cancelled already. why: None = its client asks."""
         while (record := self.read(batch_id)) is not None and "cancelling" in changes.AFTER[record.status]:
             with suppress(FencedError):  # it was changed meanwhile: looked at again
-                self.write(changes.cancelling(record, now))
+                self.write(changes.cancelling(record, now, why))
 
     def unended(self, on_damaged: OnDamaged | None = None) -> Iterator[BatchRecord]:
         """Yield the batches that have not ended, the oldest first.

@@ -43,11 +43,11 @@ def begun(record: BatchRecord, now: int, rows: int, model: str | None = None) ->
     return _changed(record, "in_progress", now, request_counts=RequestCounts(rows), model=model)
 
 
-def counted(record: BatchRecord, counts: RequestCounts) -> BatchRecord:
-    """Tell how far it is, while rows run: its status stays."""
+def counted(record: BatchRecord, counts: RequestCounts, waits_for: str | None = None) -> BatchRecord:
+    """Tell how far it is, while rows run, and what they wait for: its status stays."""
     if record.status not in ("in_progress", "finalizing", "cancelling"):
         raise IllegalChangeError(f"batch {record.id} is {record.status}: no rows of it run")
-    return replace(record, request_counts=counts)
+    return replace(record, request_counts=counts, waits_for=waits_for)
 
 
 def finalizing(record: BatchRecord, now: int, counts: RequestCounts) -> BatchRecord:
@@ -67,9 +67,9 @@ def failed(record: BatchRecord, now: int, errors: Sequence[LineError]) -> BatchR
     return _changed(record, "failed", now, errors=tuple(errors))
 
 
-def cancelling(record: BatchRecord, now: int) -> BatchRecord:
-    """Its client wants it no more. now: when that was asked."""
-    return _changed(record, "cancelling", now)
+def cancelling(record: BatchRecord, now: int, why: LineError | None = None) -> BatchRecord:
+    """Its client wants it no more, or this server, which says why. now: when that was asked."""
+    return _changed(record, "cancelling", now, errors=record.errors if why is None else (why,))
 
 
 def cancelled(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
@@ -99,7 +99,7 @@ def ended(record: BatchRecord, now: int, outcome: Outcome) -> BatchRecord:
 def _changed(record: BatchRecord, status: Status, now: int, **more: Any) -> BatchRecord:
     if status not in AFTER[record.status]:
         raise IllegalChangeError(f"batch {record.id} is {record.status} and cannot become {status}")
-    return replace(record, status=status, **{f"{status}_at": now}, **more)
+    return replace(record, status=status, waits_for=None, **{f"{status}_at": now}, **more)
 
 
 def _left(outcome: Outcome) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -78,7 +78,7 @@ class Ending:
         if ledger.done.count < ledger.job.rows:
             if not self.is_due(record):
                 raise InputError(f"the input has not {ledger.job.rows} rows any more")
-            end_rest(ledger, CANCELLED if record.status == "cancelling" else EXPIRED)
+            end_rest(ledger, CANCELLED if record.status == "cancelling" else EXPIRED, record.errors)
         if EXPIRED not in ledger.totals.errors:
             record = self._finalizing(record, ledger)
         self._end(self._decided(record, opened), ledger.check)
@@ -170,7 +170,8 @@ class Ending:
             with path.open("rb") as file:
                 while chunk := file.read(1 << 20):
                     draft.write(chunk)
-            kept = self._store.files.add_untold(draft, record.tenant, f"{record.id}_{kind}.jsonl", file_id)
+            name, seconds = f"{record.id}_{kind}.jsonl", record.output_expires_after
+            kept = self._store.files.add_untold(draft, record.tenant, name, file_id, seconds)
         finally:
             draft.discard()
         undo.callback(self._store.files.remove_untold, kept)
@@ -232,10 +233,14 @@ def counts_of(ledger: Ledger) -> RequestCounts:
     return RequestCounts(ledger.job.rows, ledger.done.count - errors, errors)
 
 
-def end_rest(ledger: Ledger, code: str) -> None:
-    """Give the rows that did not run to their end the error that says why. Holds few of them at a time."""
+def end_rest(ledger: Ledger, code: str, why: Sequence[LineError] = ()) -> None:
+    """Give the rows that did not run to their end the error that says why. Holds few of them at a time.
+
+    why: the server cancelled the batch; none where its client did.
+    """
     message = "the batch was cancelled" if code == CANCELLED else "the batch's 24 hours were over"
-    body = msgspec.json.encode(ApiError(code, f"{message} before the row was done", status=503).body())
+    reason = "".join([f": {one.message}" for one in why[:1]])
+    body = msgspec.json.encode(ApiError(code, f"{message} before the row was done{reason}", status=503).body())
     for row in range(ledger.job.rows):
         if row not in ledger.done:
             ledger.note_done(RowDone(row, NEVER_ASKED, body, code=code))

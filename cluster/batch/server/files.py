@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from secrets import token_hex
 from typing import BinaryIO
 
@@ -16,7 +17,7 @@ import msgspec
 from cluster.batch.server.errors import StoreError
 from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import Purpose, StoredFile
-from cluster.batch.server.pages import Asked, Page, page_of
+from cluster.batch.server.pages import READ_AT_ONCE, Asked, Page, page_of
 from cluster.batch.server.root import Draft, Root
 
 FOLDER = "files"
@@ -29,14 +30,17 @@ class FileStore:
 
     def __init__(self, root: Root) -> None:
         self._root = root
+        self._known: dict[str, StoredFile] = {}  # by id, of those that were looked through
 
     def draft(self) -> Draft:
         """Begin the content of a file."""
         return self._root.draft()
 
-    def add(self, draft: Draft, tenant: str, filename: str, purpose: Purpose) -> StoredFile:
-        """Make a new file of a finished draft."""
-        stored = _of(draft, FILE_IDS.new(tenant), tenant, filename, purpose, "content")
+    def add(
+        self, draft: Draft, tenant: str, filename: str, purpose: Purpose, expires_after: int | None = None
+    ) -> StoredFile:
+        """Make a new file of a finished draft. expires_after: seconds; None = it is kept until it is deleted."""
+        stored = _of(draft, FILE_IDS.new(tenant), tenant, filename, purpose, "content", expires_after)
         draft.put(_content(stored))
         try:
             self.tell(stored)
@@ -45,9 +49,12 @@ class FileStore:
             raise
         return stored
 
-    def add_untold(self, draft: Draft, tenant: str, filename: str, file_id: str) -> StoredFile:
+    def add_untold(
+        self, draft: Draft, tenant: str, filename: str, file_id: str, expires_after: int | None = None
+    ) -> StoredFile:
         """Keep a finished draft as what a batch may leave, beside those of other attempts: no file before `tell`."""
-        stored = _of(draft, file_id, tenant, filename, "batch_output", f"content-{token_hex(8)}")
+        stored_as = f"content-{token_hex(8)}"
+        stored = _of(draft, file_id, tenant, filename, "batch_output", stored_as, expires_after)
         draft.put(_content(stored))
         return stored
 
@@ -87,6 +94,33 @@ class FileStore:
         ids = [one for one in self._root.names(FOLDER) if FILE_IDS.may_be_of(one, tenant)]
         return page_of(ids, asked, read)
 
+    def stored_bytes(self, tenant: str) -> int:
+        """Return what the contents of a tenant's files take."""
+        ids = [one for one in self._root.names(FOLDER) if FILE_IDS.may_be_of(one, tenant)]
+        there = set(ids)
+        for one in [one for one in list(self._known.values()) if one.tenant == tenant]:
+            if one.id not in there:
+                self._known.pop(one.id, None)
+        return sum([one.size for one in self._looked_through(ids) if one.tenant == tenant])
+
+    def expired(self, now: float) -> list[StoredFile]:
+        """Return all tenants' files whose time is over. now: seconds since 1970."""
+        ids = [one for one in self._root.names(FOLDER) if FILE_IDS.fits(one)]
+        self._known = {one: self._known[one] for one in ids if one in self._known}
+        return [one for one in self._looked_through(ids) if one.expires_at is not None and one.expires_at <= now]
+
+    def _looked_through(self, ids: Sequence[str]) -> list[StoredFile]:
+        """Return the files among `ids`. Each is read once, since none ever changes; damaged ones are left out."""
+        known = self._known
+        new = [one for one in ids if one not in known]
+        for start in range(0, len(new), READ_AT_ONCE):
+            some = new[start : start + READ_AT_ONCE]
+            for file_id, meta in zip(some, self._root.read_all([_path(one, META) for one in some]), strict=True):
+                with suppress(StoreError):
+                    if (stored := _decoded(meta, file_id)) is not None:
+                        known[file_id] = stored
+        return [known[one] for one in ids if one in known]
+
     def mark_deleting(self, file_id: str) -> str:
         """Note that a file is about to be deleted, so that no batch takes it up; returns what `unmark` takes.
 
@@ -120,15 +154,25 @@ def file_folder(file_id: str) -> str:
     return f"{FOLDER}/{file_id}"
 
 
-def _of(draft: Draft, file_id: str, tenant: str, filename: str, purpose: Purpose, stored_as: str) -> StoredFile:
+def _of(
+    draft: Draft,
+    file_id: str,
+    tenant: str,
+    filename: str,
+    purpose: Purpose,
+    stored_as: str,
+    expires_after: int | None,
+) -> StoredFile:
+    now = int(time.time())
     return StoredFile(
         id=file_id,
         tenant=tenant,
         filename=filename,
         purpose=purpose,
         size=draft.size,
-        created_at=int(time.time()),
+        created_at=now,
         stored_as=stored_as,
+        expires_at=None if expires_after is None else now + expires_after,
     )
 
 

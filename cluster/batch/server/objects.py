@@ -19,7 +19,10 @@ WINDOW_SECONDS = 24 * 3600
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is whole. filename: a label. size: bytes of its content, which lies there as `stored_as`."""
+    """A file that is whole. filename: a label. size: bytes of its content, which lies there as `stored_as`.
+
+    expires_at: from when on it is deleted by itself, None = never.
+    """
 
     id: str
     tenant: str
@@ -28,6 +31,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     created_at: int
     stored_as: str = "content"
+    expires_at: int | None = None
 
     def shown(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
@@ -36,7 +40,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
             "object": "file",
             "bytes": self.size,
             "created_at": self.created_at,
-            "expires_at": None,
+            "expires_at": self.expires_at,
             "filename": self.filename,
             "purpose": self.purpose,
             "status": "processed",
@@ -98,7 +102,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A state of a batch: all of OpenAI's fields, and whose it is. `cluster.batch.server.changes` makes the next one.
 
     number: of the state, from 0. runner: who alone may run it from this state on, "" = nobody yet. outcome: what it
-    will leave, once that is decided.
+    will leave, once that is decided. waits_for: why none of its rows begins now, None where there is no such reason;
+    OpenAI has no such field. output_expires_after: seconds for which its files are kept, None = no end.
     """
 
     id: str
@@ -110,6 +115,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     runner: str = ""
     outcome: Outcome | None = None
+    waits_for: str | None = None
+    output_expires_after: int | None = None
     completion_window: str = WINDOW
     status: Status = "validating"
     metadata: dict[str, str] | None = None
@@ -140,8 +147,10 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     def shown(self) -> dict[str, Any]:
         """Return OpenAI's batch object."""
         told: dict[str, Any] = msgspec.to_builtins(self)
-        for ours in ("tenant", "number", "runner", "outcome"):
+        for ours in ("tenant", "number", "runner", "outcome", "output_expires_after"):
             del told[ours]
+        if self.waits_for is None:
+            del told["waits_for"]
         errors = {"object": "list", "data": list(told["errors"])} if self.errors else None
         usage = None if self.usage is None else self.usage.shown()
         return {**told, "object": "batch", "errors": errors, "usage": usage}

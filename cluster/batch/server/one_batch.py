@@ -6,17 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from cluster.batch.answers import Answers
-from cluster.batch.backlog import Backlog, Bounds
+from cluster.batch.backlog import Backlog
 from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, UnreachableError
 from cluster.batch.ledger.difference import difference
@@ -35,7 +35,9 @@ from cluster.batch.server.errors import StoreError
 from cluster.batch.server.lease import Lease, place_of
 from cluster.batch.server.objects import BatchRecord, RequestCounts
 from cluster.batch.server.private_folder import make_private
+from cluster.batch.server.row_quotas import RowQuota, RowQuotas
 from cluster.batch.server.store import Store
+from cluster.batch.server.turns import Turns
 from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import InputFile
 from cluster.batch.sources.lines import MAX_LINE_BYTES
@@ -50,13 +52,15 @@ from cluster.tenants.tenant import Tenant, tenant_salt
 from engine.fingerprint import weights_of
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+CHECKS_AT_ONCE = 2  # inputs, of different tenants
 WATCH_SECONDS = 1.0  # between two looks at wishes and time, and two notes of how far it is
 
 
 @dataclass(frozen=True, slots=True)
 class BatchModel:
-    """A model as batches use it. turn: held while rows run, so that batches of a model run one after the other.
+    """A model as batches use it. backlog: the rows of all of them. turns: of the batches of each tenant.
 
     fingerprint: of the weights, for the job. seed: of rows that bring none. decisive: what decides answers beside
     the weights, as JSON has it (`cluster.batch.decisive`).
@@ -64,9 +68,9 @@ class BatchModel:
 
     model: ServedModel
     source: LoggedSource
-    bounds: Bounds
+    backlog: Backlog
     metrics: ModelMetrics
-    turn: AbstractAsyncContextManager[None]
+    turns: Turns
     fingerprint: str
     seed: int
     decisive: Mapping[str, Any]
@@ -97,6 +101,7 @@ class OneBatch:
     model_of: finds a model by the name that rows use; raises `ApiError` where there is none. tenant_of: the tenant of
     a name, whose cache its rows use. max_line_bytes: that a row may have. windows: of the runner. private: whether
     the folder lies on this machine alone: runners elsewhere do not see it, and other users here must not open it.
+    quotas: that rows are charged to; None = nobody has any.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class OneBatch:
         windows: Windows | None = None,
         private: bool = False,
         time_of_day: Callable[[], float] = time.time,
+        quotas: RowQuotas | None = None,
     ) -> None:
         self._store = store
         self._folder = folder
@@ -116,6 +122,9 @@ class OneBatch:
         self._tenant_of = tenant_of
         self._max_line_bytes = max_line_bytes
         self._private = private
+        self._quotas = quotas or RowQuotas()
+        self._checks = Turns()
+        self._checkers = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._lease: Lease | None = None
         self._ending = Ending(store, windows or Windows(store.root), time_of_day)
 
@@ -132,10 +141,15 @@ class OneBatch:
             elif record.outcome is not None:
                 await asyncio.to_thread(self._ending.as_decided, record, epoch)
             elif self._ending.is_due(record):
-                await asyncio.to_thread(self._end_as_it_is, record, epoch)
-            elif found := await asyncio.to_thread(self._opened, record, epoch):
+                await self._in_turn(record, partial(self._end_as_it_is, record, epoch))
+            elif found := await self._in_turn(record, partial(self._opened, record, epoch)):
                 with closing(found[0].ledger):
                     await self._run(record, *found, lease)
+
+    async def _in_turn(self, record: BatchRecord, act: Callable[[], T]) -> T:
+        """Do what may read a whole input, in a thread: one tenant's inputs must not take all threads from others."""
+        async with self._checks.turn(record.tenant, record.id), self._checkers:
+            return await asyncio.to_thread(act)
 
     def _claimed(self, batch_id: str) -> Epoch:
         if self._private:
@@ -205,32 +219,39 @@ class OneBatch:
 
     async def _answered(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> BatchRecord:
         """Run the rows until all are done, the client wants no more, or the time is over."""
-        rows = asyncio.create_task(self._rows(record, opened, model, lease))
+        quota = self._quotas.of(record.tenant)
+        rows = asyncio.create_task(self._rows(record, opened, model, lease, quota))
         try:
             while True:
                 done, _ = await asyncio.wait([rows], timeout=WATCH_SECONDS)
                 if done:
                     rows.result()
                     return record
-                record = await asyncio.to_thread(self._noted, record, counts_of(opened.ledger), opened.ledger)
+                waits_for = _waits_for(record, model, quota)
+                counts = counts_of(opened.ledger)
+                record = await asyncio.to_thread(self._noted, record, counts, waits_for, opened.ledger)
                 if self._ending.is_due(record):
                     return record
         finally:
             rows.cancel()
             await asyncio.gather(rows, return_exceptions=True)
 
-    def _noted(self, record: BatchRecord, counts: RequestCounts, ledger: Ledger) -> BatchRecord:
+    def _noted(
+        self, record: BatchRecord, counts: RequestCounts, waits_for: str | None, ledger: Ledger
+    ) -> BatchRecord:
         """Return what became of `record`, and how far it is; told to readers where that is new."""
         ledger.check()  # who was taken for dead stops, also where nothing is new
-        now = changes.counted(self._store.batches.follow(record), counts)
+        now = changes.counted(self._store.batches.follow(record), counts, waits_for)
         if now != record:
             self._store.batches.note(now)
         return now
 
-    async def _rows(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> None:
+    async def _rows(
+        self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease, quota: RowQuota
+    ) -> None:
         ledger = opened.ledger
-        async with model.turn:
-            backlog = Backlog(model.bounds)
+        async with model.turns.turn(record.tenant, record.id):
+            backlog = model.backlog.of(record.tenant)
             ticks = Ticks([lease.check, ledger.flush, backlog.look])
             answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
             await BatchRun(
@@ -242,6 +263,7 @@ class OneBatch:
                 backlog,
                 ticks,
                 RunLimits(),
+                quota,
             ).run()
 
     def _preparer(self, record: BatchRecord, job: Job, model: BatchModel) -> Preparer:
@@ -249,6 +271,14 @@ class OneBatch:
         salt_of = partial(tenant_salt, self._tenant_of(record.tenant))
         priority = MAX_PRIORITY if model.model.by_priority else None
         return Preparer(model.model, job.digest, model.seed, job.created, salt_of, priority, record.id, record.tenant)
+
+
+def _waits_for(record: BatchRecord, model: BatchModel, quota: RowQuota) -> str | None:
+    """Return why no row of a batch begins now, None where none is told."""
+    before = model.turns.running(record.tenant)
+    if before in (None, record.id):
+        return quota.waits_for
+    return f"batch {before} of tenant {record.tenant}, which runs first"
 
 
 def _named_model(source: FileSource) -> str | None:

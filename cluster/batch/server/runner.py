@@ -1,4 +1,4 @@
-"""Runs the batches that clients left with the server: one at a time for each model, behind clients' requests.
+"""Runs the batches that clients left with the server: of each tenant one at a time for each model, behind clients.
 
 Several runners may look at one store: who holds a batch's ledger runs it, and whoever comes after a dead one goes on.
 """
@@ -8,23 +8,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 from cluster.batch.errors import BusyError, FencedError
 from cluster.batch.server.errors import StoreError
-from cluster.batch.server.objects import BatchRecord
+from cluster.batch.server.objects import BatchRecord, LineError
 from cluster.batch.server.store import Store
 from cluster.batch.server.windows import Windows
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # between two looks for new batches
-# Batches of a model that are looked after, batches of which the model is not known yet, and batches behind these that
-# are only to be ended.
+# Batches of a model that are looked after, unless more tenants have one; batches of which the model is not known yet;
+# and batches behind these that are only to be ended.
 MAX_AT_ONCE = 64
+# Seconds after which a tenant without a key has none any more: a new key is not seen everywhere at the same time.
+REVOKED_SECONDS = 180.0
 PAUSE_SECONDS = 10.0  # until a batch is tried again that failed for a reason of ours
 
 RunOne = Callable[[str], Coroutine[Any, Any, None]]
@@ -33,7 +36,8 @@ RunOne = Callable[[str], Coroutine[Any, Any, None]]
 class Runner:
     """Keeps a task for every batch that has not ended. run_one: sees a batch to its end, given its id.
 
-    windows: that `run_one` goes by. clock: of pauses.
+    windows: that `run_one` goes by. clock: of pauses. has_key: whether a tenant has a valid key, given its name; the
+    batches of one that has none for `REVOKED_SECONDS` are cancelled.
     """
 
     def __init__(
@@ -42,11 +46,14 @@ class Runner:
         run_one: RunOne,
         windows: Windows,
         clock: Callable[[], float] = time.monotonic,
+        has_key: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._store = store
         self._run_one = run_one
         self._clock = clock
         self._windows = windows
+        self._has_key = has_key
+        self._keyless: dict[str, float] = {}  # tenants without a key, and since when they are seen so
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending: set[str] = set()  # of these, those that stood behind others, and are only to be ended
         self._not_before: dict[str, float] = {}
@@ -86,22 +93,38 @@ class Runner:
     def _unended(self) -> list[BatchRecord]:
         unended = list(self._store.batches.unended(self._tell))
         self._windows.look(unended)
+        self._revoke(unended)
         return unended
+
+    def _revoke(self, unended: Sequence[BatchRecord]) -> None:
+        """Have the batches of tenants cancelled that have had no key for long enough."""
+        now = self._clock()
+        keyless = {tenant for tenant in {one.tenant for one in unended} if not self._has_key(tenant)}
+        self._keyless = {tenant: self._keyless.get(tenant, now) for tenant in keyless}
+        for one in unended:
+            if now - self._keyless.get(one.tenant, now) >= REVOKED_SECONDS and one.status != "cancelling":
+                logger.warning("batch %s is cancelled: tenant %s has no valid key any more", one.id, one.tenant)
+                message = f"tenant {one.tenant} has no valid API key any more; what was done by then is kept"
+                why = LineError(code="key_revoked", message=message)
+                self._store.batches.ask_cancel(one.id, int(time.time()), why)
 
     def _begin(self, unended: Sequence[BatchRecord]) -> list[BatchRecord]:
         """Begin with the first batches of each model; return those that stand behind as many as there may be."""
-        model_of = {one.id: one.model for one in unended}
-        self._let_go(model_of)
-        running = Counter(model_of.get(one) for one in self._tasks if one not in self._ending)
-        now, behind = self._clock(), []
+        now, by_model = self._clock(), defaultdict[str | None, list[BatchRecord]](list)
         for one in unended:
-            if one.id in self._tasks or self._not_before.get(one.id, 0.0) > now:
-                continue
-            if running[one.model] < MAX_AT_ONCE:
-                running[one.model] += 1
-                self._look_after(one.id)
-            else:
-                behind.append(one)
+            if one.id in self._tasks or self._not_before.get(one.id, 0.0) <= now:
+                by_model[one.model].append(one)
+        behind = []
+        for model, batches in by_model.items():
+            first, rest = by_turns(batches)
+            for one in first:
+                if one.id not in self._tasks:
+                    self._look_after(one.id)
+            for one in rest:
+                if one.id not in self._tasks:
+                    behind.append(one)
+                elif model is not None and one.id not in self._ending:
+                    self._tasks[one.id].cancel()  # left for later: its model, which has enough, is known by now
         return behind
 
     def _end_due(self, behind: Sequence[BatchRecord]) -> None:
@@ -119,15 +142,6 @@ class Runner:
         self._tasks[batch_id] = asyncio.create_task(self._see_to_its_end(batch_id))
         self._tasks[batch_id].add_done_callback(ended)
 
-    def _let_go(self, model_of: Mapping[str, str | None]) -> None:
-        """Leave batches for later that turned out to be of a model that has enough of them, the latest first."""
-        kept: Counter[str] = Counter()
-        for batch_id, task in self._tasks.items():
-            if batch_id not in self._ending and (model := model_of.get(batch_id)):
-                kept[model] += 1
-                if kept[model] > MAX_AT_ONCE:
-                    task.cancel()
-
     def _tell(self, damaged: StoreError) -> None:
         if str(damaged) not in self._told:
             self._told.add(str(damaged))
@@ -144,3 +158,19 @@ class Runner:
             # A full disk, a fault of ours: others go on, and this one is tried again.
             logger.exception("batch %s has to wait", batch_id)
             self._not_before[batch_id] = self._clock() + PAUSE_SECONDS
+
+
+def by_turns(batches: Sequence[BatchRecord]) -> tuple[list[BatchRecord], list[BatchRecord]]:
+    """Divide the batches of one model into those that are looked after, and those behind them.
+
+    The tenants by turns, each in the order in which it made them: first the first one of every tenant, whatever their
+    number, so that nobody waits for the end of another tenant's batch. batches: the oldest first.
+    """
+    number: Counter[str] = Counter()
+    turns: list[tuple[int, BatchRecord]] = []
+    for one in batches:
+        turns.append((number[one.tenant], one))
+        number[one.tenant] += 1
+    ordered = [one for _, one in sorted(turns, key=itemgetter(0))]
+    most = max(MAX_AT_ONCE, len(number))
+    return ordered[:most], ordered[most:]

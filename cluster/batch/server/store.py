@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
@@ -29,11 +30,12 @@ class OnCreated(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a client asks for; checked."""
+    """What a client asks for; checked. output_expires_after: seconds, see `BatchRecord`."""
 
     input_file_id: str
     endpoint: str
     metadata: Mapping[str, str] | None = None
+    output_expires_after: int | None = None
 
 
 class Store:
@@ -53,9 +55,33 @@ class Store:
         """Remove what killed processes left in the middle of writing it."""
         self.root.sweep()
 
-    def keep_input(self, draft: Draft, tenant: str, filename: str) -> StoredFile:
-        """Make a file of what a client sent as the input of batches."""
-        return self.files.add(draft, tenant, filename, "batch")
+    def keep_input(
+        self, draft: Draft, tenant: str, filename: str, most: int | None = None, expires_after: int | None = None
+    ) -> StoredFile:
+        """Make a file of what a client sent as the input of batches; 413 beyond the tenant's quota.
+
+        most: that quota, in bytes; None = it has none. Of uploads that come at the same time each counts itself, and
+        then looks again: none passes unseen.
+        """
+        if most is None:
+            return self.files.add(draft, tenant, filename, "batch", expires_after)
+        self._check_room(tenant, most, draft.size)
+        stored = self.files.add(draft, tenant, filename, "batch", expires_after)
+        try:
+            self._check_room(tenant, most, 0)
+        except BaseException:
+            self.files.remove(stored.id)
+            raise
+        return stored
+
+    def room_left(self, tenant: str, most: int) -> int:
+        """Return how many bytes a tenant may still upload; 413 where that is none. most: its quota, in bytes."""
+        return most - self._check_room(tenant, most, 1)
+
+    def delete_expired(self, stored: StoredFile) -> None:
+        """Delete a file whose time is over, unless a batch uses it, which is looked at again the next time."""
+        with suppress(ApiError):
+            self.delete_file(stored.id, stored.tenant)
 
     def file(self, file_id: str, tenant: str) -> StoredFile:
         """Return a file; 404 where the tenant has none of this id."""
@@ -87,9 +113,14 @@ class Store:
             raise
         self.files.remove(file_id)
 
-    def create_batch(self, new: NewBatch, tenant: str) -> BatchRecord:
-        """Keep a new batch. 404 for an input that the tenant does not have, 400 for one that is no input."""
+    def create_batch(self, new: NewBatch, tenant: str, most: int | None = None) -> BatchRecord:
+        """Keep a new batch. 404 for an input that the tenant does not have, 400 for one that is no input.
+
+        most: the tenant's quota of bytes, None = it has none; 413 where nothing is left for its output.
+        """
         self._check_input(new.input_file_id, tenant)
+        if most is not None:
+            self.room_left(tenant, most)
         batch_id = BATCH_IDS.new(tenant)
         created = BATCH_IDS.made_at(batch_id)
         record = BatchRecord(
@@ -100,6 +131,7 @@ class Store:
             created_at=created,
             expires_at=created + WINDOW_SECONDS,
             metadata=None if new.metadata is None else dict(new.metadata),
+            output_expires_after=new.output_expires_after,
         )
         self.batches.announce(batch_id, new.input_file_id)
         try:
@@ -134,6 +166,13 @@ class Store:
         self.batches.ask_cancel(batch_id, int(time.time()))
         return self.batch(batch_id, tenant)
 
+    def _check_room(self, tenant: str, most: int, more: int) -> int:
+        """Return the bytes that a tenant has stored; raises `ApiError` where `more` would be too many."""
+        used = self.files.stored_bytes(tenant)
+        if used + more > most:
+            raise storage_full(most)
+        return used
+
     def _check_unused(self, file_id: str, tenant: str) -> None:
         user = self.batches.user_of(file_id, tenant)
         if user is not None:
@@ -160,6 +199,15 @@ class Store:
                 param="input_file_id",
                 status=409,
             )
+
+
+def storage_full(most: int) -> ApiError:
+    """Return the error of a tenant that has no room for more. most: its quota, in bytes."""
+    message = (
+        f"the files of this tenant may take {most} bytes (its quota max_stored_bytes), and this would be more; "
+        "GET /v1/files lists them, DELETE /v1/files/ID makes room"
+    )
+    return ApiError("storage_quota_exceeded", message, status=413)
 
 
 def _no_file(file_id: str, param: str | None = None) -> ApiError:

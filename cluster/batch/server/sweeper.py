@@ -1,9 +1,11 @@
-"""Removes what killed processes left, when a runner starts and every hour."""
+"""Removes what killed processes left, and files whose time is over, when a runner starts and every hour."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cluster.batch.errors import BatchError, BusyError
@@ -18,12 +20,14 @@ SWEEP_SECONDS = 3600.0
 
 
 class Sweeper:
-    """folder: of ledgers."""
+    """folder: of ledgers. time_of_day: seconds since 1970."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    def __init__(self, store: Store, folder: Path, time_of_day: Callable[[], float] = time.time) -> None:
         self._store = store
         self._folder = folder
         self._signs: dict[str, bytes | None] = {}  # of runners, as they were found the last time
+        self._time_of_day = time_of_day
+        self._expired: set[str] = set()  # files whose time was over the last time
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -36,12 +40,21 @@ class Sweeper:
             await asyncio.sleep(SWEEP_SECONDS)
 
     def sweep(self) -> None:
-        """Remove drafts that nobody writes, what runners that are gone showed, and ledgers of batches that ended."""
+        """Remove what nobody writes, shows or needs any more: drafts, signs of runners, files, ledgers."""
         self._store.sweep()
         sweep_signs(self._store.root, self._signs)
         for folder in self._folder.iterdir() if self._folder.exists() else ():
             if BATCH_IDS.fits(folder.name):
                 self._sweep(folder)
+        self._sweep_files()
+
+    def _sweep_files(self) -> None:
+        """Those that were over the last time, too: a time of day that is wrong for a moment must delete nothing."""
+        expired = self._store.files.expired(self._time_of_day())
+        for one in expired:
+            if one.id in self._expired:
+                self._store.delete_expired(one)
+        self._expired = {one.id for one in expired}
 
     def _sweep(self, folder: Path) -> None:
         try:

@@ -12,28 +12,36 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.decisive import decisive
 from cluster.batch.driver import patient
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.private_folder import make_private
 from cluster.batch.server.root import open_root
+from cluster.batch.server.row_quotas import RowQuotas
 from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
 from cluster.batch.server.sweeper import Sweeper
+from cluster.batch.server.turns import Turns
 from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
 from cluster.dispatcher import Dispatcher
+from cluster.life.shared_quotas import SharedQuotas
 from cluster.logs import log_to_serve
 from cluster.metrics import ClusterFigures, Metrics
 from cluster.models.served import served_model
 from cluster.openai.checking import unknown_model
 from cluster.orphans import watch_parent
 from cluster.start_error import ReplicaStartError
+from cluster.tenants.keys import KeySource
+from cluster.tenants.quotas import Quotas
+from cluster.tenants.start import keys_for
 from cluster.tenants.tenant import OPEN, Tenant
 from engine.errors import SquadronError
 from engine.fingerprint import model_identity, vocabulary_fingerprint
@@ -52,6 +60,7 @@ class Batches:
         watch_parent()
         try:
             configs = [resolve_config(one) for one in settings]
+            keys = keys_for(configs[0].api_key, configs[0].api_key_file)
             store = _store(configs[0])
             batch_dir = str(configs[0].batch_dir)
             folder = ledger_folder(batch_dir)
@@ -59,14 +68,23 @@ class Batches:
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         shared = configs[0]
-        windows = Windows(store.root)
+        windows, holder = Windows(store.root), holders_of(keys)
         one_batch = OneBatch(
-            store, folder, self._model_of, tenants_of(shared), shared.max_body_bytes, windows, is_url(batch_dir)
+            store,
+            folder,
+            self._model_of,
+            tenants_of(shared),
+            shared.max_body_bytes,
+            windows,
+            is_url(batch_dir),
+            quotas=RowQuotas(_quotas(shared), holder),
         )
         settle_heap()
         loop = asyncio.get_running_loop()
+        self._keys = None if keys is None else loop.create_task(keys.watch())
         self._sweeper = loop.create_task(Sweeper(store, folder).run())
-        self._runner = loop.create_task(Runner(store, one_batch.run, windows).run())
+        runner = Runner(store, one_batch.run, windows, has_key=lambda name: holder(name) is not None)
+        self._runner = loop.create_task(runner.run())
 
     def check_health(self) -> None:
         """Raise when batches are run no more (called by Serve)."""
@@ -85,6 +103,11 @@ def tenants_of(config: ClusterConfig) -> Callable[[str], Tenant]:
     return lambda name: Tenant(name) if config.keyed else OPEN
 
 
+def holders_of(keys: KeySource | None) -> Callable[[str], Tenant | None]:
+    """Return what finds a tenant that has a valid key by its name. keys: None = a server without any."""
+    return lambda name: OPEN if keys is None else keys.ring.holder(name)
+
+
 def ledger_folder(batch_dir: str) -> Path:
     """Return where the ledgers of a server's batches lie.
 
@@ -97,6 +120,15 @@ def ledger_folder(batch_dir: str) -> Path:
     folder = Path(tempfile.gettempdir()) / f"squadron-{LEDGERS}-{own}"
     make_private(folder)
     return folder
+
+
+def _quotas(config: ClusterConfig) -> Quotas:
+    """Return the quotas, in step with those of the app's routers. Without a key file there are none."""
+    quotas = Quotas()
+    if config.api_key_file is not None:
+        app = serve.get_replica_context().app_name
+        SharedQuotas(app, f"batches-{uuid4().hex}", quotas, asyncio.get_running_loop()).start()
+    return quotas
 
 
 def _store(config: ClusterConfig) -> Store:
@@ -115,9 +147,9 @@ def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel
     return BatchModel(
         model=served_model(config),
         source=dispatcher,
-        bounds=Filler(room, dispatcher, config.batch_share),
+        backlog=Backlog(Filler(room, dispatcher, config.batch_share)),
         metrics=Metrics().of(config.model_id, ClusterFigures),
-        turn=asyncio.Lock(),
+        turns=Turns(),
         fingerprint=model_identity(config.model, config.dtype, config.quantization),
         seed=config.seed,
         decisive=decisive(config),
