@@ -20,18 +20,20 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
-
-from starlette.datastructures import Headers
-from starlette.types import Scope
+from typing import TYPE_CHECKING
 
 from cluster.errors import ApiError
+
+if TYPE_CHECKING:  # the command line reads settings by this, and waits for no web framework
+    from starlette.datastructures import Headers
+    from starlette.types import Scope
 
 ANY = "*"
 # Names below these are given by a local network, never by the public one. Source: RFC 6762 (local), RFC 8375
 # (home.arpa), ICANN's resolution 2024.07.29.06 (internal); lan and svc are custom, of routers and of Kubernetes.
 _LOCAL_NETWORKS = (".local", ".internal", ".home.arpa", ".lan", ".svc")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[-a-z0-9._]+)(:[0-9]{1,5})?")
+_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[-a-z0-9._]+)(:[0-9]{0,5})?")
 _ORIGIN = re.compile(rf"(?P<scheme>[a-z][-+.a-z0-9]*)://(?P<host>{_HOST.pattern})")
 _MOST_SHOWN = 100  # characters of what a client sent
 
@@ -58,7 +60,7 @@ class Sites:
         """
         if not self.keyed or self.hosts is not None:
             self._check_host(headers.get("host"))
-        if not self.keyed or self.origins is not None:
+        if not self.lets_all_in:
             self._check_site(headers, page and _navigates(scope, headers))
         if not self.keyed and "content-type" not in headers and _has_body(headers):
             raise ApiError("unsupported_media_type", "a body needs a Content-Type, such as application/json")

@@ -128,6 +128,7 @@ async def test_links_of_other_sites_lead_to_the_page(ask):
         ("127.0.0.1", "llm.localhost", True),
         ("127.0.0.1", "10.1.2.3:8000", True),
         ("127.0.0.1", "LOCALHOST.", True),
+        ("127.0.0.1", "localhost:", True),
         ("127.0.0.1", "gpu-box", False),  # a neighbour in the network may answer to any such name
         ("127.0.0.1", "gpu-box.local", False),
         ("127.0.0.1", "llm.example.com", False),
@@ -212,6 +213,11 @@ async def test_who_may_send_may_ask_first_and_read_the_answer(ask, keyed, origin
     assert ("vary" in answer.headers) == (told not in (None, "*")), "caches must keep such answers apart"
     if told is None:
         assert "--allowed-origins" in answer.json()["error"]["message"]
+
+
+async def test_where_any_site_may_nothing_is_asked_of_a_request(ask):
+    answer, _ = await ask(PAGES_OF_OTHERS["an image"], Sites(origins=("*",)), method="GET", path="/v1/models")
+    assert answer.status_code == 200
 
 
 async def post(url, headers, content):
