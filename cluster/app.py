@@ -70,7 +70,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
         title = config.model_id if app.listed else ""
         deployment = _versioned(_replica(config, name, placed.bundles, surge(config.most_replicas)), versions)
-        replicas.append(deployment.bind(own | NO_KEYS, title))
+        replicas.append(deployment.bind({**own, **NO_KEYS}, title))
     router = _versioned(_router(app.shared, surge(app.shared.routers)), versions)
     batches = None
     if app.shared.batch_dir is not None:

@@ -136,7 +136,7 @@ class Router:
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
-        settings = [asdict(config) | NO_KEYS for config in self._configs]
+        settings = [{**asdict(config), **NO_KEYS} for config in self._configs]
         return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
 
     def _deployed_now(self, memory: AppMemory, built_of: BuiltOf) -> set[str]:

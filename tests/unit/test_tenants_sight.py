@@ -213,7 +213,7 @@ def test_a_metrics_key_without_sense_is_refused_by_its_name(settings, words):
 
 def test_who_needs_no_keys_gets_none():
     config = parse_config({"model": "demo", "api_key": "k", "api_key_file": "f", "metrics_key": "m"})
-    assert not parse_config(asdict(config) | NO_KEYS).keyed
+    assert not parse_config({**asdict(config), **NO_KEYS}).keyed
     keys = {name for name in asdict(config) if "_key" in name}
     assert keys == set(NO_KEYS)
 
