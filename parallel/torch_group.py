@@ -1,6 +1,6 @@
-"""Groups over torch.distributed: NCCL between GPUs, gloo between CPU processes.
+"""Forms groups: over torch's NCCL between GPUs, over shared memory or our own sockets between CPU ranks.
 
-The process groups are made directly, never through torch's process-wide default group, so that several engines can
+Torch's process groups are made directly, never through its process-wide default group, so that several engines can
 live in one process.
 """
 
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
+from parallel.errors import ChannelError, ChannelTimeout, ParallelError, RendezvousError
 from parallel.group import Group, SoloGroup, require_contiguous
 from parallel.host_group import through_shared_memory
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
+from parallel.star_group import StarGroup
 from parallel.symmetric import through_symmetric_memory
+from parallel.torch_store import TorchStore
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +32,20 @@ ABORT_TIMEOUT = 10.0  # seconds that a group's end waits for NCCL's
 
 
 class TorchGroup(Group):
-    """A group over one of torch's process groups, which it owns.
+    """A group over one of torch's process groups, which it owns. store: what that was made with, kept until its end.
 
     On CUDA a collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
     for, and NCCL's own watchdog ends this process once the deadline has passed.
     """
 
     def __init__(
-        self, process_group: Any, rank: int, size: int, device: torch.device, limit: float = FOREVER
+        self,
+        process_group: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        limit: float = FOREVER,
+        store: TorchStore | None = None,
     ) -> None:
         """limit: seconds that `process_group` gives each collective."""
         self.rank = rank
@@ -45,6 +53,7 @@ class TorchGroup(Group):
         self.device = device
         self.sums_in_order = size == 2  # of two, there is one order; of more, size and moment choose it
         self._process_group = process_group
+        self._store = store
         self._sum = dist.AllreduceOptions()
         self._limit = limit
 
@@ -108,6 +117,8 @@ class TorchGroup(Group):
             _abort(process_group)
         else:
             process_group.shutdown()
+        if self._store is not None:
+            self._store.close()
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
         if self._process_group is None:
@@ -137,7 +148,7 @@ def _abort(process_group: Any) -> None:
 def connect(
     rank: int,
     size: int,
-    rendezvous: Rendezvous | str | None,
+    rendezvous: Rendezvous | RendezvousAddress | None,
     device: torch.device | str,
     timeout: float,
     collective_timeout: float | None = None,
@@ -148,7 +159,7 @@ def connect(
     """Form a group of `size` ranks and return this rank's end of it; blocks until all are there.
 
     rendezvous: rank 0 gives the one it created, the others its address; not needed for a group of one.
-    device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" gloo.
+    device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" shared memory or sockets.
     timeout / collective_timeout: seconds for forming the group / for each collective (as `timeout` where None).
     name: tells apart the groups that are formed over one rendezvous.
     shared_memory: whether CPU ranks that are all on one host send the hot collectives through memory, not sockets.
@@ -164,20 +175,23 @@ def connect(
         return SoloGroup(device)
     if rendezvous is None:
         raise RendezvousError(f"a group of {size} needs the address of a rendezvous")
-    if isinstance(rendezvous, str):
+    if isinstance(rendezvous, RendezvousAddress):
         rendezvous = Rendezvous.join(rendezvous, timeout)
     limit = timeout if collective_timeout is None else collective_timeout
+    joined: StarGroup | TorchGroup
     try:
-        process_group = _process_group(rendezvous, name, rank, size, device, timeout)
-        joined = TorchGroup(process_group, rank, size, device, timeout)
-        group: Group = joined
-        group.barrier()
-        if device.type == "cpu" and shared_memory:
-            group = through_shared_memory(group, rendezvous.store(f"{name}/segments", timeout), limit)
         if device.type == "cuda":
-            store = rendezvous.store(f"{name}/symmetric", timeout)
-            group = through_symmetric_memory(group, store, fixed_order)
-    except (RuntimeError, ChannelError) as error:
+            store = TorchStore(rendezvous, name, rank, size, timeout)
+            joined = TorchGroup(_nccl(store, rank, size, device, timeout), rank, size, device, timeout, store)
+            joined.barrier()
+            group = through_symmetric_memory(joined, store.view("symmetric"), fixed_order)
+        else:
+            joined = StarGroup(rendezvous.connections(name, rank, size, timeout), rank, size, timeout)
+            joined.barrier()
+            group = joined
+            if shared_memory:
+                group = through_shared_memory(joined, rendezvous.store(f"{name}/segments", timeout), limit)
+    except (RuntimeError, ParallelError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
         ) from error
@@ -185,19 +199,8 @@ def connect(
     return group
 
 
-def _process_group(
-    rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device, timeout: float
-) -> Any:
-    store = rendezvous.store(name, timeout)
-    limit = timedelta(seconds=timeout)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    backend: Any = dist.ProcessGroupGloo
-    gloo = backend._Options()
-    gloo._devices = [backend.create_device(hostname=rendezvous.own_host)]
-    gloo._threads = 1
-    gloo._timeout = limit
-    return backend(store, rank, size, gloo)
+def _nccl(store: TorchStore, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(store.view("nccl"), rank, size, options)
