@@ -32,9 +32,9 @@ ABORT_TIMEOUT = 10.0  # seconds that a group's end waits for NCCL's
 
 
 class TorchGroup(Group):
-    """A group over one of torch's process groups, which it owns. store: what that was made with, kept until its end.
+    """GPUs over one of torch's process groups, which it owns. store: what that was made with, kept until its end.
 
-    On CUDA a collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
+    A collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
     for, and NCCL's own watchdog ends this process once the deadline has passed.
     """
 
@@ -81,21 +81,20 @@ class TorchGroup(Group):
         require_contiguous(x)
         options = dist.BroadcastOptions()
         options.rootRank = src
-        if timeout is not None:
-            options.timeout = timedelta(seconds=min(timeout, FOREVER))
-        if timeout is None or self.device.type != "cuda":
+        if timeout is None:
             self._run("broadcast", lambda pg: pg.broadcast([x], options))
         else:
-            self._broadcast_and_wait(x, options)
+            self._broadcast_and_wait(x, options, min(timeout, FOREVER))
         return x
 
-    def _broadcast_and_wait(self, x: Tensor, options: dist.BroadcastOptions) -> None:
+    def _broadcast_and_wait(self, x: Tensor, options: dist.BroadcastOptions, timeout: float) -> None:
         """Broadcast with a deadline of its own, which NCCL takes from the group when a collective is queued.
 
         It counts from then on: what is queued behind this one would be late with it, so the host waits.
         """
         usual = self._limit
-        self.limit(options.timeout.total_seconds())
+        options.timeout = timedelta(seconds=timeout)
+        self.limit(timeout)
         try:
             self._run("broadcast", lambda pg: pg.broadcast([x], options))
         finally:
@@ -105,18 +104,14 @@ class TorchGroup(Group):
     @override
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     @override
     def close(self) -> None:
         process_group, self._process_group = self._process_group, None
         if process_group is None:
             return
-        if self.device.type == "cuda":
-            _abort(process_group)
-        else:
-            process_group.shutdown()
+        _abort(process_group)
         if self._store is not None:
             self._store.close()
 
