@@ -26,6 +26,10 @@ class Grammars(Protocol):
         """Return what will be the grammar, or an `InvalidRequestError`."""
         ...
 
+    def spent(self) -> dict[str, float]:
+        """Return the seconds that were spent on each owner's grammars so far."""
+        ...
+
     def close(self) -> None:
         """End what compiles; what waits fails."""
 
@@ -49,6 +53,10 @@ class GrammarStart:
         self._refused = refused
         self._flight = flight
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request
+
+    def spent(self) -> dict[str, float]:
+        """Return the seconds that the compiler spent on each tenant's grammars so far."""
+        return {} if self._grammars is None else self._grammars.spent()
 
     def begin(self, request: Request, wanted: StructuredOutput) -> None:
         """Compile what the output of `request` must match; one of the two calls follows, unless it is given up."""

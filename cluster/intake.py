@@ -54,6 +54,10 @@ class Intake:
         """End what compiles grammars."""
         await self._grammars.close()
 
+    def grammar_seconds(self) -> dict[str, float]:
+        """Return the seconds that the compiler of grammars spent on each tenant so far."""
+        return self._grammars.spent()
+
     def submit(self, session: RouterSession, submit: Submit) -> None:
         """Begin what a router asks for, or tell it why not."""
         if submit.stream <= session.highest_stream:

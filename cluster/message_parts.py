@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from engine.flight import Wait
 from engine.sampling_params import MAX_N
@@ -70,11 +70,15 @@ class Usage(Packed, frozen=True):
 
 
 class Costs(Packed, frozen=True):
-    """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats."""
+    """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats.
+
+    grammars: seconds that were spent on compiling each tenant's, beside the device.
+    """
 
     total: Usage
     idle: Usage
     tenants: dict[Name, Usage]
+    grammars: dict[Name, Seconds] = field(default_factory=dict)
 
 
 class FinishRow(Packed, frozen=True):

@@ -32,7 +32,7 @@ from cluster.message_parts import (
 )
 from engine.errors import SquadronError
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 
 class DamagedMessageError(SquadronError):

@@ -88,6 +88,7 @@ class Progress:
             live = member.live.get(stream)
             if live is not None and live.attempt is not None:
                 live.attempt.begun = True
+                live.context.on_begin()
 
     def _alone(
         self,

@@ -10,6 +10,7 @@ from cluster.figures.ranks import RankFigures
 from cluster.figures.ray_publisher import RayPublisher, publish_period
 from engine.config import EngineConfig
 from engine.worker import worker_main
+from parallel.rendezvous import RendezvousAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,12 @@ class RankOf:
 
 
 def rank_main(
-    of: RankOf, config: EngineConfig, rank: int, size: int, rendezvous_address: str, channel_handle: str | None
+    of: RankOf,
+    config: EngineConfig,
+    rank: int,
+    size: int,
+    rendezvous_address: RendezvousAddress,
+    channel_handle: str | None,
 ) -> None:
     """Be a rank as `engine.worker.worker_main` says, and publish its figures through Ray."""
     figures = RankFigures(of.model_name)

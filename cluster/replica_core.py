@@ -97,7 +97,7 @@ class ReplicaCore:
     @property
     def costs(self) -> Costs:
         """Who has used what, as of a moment ago."""
-        return costs_of(self._engine.costs)
+        return costs_of(self._engine.costs, self._intake.grammar_seconds())
 
     @property
     def queue_age(self) -> float:

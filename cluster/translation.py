@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -11,13 +12,14 @@ from cluster.message_parts import MAX_TEXT, Costs, Load, PooledRow, PromptRow, T
 from cluster.messages import Submit
 from engine.errors import InvalidRequestError
 from engine.flight import Event
-from engine.ledger import NANOS
+from engine.ledger import MAX_TENANTS, NANOS, OTHERS
 from engine.ledger import Costs as EngineCosts
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 HASH_KEY_BYTES = 8
+NOTHING: Mapping[str, float] = MappingProxyType({})
 
 _PARAMS_ENCODER = msgspec.msgpack.Encoder()
 _PARAMS_DECODER = msgspec.msgpack.Decoder(SamplingParams)
@@ -145,11 +147,15 @@ def usage_of(device_ns: int, block_ns: int) -> Usage:
     return Usage(device_ns / NANOS, block_ns / NANOS)
 
 
-def costs_of(costs: EngineCosts) -> Costs:
-    """Return an engine's accounts as they travel."""
+def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> Costs:
+    """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
     total, idle = usage_of(costs.total.device_ns, costs.total.block_ns), costs.idle
     tenants = {name: usage_of(used.device_ns, used.block_ns) for name, used in costs.tenants.items()}
-    return Costs(total, usage_of(idle.device_ns, idle.block_ns), tenants)
+    compiled: dict[str, float] = {}
+    for tenant, seconds in grammars.items():
+        name = tenant if tenant in tenants or len(compiled) < MAX_TENANTS else OTHERS
+        compiled[name] = compiled.get(name, 0.0) + seconds
+    return Costs(total, usage_of(idle.device_ns, idle.block_ns), tenants, compiled)
 
 
 def stats_of(load: Load) -> EngineStats:

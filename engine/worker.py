@@ -19,7 +19,7 @@ from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed, RendezvousError
 from parallel.group import Group
 from parallel.packing import Buffer, Message, pack, unpack
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
 from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
@@ -33,7 +33,7 @@ def worker_main(
     config: EngineConfig,
     rank: int,
     size: int,
-    rendezvous_address: str,
+    rendezvous_address: RendezvousAddress,
     channel_handle: str | None,
     on_step: OnStep | None = None,
 ) -> None:
@@ -58,7 +58,9 @@ def worker_main(
             runner.close()
 
 
-def run_worker(rank: int, config: EngineConfig, size: int, rendezvous_address: str, channel_handle: str) -> None:
+def run_worker(
+    rank: int, config: EngineConfig, size: int, rendezvous_address: RendezvousAddress, channel_handle: str
+) -> None:
     """`worker_main` with its arguments in the order of `parallel.launcher`."""
     worker_main(config, rank, size, rendezvous_address, channel_handle)
 
@@ -71,7 +73,7 @@ def await_workers(rendezvous: Rendezvous, size: int, check: Callable[[], None]) 
     store = rendezvous.store(ARRIVALS, START_TIMEOUT)
     deadline = time.monotonic() + START_TIMEOUT
     missing = [str(rank) for rank in range(1, size)]
-    while missing := [rank for rank in missing if not store.check([rank])]:
+    while missing := [rank for rank in missing if not store.check(rank)]:
         check()
         if time.monotonic() > deadline:
             raise RendezvousError(f"ranks {', '.join(missing)} did not start within {START_TIMEOUT:g} s")
@@ -114,7 +116,9 @@ def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = 
             on_step(RankTimes(waited, ended - received))
 
 
-def join_group(config: EngineConfig, rank: int, size: int, rendezvous: Rendezvous | str | None) -> Group:
+def join_group(
+    config: EngineConfig, rank: int, size: int, rendezvous: Rendezvous | RendezvousAddress | None
+) -> Group:
     """Meet the other ranks. rendezvous: rank 0's own, its address elsewhere, None in a group of one.
 
     Raises `RendezvousError` when they do not come in time.
@@ -131,7 +135,7 @@ def join_group(config: EngineConfig, rank: int, size: int, rendezvous: Rendezvou
     )
 
 
-def open_channel(group: Group, rendezvous: Rendezvous | str, handle: str | None) -> Channel:
+def open_channel(group: Group, rendezvous: Rendezvous | RendezvousAddress, handle: str | None) -> Channel:
     """Open a worker's end of the channel, or with no handle any rank's end of one over a broadcast."""
     if handle is not None:
         return SharedMemoryRing.attach(handle, reader=group.rank - 1)

@@ -1,4 +1,4 @@
-"""Collectives between CPU ranks of one host through shared memory, several times faster than gloo's sockets.
+"""Collectives between CPU ranks of one host through shared memory, several times faster than sockets.
 
 Each rank owns a segment with one word and two halves. For its n-th exchange it writes its data into half n mod 2,
 sets the word to n, and waits until every peer's word has reached n; then everybody's data can be read. A half is
@@ -15,13 +15,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-
-# Documented as public, yet torch re-exports it in a way that type checkers take for private.
-from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout
 from parallel.group import Group, require_contiguous
+from parallel.rendezvous import Notes
 from parallel.segment import Segment
 from parallel.waiting import SharedWord, wait_for_change
 
@@ -128,22 +126,22 @@ class HostGroup(Group):
             raise ChannelError(f"rank {peer} is gone")
 
 
-def through_shared_memory(group: Group, store: Store, timeout: float) -> Group:
+def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
     """Return `group` with its hot collectives moved to shared memory, or as it is when the ranks share none.
 
-    store: where the ranks tell each other their segments, used by nobody else. timeout: seconds for one exchange.
+    notes: where the ranks tell each other their segments, used by nobody else. timeout: seconds for one exchange.
     """
     segments: list[Segment] = []
     try:
         own = Segment.create(_WORD_BYTES + 2 * HALF_BYTES)
         own.memory[_TOKEN] = token = os.urandom(16)
         segments.append(own)
-        store.set(str(group.rank), f"{token.hex()} {own.name}")
-        names = [store.get(str(rank)).decode() for rank in range(group.size)]
+        notes.set(str(group.rank), f"{token.hex()} {own.name}")
+        names = [notes.get(str(rank)) for rank in range(group.size)]
         segments = [own if rank == group.rank else _attach(name) for rank, name in enumerate(names)]
     except ChannelError as error:
         logger.info("rank %d shares no memory with the others: %s", group.rank, error)
-        store.set(str(group.rank), _NONE)
+        notes.set(str(group.rank), _NONE)
     shared = int(group.all_reduce(torch.tensor([len(segments)])))
     if shared == group.size**2:
         own.unlink()  # all have attached, so nothing can leak any more

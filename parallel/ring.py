@@ -43,6 +43,7 @@ class SharedMemoryRing(Channel):
         if reader is not None and not 0 <= reader < self._readers:
             raise ChannelError(f"reader must be 0 to {self._readers - 1}, not {reader}")
         self.name = segment.name
+        self.path = segment.path
         self._segment: Segment | None = segment
         self._reader = reader
         self._spin = spin

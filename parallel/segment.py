@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
+import secrets
+import stat
 import sys
 import tempfile
 import time
 import weakref
+from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
 from typing import Self
@@ -20,26 +24,34 @@ from typing import Self
 from parallel.errors import ChannelError
 
 PREFIX = "squadron-"
+_NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")
+_OPENED = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no pipe waited for
 NEWBORN = 60.0  # seconds within which a segment may not be locked yet by the process that is making it
 
 
 class Segment:
     """Shared memory with a name. The owner's end unlinks the name on `close`, on collection and at exit.
 
-    name: path of the file; `memory` stays usable after `close` for whoever still holds views of it.
+    name: of the file in the folder of `shared_folder`, which nobody can guess; the file is this user's alone.
+    `memory` stays usable after `close` for whoever still holds views of it.
     """
 
-    def __init__(self, descriptor: int, name: str, owner: bool) -> None:
-        self.name = name
+    def __init__(self, descriptor: int, path: Path, owner: bool) -> None:
+        self.name = path.name
+        self.path = path
         self.memory = mmap(descriptor, 0)
         self._descriptor = descriptor
-        self._end = weakref.finalize(self, _end, descriptor, name if owner else None)
+        self._end = weakref.finalize(self, _end, descriptor, path if owner else None)
 
     @classmethod
     def create(cls, size: int) -> Segment:
         """Make a segment of `size` zero bytes with a name of its own. Raises `ChannelError` when there is no room."""
         _sweep()
-        descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=_folder())
+        path = Path(shared_folder()) / f"{PREFIX}{secrets.token_hex(16)}"
+        try:
+            descriptor = os.open(path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ChannelError(f"no shared memory can be made in {path.parent}: {error}") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if sys.platform == "linux":
@@ -48,18 +60,28 @@ class Segment:
             else:
                 os.ftruncate(descriptor, size)
         except OSError as error:
-            _end(descriptor, name)
-            raise ChannelError(f"no room for {size} bytes of shared memory in {_folder()}: {error}") from error
-        return cls(descriptor, name, owner=True)
+            _end(descriptor, path)
+            raise ChannelError(f"no room for {size} bytes of shared memory in {path.parent}: {error}") from error
+        return cls(descriptor, path, owner=True)
 
     @classmethod
     def attach(cls, name: str) -> Segment:
-        """Map the segment that another process made. Raises `ChannelError` when it is gone."""
+        """Map the segment that another process of this user made.
+
+        Raises `ChannelError` when it is gone, and for what is no segment of this user alone, whoever names it.
+        """
+        if not _NAME.fullmatch(name):
+            raise ChannelError(f"{name!r} is no name of shared memory")
+        path = Path(shared_folder()) / name
         try:
-            descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, _OPENED)
         except OSError as error:
             raise ChannelError(f"the driver's shared memory {name} is gone: {error}") from error
-        return cls(descriptor, name, owner=False)
+        facts = os.fstat(descriptor)
+        if not _is_ours(facts) or stat.S_IMODE(facts.st_mode) & 0o077 or not facts.st_size:
+            os.close(descriptor)
+            raise ChannelError(f"{name} is not shared memory of this user alone")
+        return cls(descriptor, path, owner=False)
 
     def owner_alive(self) -> bool:
         """Whether the process that made the segment lives and has not closed it; for the other processes."""
@@ -72,7 +94,7 @@ class Segment:
 
     def unlink(self) -> None:
         """Remove the name, once everybody who needs it has attached: then no crash can leave it behind."""
-        Path(self.name).unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go; the owner's end removes the name. Can be called twice."""
@@ -85,29 +107,34 @@ class Segment:
         self.close()
 
 
-def _end(descriptor: int, name: str | None) -> None:
-    if name is not None:
-        Path(name).unlink(missing_ok=True)
-    os.close(descriptor)
-
-
-def _folder() -> str:
+def shared_folder() -> str:
+    """Return the folder that the processes of this host share memory in."""
     return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()  # noqa: S108 - the point is to share it
 
 
+def _end(descriptor: int, path: Path | None) -> None:
+    if path is not None:
+        path.unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _is_ours(facts: os.stat_result) -> bool:
+    return stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
+
+
 def _sweep() -> None:
-    """Remove segments of processes that were killed before their readers had attached."""
-    for path in Path(_folder()).glob(f"{PREFIX}*"):
-        try:
-            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < NEWBORN:
+    """Remove segments of processes that were killed before their readers had attached.
+
+    Everybody may write to the folder: what is not ours, or changes meanwhile, is left, and harms nobody.
+    """
+    for path in Path(shared_folder()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            facts = path.lstat()
+            if not _is_ours(facts) or time.time() - facts.st_mtime < NEWBORN:
                 continue
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # its owner removed it just now
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            continue  # in use
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(path, _OPENED)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # or it is in use
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(descriptor)

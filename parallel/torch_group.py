@@ -1,6 +1,6 @@
-"""Groups over torch.distributed: NCCL between GPUs, gloo between CPU processes.
+"""Forms groups: over torch's NCCL between GPUs, over shared memory or our own sockets between CPU ranks.
 
-The process groups are made directly, never through torch's process-wide default group, so that several engines can
+Torch's process groups are made directly, never through its process-wide default group, so that several engines can
 live in one process.
 """
 
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
+from parallel.errors import ChannelError, ChannelTimeout, ParallelError, RendezvousError
 from parallel.group import Group, SoloGroup, require_contiguous
 from parallel.host_group import through_shared_memory
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
+from parallel.star_group import StarGroup
 from parallel.symmetric import through_symmetric_memory
+from parallel.torch_store import TorchStore
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +32,20 @@ ABORT_TIMEOUT = 10.0  # seconds that a group's end waits for NCCL's
 
 
 class TorchGroup(Group):
-    """A group over one of torch's process groups, which it owns.
+    """GPUs over one of torch's process groups, which it owns. store: what that was made with, kept until its end.
 
-    On CUDA a collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
+    A collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
     for, and NCCL's own watchdog ends this process once the deadline has passed.
     """
 
     def __init__(
-        self, process_group: Any, rank: int, size: int, device: torch.device, limit: float = FOREVER
+        self,
+        process_group: Any,
+        rank: int,
+        size: int,
+        device: torch.device,
+        limit: float = FOREVER,
+        store: TorchStore | None = None,
     ) -> None:
         """limit: seconds that `process_group` gives each collective."""
         self.rank = rank
@@ -45,6 +53,7 @@ class TorchGroup(Group):
         self.device = device
         self.sums_in_order = size == 2  # of two, there is one order; of more, size and moment choose it
         self._process_group = process_group
+        self._store = store
         self._sum = dist.AllreduceOptions()
         self._limit = limit
 
@@ -72,21 +81,20 @@ class TorchGroup(Group):
         require_contiguous(x)
         options = dist.BroadcastOptions()
         options.rootRank = src
-        if timeout is not None:
-            options.timeout = timedelta(seconds=min(timeout, FOREVER))
-        if timeout is None or self.device.type != "cuda":
+        if timeout is None:
             self._run("broadcast", lambda pg: pg.broadcast([x], options))
         else:
-            self._broadcast_and_wait(x, options)
+            self._broadcast_and_wait(x, options, min(timeout, FOREVER))
         return x
 
-    def _broadcast_and_wait(self, x: Tensor, options: dist.BroadcastOptions) -> None:
+    def _broadcast_and_wait(self, x: Tensor, options: dist.BroadcastOptions, timeout: float) -> None:
         """Broadcast with a deadline of its own, which NCCL takes from the group when a collective is queued.
 
         It counts from then on: what is queued behind this one would be late with it, so the host waits.
         """
         usual = self._limit
-        self.limit(options.timeout.total_seconds())
+        options.timeout = timedelta(seconds=timeout)
+        self.limit(timeout)
         try:
             self._run("broadcast", lambda pg: pg.broadcast([x], options))
         finally:
@@ -96,18 +104,16 @@ class TorchGroup(Group):
     @override
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
 
     @override
     def close(self) -> None:
         process_group, self._process_group = self._process_group, None
         if process_group is None:
             return
-        if self.device.type == "cuda":
-            _abort(process_group)
-        else:
-            process_group.shutdown()
+        _abort(process_group)
+        if self._store is not None:
+            self._store.close()
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
         if self._process_group is None:
@@ -137,7 +143,7 @@ def _abort(process_group: Any) -> None:
 def connect(
     rank: int,
     size: int,
-    rendezvous: Rendezvous | str | None,
+    rendezvous: Rendezvous | RendezvousAddress | None,
     device: torch.device | str,
     timeout: float,
     collective_timeout: float | None = None,
@@ -148,7 +154,7 @@ def connect(
     """Form a group of `size` ranks and return this rank's end of it; blocks until all are there.
 
     rendezvous: rank 0 gives the one it created, the others its address; not needed for a group of one.
-    device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" gloo.
+    device: what the collectives' tensors live on; "cuda:N" makes it NCCL, "cpu" shared memory or sockets.
     timeout / collective_timeout: seconds for forming the group / for each collective (as `timeout` where None).
     name: tells apart the groups that are formed over one rendezvous.
     shared_memory: whether CPU ranks that are all on one host send the hot collectives through memory, not sockets.
@@ -164,20 +170,23 @@ def connect(
         return SoloGroup(device)
     if rendezvous is None:
         raise RendezvousError(f"a group of {size} needs the address of a rendezvous")
-    if isinstance(rendezvous, str):
+    if isinstance(rendezvous, RendezvousAddress):
         rendezvous = Rendezvous.join(rendezvous, timeout)
     limit = timeout if collective_timeout is None else collective_timeout
+    joined: StarGroup | TorchGroup
     try:
-        process_group = _process_group(rendezvous, name, rank, size, device, timeout)
-        joined = TorchGroup(process_group, rank, size, device, timeout)
-        group: Group = joined
-        group.barrier()
-        if device.type == "cpu" and shared_memory:
-            group = through_shared_memory(group, rendezvous.store(f"{name}/segments", timeout), limit)
         if device.type == "cuda":
-            store = rendezvous.store(f"{name}/symmetric", timeout)
-            group = through_symmetric_memory(group, store, fixed_order)
-    except (RuntimeError, ChannelError) as error:
+            store = TorchStore(rendezvous, name, rank, size, timeout)
+            joined = TorchGroup(_nccl(store, rank, size, device, timeout), rank, size, device, timeout, store)
+            joined.barrier()
+            group = through_symmetric_memory(joined, store.view("symmetric"), fixed_order)
+        else:
+            joined = StarGroup(rendezvous.connections(name, rank, size, timeout), rank, size, timeout)
+            joined.barrier()
+            group = joined
+            if shared_memory:
+                group = through_shared_memory(joined, rendezvous.store(f"{name}/segments", timeout), limit)
+    except (RuntimeError, ParallelError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
         ) from error
@@ -185,19 +194,8 @@ def connect(
     return group
 
 
-def _process_group(
-    rendezvous: Rendezvous, name: str, rank: int, size: int, device: torch.device, timeout: float
-) -> Any:
-    store = rendezvous.store(name, timeout)
-    limit = timedelta(seconds=timeout)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    backend: Any = dist.ProcessGroupGloo
-    gloo = backend._Options()
-    gloo._devices = [backend.create_device(hostname=rendezvous.own_host)]
-    gloo._threads = 1
-    gloo._timeout = limit
-    return backend(store, rank, size, gloo)
+def _nccl(store: TorchStore, rank: int, size: int, device: torch.device, timeout: float) -> Any:
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout)
+    return dist.ProcessGroupNCCL(store.view("nccl"), rank, size, options)

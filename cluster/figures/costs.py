@@ -54,3 +54,9 @@ def account_metrics(model_name: str, accounts: Mapping[str, Costs]) -> Iterable[
             (*labels, name): read(usage) for labels, costs in used.items() for name, usage in costs.tenants.items()
         }
         yield family_of(f"tenant_{unit}", tenants)
+    compiled: dict[Labels, float] = {
+        (model_name, replica, name): seconds
+        for replica, costs in accounts.items()
+        for name, seconds in costs.grammars.items()
+    }
+    yield family_of("tenant_grammar_seconds", compiled)

@@ -212,6 +212,13 @@ TABLE: tuple[Family, ...] = (
     _counter(
         "tenant_kv_block_seconds", _T, "Seconds of the replica's KV blocks that a tenant used.", "replica", "tenant"
     ),
+    _counter(
+        "tenant_grammar_seconds",
+        _T,
+        "Seconds of the replica's compiler of grammars that a tenant used.",
+        "replica",
+        "tenant",
+    ),
     # ---- replicas: phases of a choice that drew a token; queue + prefill + decode = its time in the replica
     _histogram(
         "request_queue_time_seconds", _P, "From a choice's arrival to its start.", WHOLE, FINE_WHOLE, vllm=True

@@ -46,6 +46,8 @@ class FrameStream(asyncio.Protocol):
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self.ended is not None:  # turned away before asyncio came to it
+            self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Cut what arrived into frames (called by asyncio)."""

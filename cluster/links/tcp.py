@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from cluster.link import (
@@ -47,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 GREETING = b"squadron "  # followed by the secret
 GREETING_BYTES = 1024  # longest frame of somebody who is not known yet
+MOST_UNKNOWN = 64  # connections of nobody who is known yet; beyond that, who came first has had its time
 HELLO_TIMEOUT = 5.0  # seconds for the first words of either side
 
 Serve = Callable[[RouterLink], Awaitable[None]]
@@ -136,6 +138,7 @@ class LinkServer:
         self._greeting = GREETING + self._secret.encode()
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], FrameStream] = {}
+        self._unknown: OrderedDict[FrameStream, None] = OrderedDict()
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> LinkAddress:
         """Listen and return the address that routers need; port 0 lets the system choose."""
@@ -157,12 +160,16 @@ class LinkServer:
         stream = FrameStream(limits.max_down_bytes, limits.max_message_bytes, GREETING_BYTES)
         task = asyncio.get_running_loop().create_task(self._run(stream))
         self._connections[task] = stream
+        self._unknown[stream] = None
+        if len(self._unknown) > MOST_UNKNOWN:
+            self._unknown.popitem(last=False)[0].close(REFUSED, "unauthenticated, and too many others are")
         task.add_done_callback(self._connections.pop)
         return stream
 
     async def _run(self, stream: FrameStream) -> None:
         try:
             hello = await asyncio.wait_for(self._hello(stream), HELLO_TIMEOUT)
+            self._unknown.pop(stream, None)
             link = TcpRouterLink(stream, decode_up)
             link.hello = hello
             await self._serve(link)
@@ -176,6 +183,7 @@ class LinkServer:
             logger.exception("a link could not be served")
             stream.close(DAMAGED, "the link could not be served")
         finally:
+            self._unknown.pop(stream, None)
             stream.close(CLOSED, "the replica serves the link no more")
             await stream.over.wait()
 

@@ -25,6 +25,9 @@ from engine.request import Request
 _LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
+# Of the bound, the share of one tenant's and of all requests that may be in a replica without taking up room, since
+# what their output must match may have to be compiled there; and how many of one tenant's may in any case.
+_SHARE_ASIDE, _ALL_ASIDE, _LEAST_ASIDE = 8, 2, 4
 
 
 class FairGate:
@@ -64,6 +67,7 @@ class FairGate:
         self._work_done = work_done or (lambda: self._ended_work)
         self._inside = 0
         self._tokens = 0
+        self._aside: Counter[str] = Counter()  # tenant -> its requests inside that take up no room yet
         self._look_again: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -73,7 +77,7 @@ class FairGate:
 
     @property
     def num_inside(self) -> int:
-        """Sequences that were handed on and have not ended."""
+        """Sequences that were handed on and have not ended, without those that may wait for a compiler."""
         return self._inside
 
     @property
@@ -133,7 +137,9 @@ class FairGate:
     async def enter(self, turn: Turn) -> None:
         """Return when `turn` may go in; whoever went in must `leave`."""
         turn.work = turn.prompt + self._lengths.of(turn.request, turn.sequences)
-        if not self._queue and self._has_room():
+        self._let_in()
+        # Where there is room still, whoever waits does so for a compiler, and is in nobody's way.
+        if self._has_room() and self._may_enter(turn):
             self._queue.pass_by(turn.tenant, turn.cost)
             self._take_in(turn)
             return
@@ -150,12 +156,23 @@ class FairGate:
     def leave(self, turn: Turn) -> None:
         """Take note that a request has ended."""
         turn.inside = False
-        self._inside -= turn.sequences
-        self._tokens -= turn.held
+        if turn.aside:
+            self._no_more_aside(turn)
+        else:
+            self._inside -= turn.sequences
+            self._tokens -= turn.held
         self._ended_work += turn.work
         self._let_in()
-        if not self._inside and not self._queue:
+        if not self._inside and not self._aside and not self._queue:
             self._queue.forget()
+
+    def begun(self, turn: Turn) -> None:
+        """Take note that a replica computes something for a request: from now on it takes up its room."""
+        if turn.aside:
+            self._no_more_aside(turn)
+            self._inside += turn.sequences
+            self._tokens += turn.held
+            self._let_in()
 
     def found_cached(self, turn: Turn, tokens: int) -> None:
         """Take note that so many tokens of a prompt need no room of their own."""
@@ -167,9 +184,34 @@ class FairGate:
     def _has_room(self) -> bool:
         return self._inside < self._bound() and self._tokens < self._token_bound()
 
+    def _is_full(self) -> bool:
+        return bool(self._queue) and not self._has_room()
+
+    def _may_enter(self, turn: Turn) -> bool:
+        """Whether a turn may go in where there is room: those that a compiler may keep waiting are few at a time.
+
+        They take up no room meanwhile, or a tenant's slow grammars would keep everybody out; and once they do, they
+        go over the bound by no more than so many.
+        """
+        if not turn.compiles:
+            return True
+        bound = self._bound()
+        most = max(_LEAST_ASIDE, bound // _SHARE_ASIDE)
+        return self._aside[turn.tenant] < most and self._aside.total() < max(most, bound // _ALL_ASIDE)
+
+    def _no_more_aside(self, turn: Turn) -> None:
+        turn.aside = False
+        self._aside[turn.tenant] -= 1
+        if not self._aside[turn.tenant]:
+            del self._aside[turn.tenant]
+
     def _take_in(self, turn: Turn) -> None:
         turn.inside = True
         turn.held = turn.work
+        if turn.compiles:
+            turn.aside = True
+            self._aside[turn.tenant] += 1
+            return
         self._inside += turn.sequences
         self._tokens += turn.held
 
@@ -242,7 +284,9 @@ class FairGate:
             return
         loop = asyncio.get_running_loop()
         while self._queue and self._has_room():
-            turn = self._queue.pop()
+            turn = self._queue.pop_of(self._may_enter)
+            if turn is None:
+                break
             turn.waits = False
             self._take_in(turn)
             if turn.called is not None and not turn.called.done():
@@ -256,7 +300,7 @@ class FairGate:
         self._let_in()
 
     def _note_drain(self, now: float) -> None:
-        self._drain.note(self._work_done(), now, waiting=bool(self._queue) and self._serving())
+        self._drain.note(self._work_done(), now, waiting=self._is_full() and self._serving())
 
     def _refusal(self, turn: Turn, reason: str) -> ApiError:
         """Return the error of one that would wait too long, or has: for others, or for want of a replica."""

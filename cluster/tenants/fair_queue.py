@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
@@ -49,6 +49,9 @@ class _Flow(Generic[T]):
     def first(self) -> tuple[int, T]:
         priority = self.levels[0]
         return priority, next(iter(self.lines[priority]))
+
+    def first_of(self, may: Callable[[T], bool]) -> tuple[int, T] | None:
+        return next(((level, item) for level in self.levels for item in self.lines[level] if may(item)), None)
 
     def take(self, priority: int, item: T) -> int:
         line = self.lines[priority]
@@ -145,6 +148,28 @@ class FairQueue(Generic[T]):
         if flow.size:
             self._add_turn(flow.finish, tenant)
         return item
+
+    def pop_of(self, may: Callable[[T], bool]) -> T | None:
+        """Return whose turn it is of those who `may` go, None when nobody does.
+
+        Who may not keeps its place; those of its tenant who may pass it by.
+        """
+        passed: list[tuple[int, int, str]] = []
+        found = None
+        while found is None and self._turns:
+            start, tenant = self._first()
+            turn = heappop(self._turns)
+            flow = self._flows[tenant]
+            found = flow.first_of(may)
+            if found is None:
+                passed.append(turn)
+                continue
+            self._take(flow, start, self._leave(flow, *found))
+            if flow.size:
+                self._add_turn(flow.finish, tenant)
+        for turn in passed:
+            heappush(self._turns, turn)
+        return None if found is None else found[1]
 
     def pass_by(self, tenant: str, cost: int) -> None:
         """Note a turn of a tenant that need not wait, since nobody does."""

@@ -29,6 +29,9 @@ class Gate(Protocol):
         """Return the seconds that one who has waited may still wait inside, where no replica is there."""
         ...
 
+    def begun(self, turn: Turn) -> None:
+        """Take note that a replica computes something for a request."""
+
     def found_cached(self, turn: Turn, tokens: int) -> None:
         """Take note that so many tokens of a prompt need no room of their own."""
 
@@ -38,7 +41,8 @@ class Turn:
 
     cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
     held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
-    came_to_none: whether there was no replica then.
+    came_to_none: whether there was no replica then. compiles: whether what its output must match may have to be
+    compiled first, in the replica. aside: whether it went in and takes up no room yet, since that may be so.
     """
 
     def __init__(self, gate: Gate, tenant: str, request: Request, context: CallContext) -> None:
@@ -56,6 +60,8 @@ class Turn:
         self.waits = False
         self.came_to_none = False
         self.inside = False
+        self.compiles = request.params.structured is not None
+        self.aside = False
         self._gate = gate
         self._context = context
         self._chunks: AsyncGenerator[TokenChunk, None] | None = None
@@ -86,6 +92,10 @@ class Turn:
         if self.inside:
             self._gate.leave(self)
 
+    def _begun(self) -> None:
+        if self.aside:
+            self._gate.begun(self)
+
     async def _first(self) -> TokenChunk:
         if self._closed:
             raise StopAsyncIteration
@@ -103,6 +113,7 @@ class Turn:
         chunks = self._gate.source.generate(self.request, self._told())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         chunk = await self._chunks.__anext__()
+        self._begun()
         if chunk.num_cached_tokens and self.inside:
             self._gate.found_cached(self, chunk.num_cached_tokens)
         return chunk
@@ -112,11 +123,16 @@ class Turn:
         # source holds no turn alive, or one that its caller dropped would never be known to be dropped.
         turn = weakref.ref(self)
 
+        def on_begin() -> None:
+            if (begun := turn()) is not None:
+                begun._begun()
+
         def on_end() -> None:
             if (ended := turn()) is not None:
                 ended._leave()
 
+        context = replace(self._context, on_begin=on_begin, on_end=on_end)
         if self.called is None:
-            return replace(self._context, on_end=on_end)
+            return context
         waited = asyncio.get_running_loop().time() - self.since
-        return replace(self._context, waited=waited, patience=self._gate.patience(self), on_end=on_end)
+        return replace(context, waited=waited, patience=self._gate.patience(self))

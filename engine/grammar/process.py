@@ -150,6 +150,7 @@ class GrammarService(GrammarCompiler):
         self._jobs: dict[StructuredOutput, Future[CompiledGrammar]] = {}
         self._turns: Turns[StructuredOutput] = Turns(self._limits.waiting)
         self._refused = Refused()
+        self._spent: dict[str, float] = {}  # owner -> seconds
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._helper: HelperProcess | None = None
@@ -190,6 +191,11 @@ class GrammarService(GrammarCompiler):
                 self._begin(wanted, future)
             return future
 
+    def spent(self) -> dict[str, float]:
+        """Return the seconds that were spent on each owner's grammars so far, those that were refused included."""
+        with self._changed:
+            return dict(self._spent)
+
     def close(self) -> None:
         """End the helper and refuse what waits. Can be called twice."""
         with self._changed:
@@ -227,15 +233,12 @@ class GrammarService(GrammarCompiler):
         try:
             while (turn := self._next()) is not None:
                 owner, wanted = turn
-                begun = time.monotonic()
-                self._finish(wanted, self._made)
-                with self._changed:
-                    self._turns.charge(owner, time.monotonic() - begun)
+                self._finish(wanted, self._made, owner)
         finally:
             if self._helper is not None:
                 self._helper.kill()
             for wanted in list(self._jobs):
-                self._finish(wanted, _stopped)
+                self._finish(wanted, _stopped, "")
 
     def _next(self) -> tuple[str, StructuredOutput] | None:
         """Wait for the next wish that no other turn has brought, and return whose it is and what; None at the end."""
@@ -248,19 +251,27 @@ class GrammarService(GrammarCompiler):
                 if wanted in self._jobs:
                     return owner, wanted
 
-    def _finish(self, wanted: StructuredOutput, make: Callable[[StructuredOutput], XgrGrammar]) -> None:
+    def _finish(self, wanted: StructuredOutput, make: Callable[[StructuredOutput], XgrGrammar], owner: str) -> None:
+        """Make a grammar and charge `owner` for it, before anybody hears of it."""
+        begun = time.monotonic()
         try:
             grammar = make(wanted)
         except BaseException as error:
             with self._changed:
+                self._charge(owner, time.monotonic() - begun)
                 future = self._jobs.pop(wanted)
                 self._refused.add(wanted, error)
             future.set_exception(error)
             return
         with self._changed:
+            self._charge(owner, time.monotonic() - begun)
             future = self._jobs.pop(wanted)
             self._keep(wanted, grammar)
         future.set_result(grammar)
+
+    def _charge(self, owner: str, seconds: float) -> None:
+        self._turns.charge(owner, seconds)
+        self._spent[owner] = self._spent.get(owner, 0.0) + seconds
 
     def _made(self, wanted: StructuredOutput) -> XgrGrammar:
         if self._helper is None:

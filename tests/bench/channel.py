@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
 from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
@@ -34,16 +34,16 @@ def measure(rounds: int = 2000, pause: float = 0.0) -> dict[str, float]:
                 ring = _round_trips(ring_there, ring_back, rounds, pause)
             ring_there.close()
             with (
-                connect(0, 2, rendezvous, "cpu", TIMEOUT, name="there") as there,
-                connect(1, 2, rendezvous, "cpu", TIMEOUT, name="back") as back,
+                connect(0, 2, rendezvous, "cpu", TIMEOUT) as there,
+                connect(1, 2, here.recv(), "cpu", TIMEOUT) as back,
                 BroadcastChannel(there) as send,
             ):
-                gloo = _round_trips(send, BroadcastChannel(back), max(1, rounds // 10), pause)
+                sockets = _round_trips(send, BroadcastChannel(back), max(1, rounds // 10), pause)
             worker.join(TIMEOUT)
         finally:
             worker.kill()
             worker.join()
-    return {"ring_4kb_us": round(ring, 2), "gloo_broadcast_4kb_us": round(gloo, 2)}
+    return {"ring_4kb_us": round(ring, 2), "broadcast_4kb_us": round(sockets, 2)}
 
 
 def _round_trips(send: Channel, receive: Channel, rounds: int, pause: float) -> float:
@@ -57,16 +57,14 @@ def _round_trips(send: Channel, receive: Channel, rounds: int, pause: float) -> 
     return statistics.median(taken) / 2 * 1e6
 
 
-def _worker(ring_there: str, address: str, pipe: Connection) -> None:
+def _worker(ring_there: str, address: RendezvousAddress, pipe: Connection) -> None:
     with SharedMemoryRing.create(1) as ring_back, SharedMemoryRing.attach(ring_there, 0) as ring:
         pipe.send(ring_back.name)
         _echo(ring, ring_back)
-    with (
-        connect(1, 2, address, "cpu", TIMEOUT, name="there") as there,
-        connect(0, 2, address, "cpu", TIMEOUT, name="back") as back,
-        BroadcastChannel(back) as send,
-    ):
-        _echo(BroadcastChannel(there), send)
+    with Rendezvous.create() as rendezvous, connect(1, 2, address, "cpu", TIMEOUT) as there:
+        pipe.send(rendezvous.address)
+        with connect(0, 2, rendezvous, "cpu", TIMEOUT) as back, BroadcastChannel(back) as send:
+            _echo(BroadcastChannel(there), send)
 
 
 def _echo(receive: Channel, send: Channel) -> None:

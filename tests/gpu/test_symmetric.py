@@ -7,7 +7,7 @@ import torch
 
 from parallel.group import Group
 from parallel.launcher import launch
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
 from parallel.symmetric import SymmetricGroup
 from parallel.torch_group import connect
 
@@ -51,7 +51,7 @@ def _check_graph(group: Group) -> None:
         assert x.eq(2 * value).all()
 
 
-def join(rank: int, address: str) -> None:
+def join(rank: int, address: RendezvousAddress) -> None:
     """Be rank 1."""
     with connect(rank, 2, address, f"cuda:{rank}", TIMEOUT) as group:
         check(group)

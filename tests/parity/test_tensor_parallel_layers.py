@@ -1,4 +1,4 @@
-"""Sharded layers on two real ranks over gloo equal torch's own layers in fp32."""
+"""Sharded layers on two real ranks equal torch's own layers in fp32."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group
 from parallel.host_group import HALF_BYTES
+from parallel.rendezvous import RendezvousAddress
 
 TIMEOUT = 60.0
 
@@ -83,7 +84,7 @@ def all_ranks_get_the_same_bits(group: Group) -> None:
             assert torch.equal(other, x)
 
 
-def join_and_wait(rank: int, size: int, address: str, shared_memory: bool = True) -> None:
+def join_and_wait(rank: int, size: int, address: RendezvousAddress, shared_memory: bool = True) -> None:
     """Join the group, then miss every collective until killed."""
     import signal
 

@@ -12,7 +12,7 @@ import torch
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group, SoloGroup
 from parallel.launcher import Gang, launch
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
 from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
@@ -58,7 +58,7 @@ def crew(size: int, shared_memory: bool = True) -> Iterator[Crew]:
         assert gang.join(TIMEOUT)
 
 
-def _serve(rank: int, size: int, address: str, ring_name: str, shared_memory: bool) -> None:
+def _serve(rank: int, size: int, address: RendezvousAddress, ring_name: str, shared_memory: bool) -> None:
     torch.set_num_threads(1)
     ring = SharedMemoryRing.attach(ring_name, rank - 1)
     with ring, connect(rank, size, address, "cpu", TIMEOUT, shared_memory=shared_memory) as group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,9 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from cluster.translation import costs_of
 from engine import ledger
+from engine.request import Request
 from tests.unit.cluster_lab import Lab, long_request, until
+from tests.unit.test_grammar_replica import Grammars, structured
 from tests.unit.test_metrics import samples
 
 TIMES = ReplicaTimes(heartbeat=0.05, costs=0.05)
@@ -33,6 +36,11 @@ def of(found: dict, name: str, **labels: str) -> float:
 
 def told(lab: Lab) -> dict[str, Costs]:
     return {view.replica_id: view.costs for view in lab.dispatcher.replicas() if view.costs is not None}
+
+
+async def ask_for(lab: Lab, one: Request) -> None:
+    async for _ in lab.dispatcher.generate(one):
+        pass
 
 
 async def ask(lab: Lab, tenant: str, name: str, **params) -> None:
@@ -68,6 +76,30 @@ async def test_scrape_adds_up_for_each_replica_and_names_the_tenants():
     )
     assert of(found, "request_kv_block_seconds_count") == 4
     assert of(found, "request_kv_block_seconds_bucket", le="+Inf") == 4
+
+
+async def test_what_a_tenants_grammars_took_is_told_beside_what_its_requests_used():
+    grammars = Grammars()
+    async with Lab() as lab:
+        await lab.start("a", times=TIMES, grammars=grammars)
+        task = asyncio.create_task(ask_for(lab, structured()))
+        await until(lambda: grammars.asked)
+        grammars.answer()
+        await task
+        await until(lambda: told(lab)["a"].grammars)
+        assert of(scrape(lab), "tenant_grammar_seconds_total", replica="a", tenant="tenant") == 0.25
+        costs = told(lab)["a"]
+    assert costs.grammars == {"tenant": 0.25}
+    used = [costs.idle, *costs.tenants.values()]
+    assert sum(one.device_seconds for one in used) == pytest.approx(costs.total.device_seconds, rel=1e-12)
+
+
+def test_grammars_of_tenants_without_an_account_are_told_together():
+    many = {f"t{number}": 1.0 for number in range(ledger.MAX_TENANTS + 10)}
+    own = ledger.Costs(ledger.Usage(), ledger.Usage(), {"t70": ledger.Usage()})
+    compiled = costs_of(own, many).grammars
+    assert sum(compiled.values()) == len(many)
+    assert (compiled["t0"], compiled["t70"], compiled[ledger.OTHERS]) == (1.0, 1.0, 9.0)
 
 
 async def test_accounts_of_an_idle_replica_go_on():

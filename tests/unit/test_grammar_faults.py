@@ -95,6 +95,9 @@ class Grammars:
             future.set_result(self._made)
         return future
 
+    def spent(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         pass
 

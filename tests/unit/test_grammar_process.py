@@ -208,6 +208,21 @@ def test_owners_take_turns_and_those_who_ask_for_too_much_are_turned_away_alone(
     assert ended == ["me 0", "other", "me 2", "me 1"], "a wish comes with the turn of whoever is first"
 
 
+def test_the_time_of_a_grammar_is_charged_to_who_asked_whether_it_is_refused_or_not(monkeypatch):
+    def made(self, wanted):
+        time.sleep(0.05)
+        raise InvalidRequestError("no such thing")
+
+    monkeypatch.setattr(GrammarService, "_made", made)
+    one = GrammarService(lambda: WORDS, [END])
+    for text, owner in (("a", "x"), ("b", "x"), ("c", "y"), ("c", "z")):
+        assert one.submit(choice(text), owner).exception(timeout=30) is not None
+    spent = one.spent()
+    one.close()
+    assert spent.keys() == {"x", "y"}, "what is remembered costs nobody anything"
+    assert (spent["x"] >= 0.1, spent["y"] >= 0.05) == (True, True)
+
+
 def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
     """The last one to use the service."""
     hanging.compile(choice("warm at last"))

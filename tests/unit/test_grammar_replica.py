@@ -40,6 +40,9 @@ class Grammars:
         self.asked.append((wanted, owner, future))
         return future
 
+    def spent(self):
+        return {owner: 0.25 for _, owner, future in self.asked if future.done()}
+
     def answer(self, text=GRAMMAR):
         self.asked[-1][2].set_result(self.vocabulary.compile(text))
 

@@ -292,6 +292,19 @@ async def test_bytes_of_a_stranger_get_a_short_refusal(address, data):
     assert "unauthenticated" in answer or "longer than" in answer
 
 
+async def test_strangers_who_say_nothing_keep_no_router_out_and_do_not_pile_up(address, monkeypatch):
+    monkeypatch.setattr(tcp, "HELLO_TIMEOUT", 60.0)  # none has had its time, however busy this machine is
+    strangers = [await asyncio.open_connection(address.host, address.port) for _ in range(tcp.MOST_UNKNOWN + 10)]
+    link = await tcp.connect(address, "router")
+    async with asyncio.timeout(30):
+        assert b"too many others are" in await strangers[0][0].read()
+    link.close()
+    await link.wait_closed()
+    for _, writer in strangers:
+        writer.transport.abort()
+    await asyncio.gather(*(writer.wait_closed() for _, writer in strangers), return_exceptions=True)
+
+
 async def test_goodbye_cut_short_is_a_lost_link():
     """A peer that dies in the middle of a frame has not said goodbye."""
 

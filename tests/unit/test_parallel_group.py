@@ -1,4 +1,4 @@
-"""Groups of real processes over gloo: collectives, rendezvous, deadlines."""
+"""Groups of real processes: collectives, rendezvous, deadlines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ import torch.distributed as dist
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
+from parallel.handshake import SECRET_BYTES
 from parallel.host_group import HALF_BYTES, HostGroup
 from parallel.launcher import Gang, launch
-from parallel.rendezvous import Rendezvous
+from parallel.rendezvous import Rendezvous, RendezvousAddress
 from parallel.segment import Segment
+from parallel.star_group import StarGroup
 from parallel.torch_group import TorchGroup, connect
 from parallel.waiting import Fence, SharedWord, wait_for_change
 from tests.unit import parallel_checks as checks
 from tests.unit.parallel_ranks import Crew, FakeGroup, crew
 
 TIMEOUT = 60.0
+SECRET = bytes(SECRET_BYTES)
 WORDS = 64  # bytes before a segment's halves
 
 
@@ -39,7 +42,7 @@ def trio() -> Iterator[Crew]:
 
 @pytest.fixture(scope="module")
 def distant_pair() -> Iterator[Crew]:
-    """Two ranks that use gloo for everything, as if they were on two hosts."""
+    """Two ranks that use sockets for everything, as if they were on two hosts."""
     with crew(2, shared_memory=False) as ranks:
         yield ranks
 
@@ -64,7 +67,7 @@ def test_three_ranks_of_one_host(trio: Crew, check: Callable[[Group], None]) -> 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_two_distant_ranks(distant_pair: Crew, check: Callable[[Group], None]) -> None:
-    assert isinstance(distant_pair.group, TorchGroup)
+    assert isinstance(distant_pair.group, StarGroup)
     distant_pair.run(check)
 
 
@@ -119,14 +122,14 @@ def test_an_exchange_is_right_where_bytes_are_seen_after_the_word_that_tells_of_
         assert group.all_reduce(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
 
 
-def test_ranks_that_share_no_memory_use_gloo(monkeypatch):
+def test_ranks_that_share_no_memory_use_sockets(monkeypatch):
     def elsewhere(name: str) -> Segment:
         raise ChannelError(f"{name} is on another host")
 
     monkeypatch.setattr(Segment, "attach", elsewhere)
     groups: dict[int, Group] = {}
 
-    def join(rank: int, where: Rendezvous | str) -> None:
+    def join(rank: int, where: Rendezvous | RendezvousAddress) -> None:
         groups[rank] = connect(rank, 2, where, "cpu", TIMEOUT)
 
     with Rendezvous.create() as rendezvous:
@@ -134,7 +137,7 @@ def test_ranks_that_share_no_memory_use_gloo(monkeypatch):
         other.start()
         join(0, rendezvous)
         other.join(TIMEOUT)
-        assert [type(groups[rank]) for rank in (0, 1)] == [TorchGroup, TorchGroup]
+        assert [type(groups[rank]) for rank in (0, 1)] == [StarGroup, StarGroup]
         for group in groups.values():
             group.close()
 
@@ -241,18 +244,22 @@ def test_an_absent_rank_0_is_told_in_time():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(RendezvousError, match=rf"no rank 0 answers at 127\.0\.0\.1:{port} after 0\.1 s"):
-        connect(1, 2, f"127.0.0.1:{port}", "cpu", 0.1)
+        connect(1, 2, RendezvousAddress("127.0.0.1", port, SECRET), "cpu", 0.1)
 
 
-@pytest.mark.parametrize("address", ["", "localhost", "host:port", ":80"])
-def test_a_malformed_address_is_refused(address: str):
-    with pytest.raises(RendezvousError, match=r"is not of the form 127\.0\.0\.1:29500"):
-        connect(1, 2, address, "cpu", 0.1)
+@pytest.mark.parametrize(
+    ("host", "port", "secret"),
+    [("", 80, SECRET), ("localhost", 0, SECRET), ("localhost", 1 << 16, SECRET), ("localhost", 80, b"short")],
+)
+def test_a_malformed_address_is_refused(host: str, port: int, secret: bytes):
+    with pytest.raises(RendezvousError, match=r"127\.0\.0\.1:29500, and a secret of 32 bytes") as refused:
+        RendezvousAddress(host, port, secret)
+    assert "short" not in str(refused.value)
 
 
 def test_a_rank_outside_the_group_and_a_missing_address_are_refused():
     with pytest.raises(ValueError, match="rank must be 0 to 1 in a group of 2, not 2"):
-        connect(2, 2, "127.0.0.1:1", "cpu", 0.1)
+        connect(2, 2, RendezvousAddress("127.0.0.1", 1, SECRET), "cpu", 0.1)
     with pytest.raises(RendezvousError, match="needs the address"):
         connect(0, 2, None, "cpu", 0.1)
 
@@ -260,7 +267,7 @@ def test_a_rank_outside_the_group_and_a_missing_address_are_refused():
 def test_the_store_listens_on_its_own_address_only_and_every_store_has_its_own_port():
     with Rendezvous.create() as first, Rendezvous.create() as second:
         assert first.address != second.address
-        port = int(first.address.rpartition(":")[2])
+        port = first.address.port
         with socket.create_connection(("127.0.0.1", port), TIMEOUT):
             pass
         with pytest.raises(ConnectionRefusedError):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from parallel.errors import ChannelClosed, ChannelError, ChannelTimeout
 from parallel.launcher import launch
 from parallel.ring import SharedMemoryRing
-from parallel.segment import NEWBORN, PREFIX, Segment
+from parallel.segment import NEWBORN, PREFIX, Segment, shared_folder
 from tests.unit import parallel_ring_targets
 
 TIMEOUT = 10.0
@@ -128,7 +128,7 @@ def test_a_killed_driver_is_noticed_and_leaves_no_segment(tmp_path):
     with launch(2, parallel_ring_targets.drive, (str(tmp_path / "name"),)) as gang:
         name = appeared(tmp_path / "name")
         worker = SharedMemoryRing.attach(name, 0)
-        assert not os.path.exists(name)
+        assert not Path(shared_folder(), name).exists()
         assert worker.receive(TIMEOUT) == b"first"
         gang.kill()
         began = time.monotonic()
@@ -140,27 +140,27 @@ def test_a_killed_driver_is_noticed_and_leaves_no_segment(tmp_path):
 def test_the_name_lives_only_until_all_have_attached_or_the_driver_closes():
     driver = SharedMemoryRing.create(2)
     SharedMemoryRing.attach(driver.name, 0)
-    assert os.path.exists(driver.name)
+    assert driver.path.exists()
     SharedMemoryRing.attach(driver.name, 1)
-    assert not os.path.exists(driver.name)
+    assert not driver.path.exists()
     driver = SharedMemoryRing.create(1)
     driver.close()
-    assert not os.path.exists(driver.name)
+    assert not driver.path.exists()
     driver = SharedMemoryRing.create(1)
-    name = driver.name
+    path = driver.path
     del driver
-    assert not os.path.exists(name)
+    assert not path.exists()
 
 
 def test_the_segment_of_a_driver_that_was_killed_early_is_swept_up(tmp_path):
     with Segment.create(64) as live:
-        dead = Path(live.name).with_name(f"{PREFIX}orphan-{os.getpid()}")
+        dead = live.path.with_name(f"{PREFIX}orphan-{os.getpid()}")
         dead.write_bytes(b"x")
-        for name in (str(dead), live.name):
-            os.utime(name, (time.time() - 2 * NEWBORN,) * 2)
+        for path in (dead, live.path):
+            os.utime(path, (time.time() - 2 * NEWBORN,) * 2)
         with Segment.create(64):
             assert not dead.exists()
-            assert os.path.exists(live.name)
+            assert live.path.exists()
 
 
 def test_the_wrong_end_and_a_closed_end_are_refused():
@@ -176,7 +176,7 @@ def test_the_wrong_end_and_a_closed_end_are_refused():
 
 def test_what_is_not_a_ring_or_not_its_reader_is_refused():
     with pytest.raises(ChannelError, match="is gone"):
-        SharedMemoryRing.attach("/dev/shm/squadron-no-such-segment", 0)
+        SharedMemoryRing.attach(f"{PREFIX}{'0' * 32}", 0)
     with Segment.create(4096) as segment, pytest.raises(ChannelError, match="not a message ring"):
         SharedMemoryRing.attach(segment.name, 0)
     with SharedMemoryRing.create(2) as driver, pytest.raises(ChannelError, match="reader must be 0 to 1, not 2"):
