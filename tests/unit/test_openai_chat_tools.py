@@ -92,9 +92,7 @@ async def test_calls_and_thinking_are_told_apart_from_content(model, stream):
 async def test_a_chunk_holds_one_piece_of_one_call(model, size):
     """Some clients read the first entry of a chunk's `tool_calls` and no other."""
     answer = await ask(saying(model, f"{CALL}\n{CALL}", chunk=size), model, stream=True)
-    parts = [
-        chunk["choices"][0]["delta"].get("tool_calls") for chunk in events(answer.text)[:-1] if chunk["choices"]
-    ]
+    parts = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in events(answer.text)[:-1] if chunk["choices"]]
     parts = [part for part in parts if part]
     assert [len(part) for part in parts] == [1] * len(parts)
     assert len(parts) >= 2
