@@ -1,4 +1,4 @@
-"""The client libraries: what each installs, and the script that uses it. Versions are those that were tried."""
+"""The client libraries: what each installs, and the script that uses it. `docs/clients.md` says what was tried."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLIENTS = (
     Client("openai-js", "use_openai.mjs", ("openai@7.57.0", "zod@4.6.7")),
     Client("langchain", "use_langchain.py", ("langchain==1.5.0", "langchain-openai==1.7.4")),
     Client("llama-index", "use_llama_index.py", ("llama-index-llms-openai-like==0.8.1",)),
-    Client("litellm", "use_litellm.py", ("litellm==1.109.1",)),
+    Client("litellm", "use_litellm.py", ("litellm==1.108.11",)),
     Client("instructor", "use_instructor.py", ("instructor==1.17.0",)),
     Client("openai-agents", "use_openai_agents.py", ("openai-agents==0.24.0",)),
     Client("pydantic-ai", "use_pydantic_ai.py", ("pydantic-ai-slim[openai]==2.68.0",)),
