@@ -203,14 +203,16 @@ class ChatFrames(Frames):
         return opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + closing
 
     def _parts(self, delta: Delta, opening: bytes) -> bytes:
-        """A frame each for thoughts, text and calls; what is told of the tokens comes with the first."""
+        """A frame each for thoughts, text and every call; what is told of the tokens comes with the first.
+
+        OpenAI's chunks hold one entry of `tool_calls`, and some clients read no other.
+        """
         parts: list[dict[str, Any]] = []
         if delta.reasoning:
             parts.append({"reasoning_content": delta.reasoning})
         if delta.text:
             parts.append({"content": delta.text})
-        if delta.calls:
-            parts.append({"tool_calls": [_call_body(one) for one in delta.calls]})
+        parts += [{"tool_calls": [_call_body(one)]} for one in delta.calls]
         extras, frames = self._extras(delta), b""
         for part in parts:
             frames += opening + _encode(part) + extras + b',"finish_reason":null}' + self._closing

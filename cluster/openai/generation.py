@@ -14,6 +14,7 @@ from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, PlacedLogprob, Usage
 from cluster.openai.echo import Opening, PromptResult, openings
 from cluster.openai.tools.answer import AnswerParser
+from cluster.openai.tools.deltas import merged
 from engine.detokenizer import TextStream
 from engine.request import Request
 from engine.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ class Choice:
                 self.reasoning_tokens = self.num_tokens
             delta.reasoning += rest.reasoning
             delta.text += rest.content
-            delta.calls = (*found.calls, *rest.calls)
+            delta.calls = merged((*found.calls, *rest.calls))
         elif parser.done:
             self.done = True
             delta.finish_reason = "stop"
@@ -122,7 +123,7 @@ def _join(delta: Delta, more: Delta) -> None:
     delta.reasoning += more.reasoning
     delta.token_ids = (*delta.token_ids, *more.token_ids)
     delta.logprobs = (*delta.logprobs, *more.logprobs)
-    delta.calls = (*delta.calls, *more.calls)
+    delta.calls = merged((*delta.calls, *more.calls))
     delta.finish_reason = more.finish_reason
 
 

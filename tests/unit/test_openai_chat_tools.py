@@ -88,6 +88,18 @@ async def test_calls_and_thinking_are_told_apart_from_content(model, stream):
     assert {call["function"]["name"] for call in found["tool_calls"]} == {"weather"}
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
+async def test_a_chunk_holds_one_piece_of_one_call(model, size):
+    """Some clients read the first entry of a chunk's `tool_calls` and no other."""
+    answer = await ask(saying(model, f"{CALL}\n{CALL}", chunk=size), model, stream=True)
+    parts = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in events(answer.text)[:-1] if chunk["choices"]]
+    parts = [part for part in parts if part]
+    assert [len(part) for part in parts] == [1] * len(parts)
+    assert len(parts) >= 2
+    first = "".join(part[0]["function"]["arguments"] for part in parts if part[0]["index"] == 0)
+    assert json.loads(first) == {"city": "Köln 🚀"}
+
+
 async def test_usage_tells_what_was_thinking(model):
     for text, least in ((f"<think>hm hm</think>{CALL}", 3), ("no thinking", 0), ("<think>cut", 4)):
         usage = (await ask(saying(model, text), model)).json()["usage"]

@@ -37,6 +37,17 @@ class WholeCall:
     arguments: str
 
 
+def merged(calls: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
+    """Return what is new in each call as one piece, in the order of the calls; the deltas are taken over."""
+    found: list[CallDelta] = []
+    for call in calls:
+        if found and found[-1].index == call.index:
+            found[-1].arguments += call.arguments
+        else:
+            found.append(call)
+    return tuple(found)
+
+
 def joined(parts: Iterable[Parsed]) -> tuple[str, list[WholeCall]]:
     """Return the content and the calls of a whole answer, from its deltas in order."""
     content: list[str] = []

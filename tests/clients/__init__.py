@@ -1,0 +1,1 @@
+"""Client libraries against our server: `python -m tests.clients`."""
