@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,17 @@ from engine.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-WEIGHT_FILES = "*.safetensors"
+WEIGHT_SUFFIX = ".safetensors"
+WEIGHT_FILES = f"*{WEIGHT_SUFFIX}"
 # What says how large a model is; what a router reads; what a served model needs. Weights in other formats are never
 # fetched.
 CONFIG_FILES = ("config.json", "generation_config.json")
+# A safetensors file begins with the length of its header, little-endian. The format takes 100 MB, which
+# take gigabytes and minutes to read; the hub itself reads none above 25 MB, which name some 200,000 tensors.
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 25_000_000
+MAX_JSON_BYTES = 100_000_000  # of a config or an index; those of the largest models have a fifth
+MOST_SHOWN = 200  # characters of a name out of a file that a message tells
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 HUB_FILES = (*TEXT_FILES, WEIGHT_FILES, "SHA256SUMS")
 
@@ -66,11 +74,16 @@ def find_checkpoint(model: str, files: Sequence[str] = HUB_FILES) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises `CheckpointError` when it is missing or damaged."""
     try:
+        size = regular_size(path)
+        if size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: has {size} bytes, and {MAX_JSON_BYTES} are the most that are read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: {path.name} is missing") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path}: cannot be read as JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
     return value
@@ -90,11 +103,38 @@ def check_weight_files(folder: Path) -> None:
 def open_safetensors(path: Path) -> Any:
     """Open one file. Raises `CheckpointError` when it is missing, truncated or no safetensors file."""
     try:
+        header_bytes(path)
         return safe_open(path, framework="pt")
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: weight file {path.name} is missing") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"{path}: truncated or damaged: {error}") from error
+
+
+def header_bytes(path: Path) -> int:
+    """Return the length of a safetensors file's header, once it is plain that reading it takes little.
+
+    Raises `ValueError` saying what is wrong, and `OSError`.
+    """
+    regular_size(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"it tells of a header of {length} bytes, and {MAX_HEADER_BYTES} are the most that are read")
+    return length
+
+
+def regular_size(path: Path) -> int:
+    """Return the bytes of a file. Raises `ValueError` for others: to open a pipe would wait for ever for a writer."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("it is no regular file")
+    return found.st_size
+
+
+def shown(name: str) -> str:
+    """Return a name out of a file, as a message can hold it."""
+    return name if len(name) <= MOST_SHOWN and name.isprintable() else f"{name[:MOST_SHOWN]!a}"
 
 
 def tensor_files(folder: Path) -> Mapping[str, str]:
@@ -117,6 +157,10 @@ def _indexed(folder: Path) -> Mapping[str, str]:
     if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must map tensors to files")
     for file in set(files.values()):
-        if Path(file).name != file:
-            raise CheckpointError(f"{folder / INDEX_FILE}: {file!r} is outside the folder")
+        if Path(file).name != file or file in {"", ".."}:
+            raise CheckpointError(f"{folder / INDEX_FILE}: {file[:MOST_SHOWN]!a} is outside the folder")
+        if not file.isprintable() or not file.endswith(WEIGHT_SUFFIX):
+            raise CheckpointError(
+                f"{folder / INDEX_FILE}: {file[:MOST_SHOWN]!a} is no name of a {WEIGHT_SUFFIX} file"
+            )
     return files

@@ -12,11 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.checkpoint import TEXT_FILES, find_checkpoint, read_json, weight_files
+from engine.checkpoint import LENGTH_BYTES, TEXT_FILES, find_checkpoint, header_bytes, read_json, weight_files
 from engine.errors import CheckpointError
 
-LENGTH_BYTES = 8  # a safetensors file begins with its header's length, little-endian
-MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 SAMPLE_BYTES = 256
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
 # What else makes prompts of texts and chats.
@@ -166,8 +164,10 @@ def _read_tokenizer_into(digest: hashlib.blake2b, folder: Path, tokenizer: str |
 
 def _read_into(digest: hashlib.blake2b, path: Path) -> None:
     try:
+        length = header_bytes(path)
         with path.open("rb") as file:
-            header = _header(file)
+            file.seek(LENGTH_BYTES)
+            header = _header(file, length)
             start = file.tell()
             digest.update(header)
             size = path.stat().st_size
@@ -181,14 +181,11 @@ def _read_into(digest: hashlib.blake2b, path: Path) -> None:
                 digest.update(file.read(min(SAMPLE_BYTES, last - first)))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent}: weight file {path.name} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: truncated or damaged: {error}") from error
 
 
-def _header(file: BinaryIO) -> bytes:
-    length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {length} bytes")
+def _header(file: BinaryIO, length: int) -> bytes:
     header = file.read(length)
     if len(header) < length:
         raise ValueError(f"{len(header)} bytes of a header of {length}")
@@ -198,4 +195,7 @@ def _header(file: BinaryIO) -> bytes:
 def _ranges(header: bytes) -> list[tuple[int, int]]:
     """Return the bytes of each tensor, counted from the header's end, in the order of the file."""
     tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-    return sorted((int(first), int(last)) for first, last in (entry["data_offsets"] for entry in tensors.values()))
+    ranges = sorted((int(first), int(last)) for first, last in (entry["data_offsets"] for entry in tensors.values()))
+    if any(first < 0 or last < first for first, last in ranges):
+        raise ValueError("its header tells of a tensor that ends before it begins")
+    return ranges

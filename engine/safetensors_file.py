@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint import open_safetensors, tensor_files
+from engine.checkpoint import LENGTH_BYTES, header_bytes, open_safetensors, shown, tensor_files
 from engine.errors import CheckpointError
 from parallel.weight_source import WeightSource
 
@@ -36,7 +37,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 # Elements of each size as numpy can copy them, whatever they mean.
 PLAIN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-LENGTH_BYTES = 8  # a safetensors file begins with the length of its header, little-endian
+MOST_AXES = 8  # of a tensor; every model's have fewer
 
 
 class TensorOnDisk(WeightSource):
@@ -130,9 +131,13 @@ class SafetensorsFile:
         entry = self._header[name]
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise CheckpointError(f"{self.path}: tensor {name} is of dtype {entry['dtype']}, not {', '.join(DTYPES)}")
+            dtypes = f"{entry['dtype']}, not {', '.join(DTYPES)}"
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} is of dtype {dtypes}")
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
+        if len(shape) > MOST_AXES:
+            axes = f"{len(shape)} axes, more than {MOST_AXES}"
+            raise CheckpointError(f"{self.path}: tensor {shown(name)} has {axes}")
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{self.path}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
         return TensorOnDisk(self, name, dtype, shape, self._data + begin)
@@ -160,14 +165,23 @@ class SafetensorsFile:
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
         """Return name -> dtype, shape and offsets, and the byte at which the tensors' data begins."""
-        length = int.from_bytes(self._read(0, LENGTH_BYTES), "little")
-        header = json.loads(self._read(LENGTH_BYTES, length))
+        length = header_bytes(self.path)
+        header = json.loads(self._read(LENGTH_BYTES, length), object_pairs_hook=_named_once)
         return header, LENGTH_BYTES + length
 
     def _read(self, start: int, count: int) -> bytearray:
         found = bytearray(count)
         self.read_into(start, memoryview(found))
         return found
+
+
+def _named_once(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises `ValueError` for a name that is there twice: one reader takes the first."""
+    found = dict(entries)
+    if len(found) < len(entries):
+        counts = Counter(name for name, _ in entries)
+        raise ValueError(f"tensor {shown(counts.most_common(1)[0][0])} is there twice")
+    return found
 
 
 class Checkpoint:
@@ -183,7 +197,9 @@ class Checkpoint:
         """Names of all tensors. Raises `CheckpointError` when a file is damaged or lacks an indexed tensor."""
         for name, file in self._where.items():
             if name not in self._open(file).names:
-                raise CheckpointError(f"{self.folder / file}: tensor {name} is missing, though the index names it")
+                raise CheckpointError(
+                    f"{self.folder / file}: tensor {shown(name)} is missing, though the index names it"
+                )
         return set(self._where)
 
     def source(self, name: str) -> TensorOnDisk:

@@ -13,6 +13,7 @@ from engine.errors import CheckpointError
 # `AutoTokenizer` imports torch, which a router never uses, to weigh what a folder declares against what it knows of
 # its model. For these models it takes these two declarations as they are, and both mean `PreTrainedTokenizerFast`.
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+MOST_TOLD = 500  # characters of the libraries' errors
 TAKEN_AS_DECLARED = ("llama", "qwen3", "gemma2", "gemma3_text")
 
 
@@ -23,8 +24,11 @@ def load_tokenizer(name: str) -> Any:
             loaded = transformers.PreTrainedTokenizerFast.from_pretrained(Path(name).expanduser())
         else:
             loaded = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        raise CheckpointError(f"no usable tokenizer in {name!r} (tokenizer.json is needed): {error}") from error
+    except Exception as error:
+        # The tokenizers library raises plain `Exception` for a file that it cannot read. No error of a damaged file
+        # is to be taken for one of ours.
+        told = str(error)[:MOST_TOLD]
+        raise CheckpointError(f"no usable tokenizer in {name!r} (tokenizer.json is needed): {told}") from error
     if not getattr(loaded, "is_fast", False):
         raise CheckpointError(f"the tokenizer of {name!r} has no fast version; add a tokenizer.json to the folder")
     return loaded
@@ -41,5 +45,5 @@ def _declares_generic(folder: Path) -> bool:
             and "auto_map" not in declared
             and model["model_type"] in TAKEN_AS_DECLARED
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -9,6 +9,8 @@ from engine.errors import CheckpointError
 from engine.models.spec import RopeSpec
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+MAX_INTEGER = 2**31
+MAX_LAYERS = 10_000
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -31,12 +33,18 @@ class HFConfig:
         value = self._values.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
-        """Return a whole number of at least `low`."""
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
+        """Return a whole number of at least `low` and at most `high`."""
         value = self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise CheckpointError(f"config.json: {name} must be an integer of at least {low}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            most = f" and at most {high}" if isinstance(value, int) and value > high else ""
+            raise CheckpointError(f"config.json: {name} must be an integer of at least {low}{most}, not {value!r}")
         return value
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers. A small file must not ask for much: some of what it says is kept for each layer."""
+        return self.integer("num_hidden_layers", high=MAX_LAYERS)
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number above zero."""
@@ -75,7 +83,11 @@ class HFConfig:
     def rope(self, head_dim: int) -> RopeSpec:
         """Return the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
         self.refuse("partial_rotary_factor", 1.0)
-        scaling = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
+        name = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        given = self.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"config.json: {name} must be an object, not {given!r}")
+        scaling = dict(given)
         if any(isinstance(value, Mapping) for value in scaling.values()):
             raise CheckpointError("config.json: rope_parameters differing per layer type are not supported")
         scaling.setdefault("rope_theta", self.get("rope_theta", 10000.0))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.models.hf_config import HFConfig
+from engine.models.hf_config import MAX_LAYERS, HFConfig
 from engine.models.quantization_config import read_quantization
 from engine.models.spec import DecoderSpec
 from engine.models.weight_map import WeightRule, gpt2_weights, llama_weights
@@ -45,7 +45,7 @@ def _common(config: HFConfig) -> dict[str, Any]:
     return {
         "architecture": config.architecture,
         "hidden_size": hidden,
-        "num_layers": config.integer("num_hidden_layers"),
+        "num_layers": config.num_layers,
         "num_heads": heads,
         "num_kv_heads": config.integer("num_key_value_heads", heads),
         "intermediate_size": config.integer("intermediate_size"),
@@ -124,7 +124,7 @@ def _gpt2(config: HFConfig) -> DecoderSpec:
     hidden, heads = config.integer("n_embd", 768), config.integer("n_head", 12)
     if hidden % heads:
         raise CheckpointError(f"config.json: n_embd = {hidden} is not a multiple of n_head = {heads}")
-    layers = config.integer("n_layer", 12)
+    layers = config.integer("n_layer", 12, high=MAX_LAYERS)
     bos = config.token_ids("bos_token_id", 50256)
     return DecoderSpec(
         architecture=config.architecture,
