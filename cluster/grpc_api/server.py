@@ -24,6 +24,12 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
+# Calls that one connection may have open. A client that opens calls only to reset them (CVE-2023-44487, "rapid reset")
+# fills the queue of calls that wait to be looked at no further than this; without a bound nobody else is answered for
+# as long as one such connection goes on. gRPC's clients hold further calls back until some have ended.
+MAX_CONNECTION_CALLS = 128
+HANDSHAKE_MS = 20_000  # a connection on which HTTP/2 has not begun by then is closed
+IDLE_MS = 15 * 60_000  # and one that has had no call for so long; clients connect anew by themselves
 OPEN_METHODS = frozenset({f"/{SERVICE.full_name}/Health"})
 SCRAPED_METHODS = frozenset({f"/{SERVICE.full_name}/GetLoad"})  # all that a key for scraping opens
 _KNOWN = {f"/{SERVICE.full_name}/{method.name}": method.name for method in SERVICE.methods}
@@ -131,6 +137,9 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Identity only: what a compressed message grows to is not known before it has.
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.so_reuseport", 1),
+        ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
         # A client that is gone without a word is noticed, and its requests end.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
