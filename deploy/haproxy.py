@@ -22,6 +22,9 @@ from engine.machine import cores
 # HAProxy's sockets lie below, in a folder named by the node, and a path of a socket has 107 characters at most.
 MOST_FOLDER_CHARACTERS = 28
 MOST_THREADS = 4
+# Seconds in which a client takes or sends nothing, while there is something for it to take or send. A router itself
+# gives up on one after two minutes (`READ_PATIENCE`); Serve's default keeps the connection for an hour.
+CLIENT_TIMEOUT = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class HAProxySetup:
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port("127.0.0.1", 0)),
             "RAY_SERVE_HAPROXY_NBTHREAD": str(min(MOST_THREADS, cores())),
             "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER": "1s",
+            "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(CLIENT_TIMEOUT),
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(drain_timeout) + 1),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
         }

@@ -45,6 +45,8 @@ NOT_THERE = _ERROR.format(
     retryable="false",
     message="there is nothing at /-/routes; /openapi.json lists what there is, /ui is a page",
 )
+# Seconds in which a client must have sent the headers of a request; Serve bounds none, and each connection counts.
+HEADERS_TIMEOUT = 20
 # 502: the router closed the connection before it answered; 503: none is there; 504: none answered in time.
 ERRORS = {502: LOST, 503: NO_ROUTER, 504: LOST}
 NAMING = (
@@ -61,6 +63,8 @@ def rewritten(text: str) -> str:
     for status, error in ERRORS.items():
         ours = f"http-error status {status} {_content(error)}"
         text = _replace(rf"(^\s+)errorfile {status} .*$", ours, text, f"errorfile {status}")
+    timeout = f"    timeout http-request {HEADERS_TIMEOUT}s\n"
+    text = _replace(r"(^defaults\n\s+mode http\n)", timeout, text, "mode of 'defaults'")
     text = _replace(r"(^frontend http_frontend\n\s+bind .*\n)", NAMING, text, "bind of 'frontend http_frontend'")
     # A router would decode the path, and answer as well.
     text = _replace(r"(^\s+acl routes path)( -i /-/routes)$", ",url_dec -i /-/routes", text, "acl routes")
