@@ -230,6 +230,15 @@ def test_zstd_that_swells_stays_small_in_memory(tmp_path):
     assert peaks[1] - peaks[0] < 60_000  # kB, of 300 MiB
 
 
+def test_zstd_that_asks_for_a_large_window_is_refused_by_name(tmp_path):
+    params = zstandard.ZstdCompressionParameters.from_level(1, window_log=28, enable_ldm=False)
+    path = tmp_path / "a.jsonl.zst"
+    with path.open("wb") as raw, zstandard.ZstdCompressor(compression_params=params).stream_writer(raw) as file:
+        file.write(b'{"x":1}\n')
+    told = refused(path)
+    assert str(path) in told and "128 MiB" in told and "--long" in told
+
+
 def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
     def missing(module):
         raise ImportError(f"No module named {module!r}", name=module)

@@ -16,6 +16,8 @@ from cluster.batch.sources.found import InputFile, file_system
 READ_BYTES = 1 << 20
 # Compressed bytes that are taken in at once: what a damaged or hostile file can blow them up to stays below 32 MiB.
 ZSTD_BYTES = 1024
+# What a frame may ask to be kept of what it has told, as zstd itself takes by default; the format allows terabytes.
+ZSTD_WINDOW_BYTES = 128 << 20
 
 
 @contextmanager
@@ -59,6 +61,7 @@ class _ZstdStream(io.RawIOBase):
 
     def __init__(self, raw: io.BufferedIOBase, name: str) -> None:
         self._library = extra_library("zstandard", f"{name} (.zst)")
+        self._name = name
         self._raw = raw
         self._frame: Any = None
         self._rest = b""  # compressed, after the end of a frame
@@ -84,10 +87,13 @@ class _ZstdStream(io.RawIOBase):
 
     def _plain(self, chunk: bytes) -> bytes:
         if self._frame is None:
-            self._frame = self._library.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            self._frame = self._library.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
         try:
             plain: bytes = self._frame.decompress(chunk)
         except self._library.ZstdError as error:
+            if "Frame requires too much memory" in str(error):
+                limit = f"a window of more than {ZSTD_WINDOW_BYTES >> 20} MiB"
+                raise InputError(f"{self._name} needs {limit}; compress it without --long") from error
             raise EOFError(str(error)) from error
         self._rest = b""
         if self._frame.eof:
