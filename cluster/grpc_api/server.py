@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
-# Calls that one connection may have open. A client that opens calls only to reset them (CVE-2023-44487, "rapid reset")
+# Calls that one connection may have open. A client that opens calls only to reset them (CVE-2023-44487)
 # fills the queue of calls that wait to be looked at no further than this; without a bound nobody else is answered for
 # as long as one such connection goes on. gRPC's clients hold further calls back until some have ended.
 MAX_CONNECTION_CALLS = 128
