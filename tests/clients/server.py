@@ -52,7 +52,7 @@ async def app_around(config: ClusterConfig) -> AsyncIterator[object]:
     figures = metrics.of(config.model_id, ClusterFigures)
     front = ModelFront(served_model(config), fair_gate(config, dispatcher), figures, ready=lambda: True)
     try:
-        yield build_app(Models([front]), metrics, lambda: {"ready": True, "replicas": ["replica"]})
+        yield build_app(Models([front]), metrics, lambda: {"ready": True, "replicas": []})
     finally:
         await dispatcher.close()
         await replica.close()
