@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.openai.openapi import OPERATIONS, openapi
+from cluster.openai.sites import Sites
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 from tests.storage_app import BATCH, FORM, upload_form
 
@@ -24,7 +25,8 @@ EXAMPLES = 40  # of each route and kind; some 5 ms each
 def app(tmp_path_factory):
     model = served_model(tmp_path_factory.mktemp("model"))
     store = Store(open_root(str(tmp_path_factory.mktemp("kept"))), 10_000)
-    return app_for(saying(model, "hello 🚀"), model, store=store)
+    # The client that calls what is made of the document goes by this name.
+    return app_for(saying(model, "hello 🚀"), model, store=store, sites=Sites(hosts=("testserver",)))
 
 
 @pytest.fixture(scope="module")
