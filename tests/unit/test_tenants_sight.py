@@ -64,7 +64,8 @@ def bearer(key):
 def costs_of_both():
     """The accounts of a replica that both tenants use."""
     tenants = {"team-a": Usage(1.25, 2.0), "team-b": Usage(3.75, 6.0)}
-    return account_metrics(MODEL, {"replica-1": Costs(Usage(10.0, 16.0), Usage(5.0, 8.0), tenants)})
+    grammars = {"team-a": 0.5, "team-b": 1.5}
+    return account_metrics(MODEL, {"replica-1": Costs(Usage(10.0, 16.0), Usage(5.0, 8.0), tenants, grammars)})
 
 
 class Accounts(Collector):
