@@ -146,4 +146,4 @@ class StarGroup(Group):
 
 def _memory(x: Tensor) -> memoryview:
     """Return the bytes of a contiguous tensor themselves."""
-    return memoryview(x.detach().view(-1).view(torch.uint8).numpy() if x.numel() else b"")
+    return x.detach().view(-1).view(torch.uint8).numpy().data if x.numel() else memoryview(b"")
