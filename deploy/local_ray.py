@@ -7,24 +7,19 @@ import logging
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from pathlib import Path
 
 import psutil
 import ray
 
 from cluster.placement import AppPlacement
-from cluster.private_files import close_to_others
 from deploy.environment import OBJECT_STORE_BYTES
 from deploy.orphans import OrphanWatch
 from engine.errors import ConfigError
 from engine.machine import cores
 
 EXIT_SECONDS = 5.0
-SESSION_FLAG = "--session-dir="  # of Ray's own processes
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-logger = logging.getLogger(__name__)
 
 
 class RayCluster(ABC):
@@ -60,7 +55,6 @@ class LocalRay(RayCluster):
             logging_level=logging.INFO if verbose else logging.ERROR,
         )
         self._watch.guard(descendants())
-        close_sessions(descendants())
         self.about = f"on this machine, {logical} logical CPUs"
 
     def alive(self) -> bool:
@@ -110,24 +104,6 @@ def count(number: int, noun: str) -> str:
 def descendants() -> list[psutil.Process]:
     """Return every process that this one started, theirs included."""
     return psutil.Process().children(recursive=True)
-
-
-def close_sessions(processes: Sequence[psutil.Process]) -> None:
-    """Close the folder of the Ray that these processes are to other users: Ray lets everybody in.
-
-    It holds the logs, with prompts where those are asked for, what requests waited for, and Ray's sockets.
-    """
-    found: set[str] = set()
-    for process in processes:
-        try:
-            words = process.cmdline()
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-        found |= {word.removeprefix(SESSION_FLAG) for word in words if word.startswith(SESSION_FLAG)}
-    if not found:
-        logger.warning("this Ray does not tell where it keeps its logs: other users of this machine may read them")
-    for folder in sorted(found):
-        close_to_others(Path(folder))
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

@@ -6,7 +6,6 @@ import stat
 from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cluster.batch.check import _Ids
@@ -19,7 +18,6 @@ from cluster.flight_dump import dump_flight
 from cluster.private_files import close_to_others
 from cluster.tracing.exporters import FileExporter
 from deploy.environment import _ensure_token
-from deploy.local_ray import close_sessions
 from engine.flight import FlightRecorder, Wait
 from parallel.segment import Segment
 from tests.openai_app import client_for, served_model
@@ -147,7 +145,7 @@ def test_spans_in_a_file_unless_somebody_was_let_in(tmp_path):
 
 def test_memory_that_ranks_share():
     with Segment.create(4096) as segment:
-        assert mode(segment.name) == 0o600
+        assert mode(segment.path) == 0o600
 
 
 @pytest.mark.parametrize("made_by_ray", [False, True])
@@ -160,28 +158,6 @@ def test_the_token_of_our_own_ray(tmp_path, made_by_ray):
     _ensure_token(token)
     assert mode(token) == 0o600
     assert not made_by_ray or token.read_text() == "1234"
-
-
-class FakeProcess:
-    def __init__(self, *words):
-        self.words = words
-
-    def cmdline(self):
-        if not self.words:
-            raise psutil.NoSuchProcess(1)
-        return list(self.words)
-
-
-def test_the_logs_and_sockets_of_our_own_ray(tmp_path, caplog):
-    session = tmp_path / "ray" / "session_1"
-    (session / "logs" / "serve").mkdir(parents=True)
-    session.chmod(0o777)  # as Ray leaves it
-    close_sessions(
-        [FakeProcess(), FakeProcess("raylet", f"--session-dir={session}", "--x=1"), FakeProcess("ray::idle")]
-    )
-    assert (mode(session), mode(session.parent), caplog.text) == (0o700, 0o755, "")
-    close_sessions([FakeProcess("raylet")])
-    assert "other users" in caplog.text
 
 
 def test_what_cannot_be_closed_is_told(tmp_path, monkeypatch, caplog):
