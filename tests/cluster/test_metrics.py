@@ -44,6 +44,11 @@ def stream(app: App, number: int) -> int:
     return len(httpx.post(f"{app.url}/v1/completions", json=body, timeout=60).json()["choices"])
 
 
+def compile_a_grammar(app: App) -> None:
+    body = {"model": "demo", "prompt": "x", "max_tokens": 4, "structured_outputs": {"choice": ["yes", "no"]}}
+    assert httpx.post(f"{app.url}/v1/completions", json=body, timeout=60).status_code == 200
+
+
 def summed(series: Series, name: str, **labels: str) -> float:
     """Sum of one of our figures over all series that have these labels."""
     found = series.get(f"{RAY_PREFIX}squadron_{name}", ())
@@ -64,6 +69,7 @@ def series(demo_app: App) -> Series:
     """What the agent shows once it was told of some streams, and all that routers and replicas know by then."""
     with ThreadPoolExecutor(STREAMS) as pool:
         assert sum(pool.map(lambda number: stream(demo_app, number), range(STREAMS))) == STREAMS
+    compile_a_grammar(demo_app)
     missing: list[str] = []
 
     def told() -> Series | None:
@@ -86,6 +92,8 @@ def _missing(app: App, found: Series) -> list[str]:
     missing = [f"{name} {value:g}, not {told[name]:g}" for name, value in wanted.items() if told[name] != value]
     ranks = {(replica, rank) for replica in replicas for rank in "01"}
     missing += [f"rank {one}" for one in ranks - labelled(found, "rank_memory_bytes", "replica", "rank")]
+    if not labelled(found, "tenant_grammar_seconds_total", "tenant"):
+        missing.append("tenant_grammar_seconds")
     steps = sum(summed(found, "iteration_tokens_total_sum", replica=replica) for replica in replicas)
     return missing if steps >= STREAMS * TOKENS else [*missing, f"iteration_tokens {steps:g}"]
 
