@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 from cluster.batch.answers import Answers, failed
 from cluster.batch.backlog import Lane
@@ -18,7 +19,6 @@ from cluster.batch.order import by_prefix, prefetched
 from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
-from cluster.batch.toll import NoToll, Toll
 from cluster.errors import ApiError, as_api_error
 from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
@@ -53,10 +53,25 @@ class RunLimits:
             )
 
 
+class Quota(Protocol):
+    """What the rows of one batch are charged to."""
+
+    async def pay(self, prepared: Prepared, expected: int) -> None:
+        """Return when a row may begin. expected: tokens that it is likely to take, its prompts included.
+
+        Raises `ApiError` for a row that may never begin.
+        """
+        ...
+
+    async def settle(self, expected: int, done: RowDone) -> None:
+        """Take note of what a row took that had paid for `expected`."""
+        ...
+
+
 class BatchRun:
     """Runs the rows of `source` that the ledger does not have. Made and used on one event loop.
 
-    toll: what rows pay before they begin; None = nothing.
+    quota: what rows are charged to; None = nothing.
     """
 
     def __init__(
@@ -69,7 +84,7 @@ class BatchRun:
         backlog: Lane,
         ticks: Ticks,
         limits: RunLimits,
-        toll: Toll | None = None,
+        quota: Quota | None = None,
     ) -> None:
         self._source = source
         self._task_of = task_of
@@ -79,7 +94,7 @@ class BatchRun:
         self._backlog = backlog
         self._ticks = ticks
         self._limits = limits
-        self._toll = toll or NoToll()
+        self._quota = quota
         self._cost = Cost(limits.max_cost_tokens, ledger.totals, preparer.model.longest_sequence)
         self._off_loop = OffLoop()
         self._stopped: BatchError | None = None
@@ -115,11 +130,12 @@ class BatchRun:
                 if await self._must_stop(prepared):
                     return
                 expected = self._backlog.expected(prepared)
-                try:
-                    await self._toll.pay(prepared, expected)
-                except ApiError as error:
-                    self._done(prepared, failed(prepared.task.row, error))
-                    continue
+                if self._quota is not None:
+                    try:
+                        await self._quota.pay(prepared, expected)
+                    except ApiError as error:
+                        self._done(prepared, failed(prepared.task.row, error))
+                        continue
                 await self._backlog.enter(prepared)
                 rows.create_task(self._run_row(prepared, expected))
 
@@ -131,7 +147,8 @@ class BatchRun:
         while (done := await self._attempt(prepared)) is None:
             await self._backlog.enter(prepared, first=True)
         self._done(prepared, done)
-        await self._toll.settle(expected, done)
+        if self._quota is not None:
+            await self._quota.settle(expected, done)
 
     def _done(self, prepared: Prepared, done: RowDone) -> None:
         self._ledger.note_done(done)

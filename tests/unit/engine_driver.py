@@ -78,6 +78,11 @@ def request(request_id: str, prompt: int | tuple[int, ...], seed: int = 0, **par
     return Request(request_id, tokens, SamplingParams(**{"max_tokens": 8, "temperature": 0.0, **params}), seed=seed)
 
 
+def long_request(name: str, **params: Any) -> Request:
+    """Return a request for 30 tokens, whatever they are."""
+    return request(name, 5, **{"max_tokens": 30, "ignore_eos": True, "temperature": 1.0, **params})
+
+
 def expected(request: Request, choice: int = 0, log: tuple[int, ...] = ()) -> list[int]:
     """Return what the fake model says to a request without penalties, computed token by token without an engine."""
     params, tokens, outputs = request.params, list(request.prompt_token_ids), list(log)

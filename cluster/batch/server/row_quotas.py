@@ -59,7 +59,7 @@ class RowQuotas:
 
 
 class RowQuota:
-    """See `cluster.batch.toll.Toll`. waits_for: what the next row waits for, None where it waits for no quota."""
+    """See `cluster.batch.run.Quota`. waits_for: what the next row waits for, None where it waits for no quota."""
 
     def __init__(self, of: RowQuotas, tenant: str) -> None:
         self.waits_for: str | None = None
