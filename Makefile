@@ -2,6 +2,8 @@
 # make test    the same environment, all tests          make lint    ruff, mypy, import-linter
 # make bench   the table of figures, and bench.json     make clean   remove the environment and caches
 # make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
+# make fuzz-http   an hour of random whole requests beside 31 streams that must not feel them (ARGS="--minutes 5")
+# make advisories  asks OSV for known holes in what constraints.txt pins
 #
 # VENV=path puts the environment elsewhere, PYTHON=path picks the interpreter (3.11 or later),
 # EXTRAS=test,lint,gpu adds flash-attn and triton, ARGS="..." is handed to squadron or pytest.
@@ -13,7 +15,7 @@ BIN := $(abspath $(VENV))/bin
 ALONGSIDE := tests/unit tests/parity tests/helm
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
-.PHONY: install serve test lint bench soak clean
+.PHONY: install serve test lint bench soak fuzz-http advisories clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -48,6 +50,12 @@ bench: install
 
 soak: install
 	"$(BIN)/python" -m tests.bench.soak $(ARGS)
+
+fuzz-http: install
+	"$(BIN)/python" -m tests.bench.fuzz_http $(ARGS)
+
+advisories: install
+	"$(BIN)/python" -m tests.advisories
 
 clean:
 	[ ! -f "$(VENV)/pyvenv.cfg" ] || rm -rf "$(VENV)"

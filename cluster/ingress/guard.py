@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.client_id import SERVERS_NAME, is_client_id
 from cluster.errors import ApiError
+from cluster.ingress.bounded_http import bound_http
 from cluster.log_lines import about
 from cluster.logs import log_to_serve
 
@@ -51,6 +52,7 @@ log = logging.getLogger(__name__)
 def proxy_middlewares() -> list[Middleware]:
     """Return what Serve is to put around its proxy (called there, see `CALLBACK_VARIABLE`)."""
     log_to_serve()
+    bound_http()
     return [Middleware(RouterLossGuard)]
 
 

@@ -178,3 +178,36 @@ def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):
         parquet(path, [{"prompt": f"{number} " * 20} for number in range(rows)], row_group_size=5000)
     grown = int(subprocess.check_output([sys.executable, "-c", code, *map(str, paths)]))
     assert grown < 8_000  # kB, of 25 MB of text
+
+
+def _peak(path, rows):
+    """Megabytes that reading a file takes, beside those of an empty one."""
+    code = (
+        "import resource, sys; from pathlib import Path; from cluster.batch.sources.source import open_source\n"
+        "def peak(path, rows):\n"
+        "    assert sum(len(row.raw) > 10 for row in open_source([path], Path('.')).rows()) == rows\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak(sys.argv[1], 1); print((peak(sys.argv[2], int(sys.argv[3])) - before) // 1024)"
+    )
+    usual = parquet(path.parent / "usual.parquet", [{"prompt": "say something"}])
+    return int(subprocess.check_output([sys.executable, "-c", code, str(usual), str(path), str(rows)]))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_value_that_the_file_holds_once_is_in_memory_once(tmp_path, nested):
+    """256 rows of 8 MB, which are 8 MB in the file."""
+    said = pa.DictionaryArray.from_arrays(pa.array([0] * 256, pa.int32()), pa.array(["say " * (2 << 20)]))
+    if nested:
+        said = pa.ListArray.from_arrays(pa.array(range(257), pa.int32()), said)
+    path = tmp_path / "in.parquet"
+    pa.parquet.write_table(pa.table({"prompt": said}), path, dictionary_pagesize_limit=64 << 20)
+    assert path.stat().st_size < 20 << 20
+    assert _peak(path, 256) < 200
+
+
+def test_long_values_are_decoded_a_few_rows_at_a_time(tmp_path):
+    """64 rows of 8 MB each, which compress to next to nothing."""
+    rows = [{"prompt": f"{number}" + "say " * (2 << 20)} for number in range(64)]
+    path = parquet(tmp_path / "in.parquet", rows, use_dictionary=False, compression="zstd")
+    assert path.stat().st_size < 1 << 20
+    assert _peak(path, 64) < 250

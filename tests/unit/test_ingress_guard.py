@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable
 import httpx
 import openai
 import pytest
+import uvicorn.config
 from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from cluster.client_id import SERVERS_NAME
+from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
 from deploy.client import is_guarded
@@ -280,10 +282,14 @@ async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
 
 def test_serve_finds_the_middleware_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.ingress.guard.log_to_serve", lambda: None)  # it would change this process's loggers
+    monkeypatch.setattr("uvicorn.config.HTTP_PROTOCOLS", dict(uvicorn.config.HTTP_PROTOCOLS))
     module, name = CALLBACK.split(":")
     assert module == proxy_middlewares.__module__
     assert name == proxy_middlewares.__name__
     assert [one.cls for one in proxy_middlewares()] == [RouterLossGuard]
+    server = uvicorn.Config(lambda: None, factory=True)
+    server.load()
+    assert server.http_protocol_class is BoundedHttp
 
 
 def _with_lifespan(app):

@@ -17,10 +17,14 @@ from cluster.batch.sources.ray_records import read_by_ray
 from cluster.batch.sources.reading import open_bytes
 
 BATCH_ROWS = 256
+BATCH_BYTES = 64 << 20  # of values, in as many rows as are decoded at once
 
 
 def read_parquet_rows(file: InputFile, first: int, limit: int) -> Iterator[SourceRow]:
-    """Yield the rows of a Parquet file; a row group at a time is in memory, as it lies in the file."""
+    """Yield the rows of a Parquet file; a row group at a time is in memory, as it lies in the file.
+
+    A value that the file holds once for many rows is there once in memory too, besides in the row that is read.
+    """
     return _rows(file, _parquet(file), first, limit)
 
 
@@ -55,11 +59,28 @@ def _parquet(file: InputFile) -> Iterator[dict[str, Any]]:
     library = extra_library("pyarrow.parquet", file.name)
     with open_bytes(file) as data:
         try:
-            with closing(library.ParquetFile(data)) as table:
-                for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                    yield from batch.to_pylist()
+            known = library.read_metadata(data)
+            data.seek(0)
+            with closing(library.ParquetFile(data, metadata=known, read_dictionary=_texts(known.schema))) as table:
+                for batch in table.iter_batches(batch_size=_rows_at_once(known)):
+                    columns = list(zip(batch.schema.names, batch.columns, strict=True))
+                    for row in range(batch.num_rows):
+                        yield {name: column[row].as_py() for name, column in columns}
         except ValueError as error:  # ArrowInvalid is one
             raise _damaged(file, error) from error
+
+
+def _texts(schema: Any) -> list[str]:
+    """Paths of the columns whose values can be of any length."""
+    columns = [schema.column(index) for index in range(len(schema))]
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY"]
+
+
+def _rows_at_once(known: Any) -> int:
+    """Return how many rows of the row group with the longest ones are decoded together."""
+    groups = [known.row_group(index) for index in range(known.num_row_groups)]
+    longest = max((group.total_byte_size / max(1, group.num_rows) for group in groups), default=1.0)
+    return max(1, min(BATCH_ROWS, int(BATCH_BYTES / max(1.0, longest))))
 
 
 def _avro(file: InputFile) -> Iterator[dict[str, Any]]:

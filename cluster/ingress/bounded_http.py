@@ -1,0 +1,148 @@
+"""What a connection to Serve's own proxy may take before a request is there: time, bytes, and other connections.
+
+uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. HAProxy has limits for
+that, and these are the same (`deploy.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101 of them
+or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.openai.http`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from typing_extensions import override
+from uvicorn import config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADERS_TIMEOUT = 20.0  # seconds from the connection, or from a request's first byte, to the last of its headers
+MAX_HEADERS = 101
+MAX_HEAD_BYTES = 16 << 10  # of request line and headers
+MAX_CONNECTIONS = 4096
+_REASONS = {408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
+
+
+def bound_http() -> None:
+    """Have every uvicorn server that this process starts from now on keep these limits."""
+    config.HTTP_PROTOCOLS["auto"] = f"{BoundedHttp.__module__}:{BoundedHttp.__name__}"
+
+
+class HeadTooLarge(Exception):
+    """A request has more headers, or longer ones, than are taken."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection of a client. Of a request that is refused here the app hears nothing."""
+
+    transport: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._too_late: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._head_bytes = 0  # that came while headers were awaited
+        self._fields = 0
+        self._field_bytes = 0
+
+    @override
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(503, f"this server has {MAX_CONNECTIONS} connections open, and takes no more")
+            return
+        self._await_headers()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._head_bytes += len(data) if self._in_head else 0
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        # A header that has not ended yet lies in the parser, where it is not counted.
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse_head()
+        elif self._idle and self.timeout_keep_alive_task is None and self._too_late is None:
+            # Empty lines, or what is left of a body whose answer is out: uvicorn stopped its own clock for them.
+            self._await_headers()
+
+    @override
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = self._fields = self._field_bytes = 0
+        if self._too_late is None:
+            self._await_headers()
+
+    @override
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those that follow a chunked body come here too."""
+        self._fields += 1
+        self._count(len(name) + len(value))
+        super().on_header(name, value)
+
+    @override
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refused, or what was refused here while it parsed."""
+        if self._over():
+            self._refuse_head()
+        else:
+            super().send_400_response(msg)
+
+    @property
+    def _idle(self) -> bool:
+        """Whether no answer is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _count(self, size: int) -> None:
+        self._field_bytes += size
+        if self._over():
+            raise HeadTooLarge  # ends the parser's work; uvicorn then sends a 400
+
+    def _over(self) -> bool:
+        return self._fields > MAX_HEADERS or self._field_bytes > MAX_HEAD_BYTES
+
+    def _await_headers(self) -> None:
+        self._too_late = self.loop.call_later(HEADERS_TIMEOUT, self._refuse_late)
+
+    def _stop_timer(self) -> None:
+        if self._too_late is not None:
+            self._too_late.cancel()
+            self._too_late = None
+
+    def _refuse_late(self) -> None:
+        self._too_late = None
+        if not self._idle:  # the next request may take its time while the answer to this one is under way
+            self._await_headers()
+            return
+        self._refuse(408, f"the headers of a request did not arrive in {HEADERS_TIMEOUT:g} s")
+
+    def _refuse_head(self) -> None:
+        self._refuse(431, f"a request has {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes of them at most")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where no answer to another request is under way, and close."""
+        self._stop_timer()
+        if self.transport.is_closing():
+            return
+        if self._idle:
+            head = f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: text/plain; charset=utf-8\r\n"
+            head += f"content-length: {len(message) + 1}\r\nconnection: close\r\n\r\n"
+            self.transport.write(f"{head}{message}\n".encode())
+        self.transport.close()
