@@ -151,9 +151,8 @@ class Fuzz:
         return "left"
 
     async def _read(self, client: httpx.AsyncClient, stranger: WildRequest) -> str:
-        sent = client.stream(
-            "POST", stranger.route, content=stranger.body, headers=list(stranger.headers.items()), timeout=PATIENCE
-        )
+        headers = [(name.encode(), value.encode("latin-1")) for name, value in stranger.headers.items()]
+        sent = client.stream("POST", stranger.route, content=stranger.body, headers=headers, timeout=PATIENCE)
         async with sent as response:
             status = str(response.status_code)
             async for line in response.aiter_lines():
