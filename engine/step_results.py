@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from engine.errors import GrammarError, InvalidRequestError, PoisonedLogitsError
+from engine.errors import InvalidRequestError, PoisonedLogitsError
 from engine.report import Logprobs, StepOutputs, StepReport, TokenLogprob
 from engine.request import Sequence
 from engine.schedule import Schedule
@@ -66,11 +66,11 @@ def _logprobs(schedule: Schedule, token_ids: list[int], found: Logprobs, fail: F
 
 
 def _stuck(sequence: Sequence) -> Exception:
-    """Without a grammar, which may have failed, nothing but what the client asked for can be the reason."""
+    """Where its grammar, if it has one, left tokens, nothing but what the client asked for can be the reason."""
     if sequence.mismatch is not None:
         return sequence.mismatch
-    if sequence.request.params.structured is not None:
-        return GrammarError("allowed_token_ids, bad_words and the grammar leave no token to draw")
+    rules = "min_tokens" if sequence.request.params.structured is None else "what the output must match"
     return InvalidRequestError(
-        "allowed_token_ids, bad_words and min_tokens together leave no token to draw", code="no_token_left"
+        f"allowed_token_ids, bad_words and {rules} together leave no token to draw; allow more tokens",
+        code="no_token_left",
     )

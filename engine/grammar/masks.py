@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from engine.errors import InvalidRequestError
+from engine.errors import GrammarError, InvalidRequestError
 from engine.machine import cores
 from engine.report import Ints
 from engine.request import Sequence as Choice
@@ -92,10 +92,13 @@ def _fill(wanted: Iterable[tuple[Choice, Ints]]) -> None:
                 bits[:] = 0
             else:
                 choice.grammar.fill(bits)
+                if not bits.any() and not choice.grammar.finished:
+                    choice.mismatch = GrammarError("the grammar allows no token, and is not at its end")
         except InvalidRequestError as error:
             choice.mismatch = choice.mismatch or error  # with which its request ends: no token is left to it
             bits[:] = 0
         except Exception as error:
             # Its own request ends, for no token is left to it; the others go on.
             logger.error("a grammar could not say what may come next", exc_info=wordless(error))
+            choice.mismatch = choice.mismatch or GrammarError("the grammar could not say what may come next")
             bits[:] = 0

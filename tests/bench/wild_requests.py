@@ -1,6 +1,6 @@
 """Whole HTTP requests made at random from a seed: what clients send, what they should not, and what is huge.
 
-Each is made of a route's usual body, fields of that route drawn within and around their bounds, and in one of three
+Each is made of a route's usual body, fields of that route drawn within and around their bounds, and in one of four
 a mutation: of a value anywhere in it, of its bytes, or of its headers.
 """
 
@@ -79,11 +79,11 @@ def wild_request(seed: str) -> WildRequest:
     rng = Random(seed)
     route = rng.choices(list(ROUTES), weights=[6, 4, 3, 1, 1, 1])[0]
     body = {"model": "demo", **ROUTES[route](rng)}
-    if rng.random() < 0.35:
+    if rng.random() < 0.2:
         body = mutated(body, rng)
     raw = json.dumps(body).encode()
     headers = {"content-type": "application/json"}
-    if rng.random() < 0.06:
+    if rng.random() < 0.05:
         raw = rng.choice(BYTES)(raw, rng)
     if rng.random() < 0.04:
         headers = rng.choice([{}, {"content-type": "text/plain"}, headers | {"content-encoding": "gzip"}])
@@ -101,7 +101,7 @@ def ordinary_request() -> WildRequest:
 
 
 def _text(rng: Random) -> str:
-    size = rng.choices([0, 3, 30, 300, 1500, 20_000], weights=[1, 6, 6, 2, 1, 0.1])[0]
+    size = rng.choices([0, 3, 30, 300, 1500, 20_000], weights=[0.3, 6, 6, 1, 0.3, 0.1])[0]
     words = [rng.choice(WORDS) for _ in range(min(size, 500))]
     return "".join(words) * max(1, size // 500)
 
@@ -112,7 +112,7 @@ def _ids(rng: Random) -> list[int]:
 
 def _number(rng: Random, low: float, high: float, whole: bool = False) -> Any:
     """Mostly within the bounds, often at them, sometimes anywhere."""
-    if rng.random() < 0.07:
+    if rng.random() < 0.03:
         return rng.choice(EDGES)
     if rng.random() < 0.3:
         return rng.choice([low, high])
@@ -168,16 +168,16 @@ def _generation(rng: Random) -> dict[str, Any]:
         "seed": lambda: _number(rng, -(2**63), 2**63 - 1, whole=True),
         "stop": lambda: [_text(rng)[:60] for _ in range(rng.randint(0, 17))],
         "stop_token_ids": lambda: _ids(rng)[: rng.choice([1, 1024])],
-        "logit_bias": lambda: {str(one): _number(rng, -100, 100) for one in _ids(rng)[: rng.choice([1, 5, 1024])]},
+        "logit_bias": lambda: {str(one): rng.choice([-100, -1, 0.5, 100]) for one in _ids(rng)[:1024]},
         "allowed_token_ids": lambda: _ids(rng),
         "bad_words": lambda: [_text(rng)[:60] or "x" for _ in range(rng.choice([1, 128]))],
         "min_tokens": lambda: _number(rng, 0, 200, whole=True),
         "prompt_logprobs": lambda: _number(rng, 0, 20, whole=True),
         "structured_outputs": lambda: _structured(rng),
         "truncate_prompt_tokens": lambda: _number(rng, -1, 60, whole=True),
-        "priority": lambda: _number(rng, -(2**31), 2**31, whole=True),
+        "priority": lambda: rng.choice([0, 0, 0, 1]),
         "cache_salt": lambda: _text(rng)[:300],
-        "request_id": lambda: _text(rng)[:300],
+        "request_id": lambda: rng.choice(["r" * 128, _text(rng)[:300]]),
         "ignore_eos": lambda: rng.random() < 0.5,
         "add_special_tokens": lambda: rng.random() < 0.5,
         "skip_special_tokens": lambda: rng.random() < 0.5,
@@ -199,9 +199,13 @@ def _tools(rng: Random) -> dict[str, Any]:
     return {"tools": tools, "tool_choice": choice}
 
 
+def _message(rng: Random, role: str) -> dict[str, Any]:
+    return {"role": role, "content": _text(rng)} | ({"tool_call_id": "call_1"} if role == "tool" else {})
+
+
 def _chat(rng: Random) -> dict[str, Any]:
     roles = ["system", "user", "assistant", "tool", "developer"]
-    messages = [{"role": rng.choice(roles), "content": _text(rng)} for _ in range(rng.choice([0, 1, 2, 9, 200]))]
+    messages = [_message(rng, rng.choice(roles)) for _ in range(rng.choice([0, 0, 1, 1, 2, 9, 200]))]
     body = {"messages": [*messages, {"role": "user", "content": _text(rng)}], **_generation(rng)}
     if rng.random() < 0.25:
         body |= _tools(rng)

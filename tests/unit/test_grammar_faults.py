@@ -102,13 +102,47 @@ class Grammars:
         pass
 
 
-async def failed(grammars: Grammars, n: int = 1, overlaps: bool = False) -> ApiError:
+class Nothing(Made):
+    """Makes states that allow nothing, or only token 7, at their third token."""
+
+    def __init__(self, only: int | None = None) -> None:
+        super().__init__()
+        self._only = only
+
+    @override
+    def state(self, budget: GrammarBudget | None = None) -> GrammarState:
+        return Narrow(self._only)
+
+
+class Narrow(GrammarState):
+    def __init__(self, only: int | None) -> None:
+        self._only = only
+        self._taken = 0
+
+    @override
+    def accept(self, token_id: int) -> bool:
+        self._taken += 1
+        return True
+
+    @override
+    def fill(self, bits: Ints) -> None:
+        bits[:] = -1 if self._taken < 2 else 0
+        if self._taken >= 2 and self._only is not None:
+            bits[0] = 1 << self._only
+
+    @property
+    @override
+    def finished(self) -> bool:
+        return False
+
+
+async def failed(grammars: Grammars, n: int = 1, overlaps: bool = False, **rules) -> ApiError:
     """Run a request with structured output beside others, which must get their tokens; return its error."""
     async with Lab(async_scheduling=overlaps) as lab:
         replica = await lab.start("a", pace=0.001, grammars=grammars)
         running = [asyncio.create_task(lab.collect(one)) for one in BYSTANDERS]
         with pytest.raises(ApiError) as caught:
-            await lab.collect(request("bad", 5, max_tokens=40, temperature=1.0, n=n, structured=WANTED))
+            await lab.collect(request("bad", 5, max_tokens=40, temperature=1.0, n=n, structured=WANTED, **rules))
         assert await asyncio.gather(*running) == [oracle(one) for one in BYSTANDERS]
         await until(lambda: replica.core.num_requests == replica.held_blocks == 0)
     return caught.value
@@ -123,6 +157,26 @@ async def test_a_grammar_at_odds_with_itself_is_told_in_the_routers_log_with_its
     assert (error.code, error.status, error.retryable) == ("internal_error", 500, False)
     assert [FORM in one and "GrammarError" in one for one in told(caplog)] == [True]
     assert "secret" not in caplog.text
+
+
+RULES = [{"allowed_token_ids": (1, 2, 3)}, {"bad_words": ("seven",), "bad_words_ids": ((7,),)}]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("rules", RULES, ids=["allowed", "bad words"])
+async def test_rules_that_leave_nothing_of_what_a_grammar_allows_are_the_clients_error(rules, overlaps, caplog):
+    error = await failed(Grammars(Nothing(only=7)), n=2, overlaps=overlaps, **rules)
+    assert (error.code, error.status, error.retryable) == ("no_token_left", 400, False)
+    assert "what the output must match together leave no token" in error.message
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("rules", [{}, *RULES], ids=["alone", "allowed", "bad words"])
+async def test_a_grammar_that_allows_nothing_is_our_error_whatever_else_was_asked_for(rules, overlaps, caplog):
+    error = await failed(Grammars(Nothing()), overlaps=overlaps, **rules)
+    assert (error.code, error.status, error.retryable) == ("internal_error", 500, False)
+    assert [FORM in one for one in told(caplog)] == [True]
 
 
 @pytest.mark.parametrize("made", [KeyError("secret"), InvalidRequestError("no", "structured", "internal_error")])
