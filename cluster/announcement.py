@@ -13,8 +13,8 @@ class Announcement:
     """One replica: where its report stream listens, and what came up.
 
     phases: seconds that each phase of its start took. kv_tokens: tokens that its KV cache holds.
-    engine: what serves, in a line (`engine.executor_start.ModelInfo.words`).
-    pids: process ids by rank, on their own nodes. vocabulary: `engine.fingerprint.vocabulary_fingerprint`; only a
+    engine: what serves, in a line (`engine.worker.executor_start.ModelInfo.words`).
+    pids: process ids by rank, on their own nodes. vocabulary: `engine.loader.fingerprint.vocabulary_fingerprint`; only a
     router of the same may send requests, since tokens mean something else elsewhere.
     """
 

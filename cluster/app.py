@@ -27,7 +27,7 @@ from cluster.models.deployments import deployment_names
 from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
 from cluster.replica import Replica
 from cluster.router import Router
-from engine.fingerprint import model_fingerprint
+from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
 BATCHES = "Batches"

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 P = ParamSpec("P")
 T = TypeVar("T")

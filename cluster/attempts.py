@@ -19,9 +19,9 @@ from cluster.member import LiveRequest, Member
 from cluster.messages import Abort, Up
 from cluster.translation import submit_message
 from cluster.waiting_room import WaitingRoom
-from engine.flight import FlightRecorder, Wait
 from engine.sampling_params import MAX_N
-from engine.wordless import wordless
+from engine.telemetry.flight import FlightRecorder, Wait
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

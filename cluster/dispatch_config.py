@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.routing.candidate import PolicyConfig
 from cluster.routing.policies import policy_named
 from engine.errors import ConfigError
-from engine.fingerprint import but_for_rounding
+from engine.loader.fingerprint import but_for_rounding
 
 _TIMES = (
     "stall_timeout",

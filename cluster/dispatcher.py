@@ -25,8 +25,8 @@ from cluster.progress import Progress
 from cluster.routing.cache_reports import CacheReports
 from cluster.token_log import TokenLog
 from cluster.translation import waited
-from engine.flight import FlightRecorder, Wait
 from engine.request import Request
+from engine.telemetry.flight import FlightRecorder, Wait
 
 logger = logging.getLogger(__name__)
 UNLIKELY = 0.25  # suspicion of a request that waited while its replica broke a link off

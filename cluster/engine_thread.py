@@ -12,12 +12,12 @@ from typing import Protocol
 
 from cluster.log_lines import about_request
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
-from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
-from engine.wordless import wordless
+from engine.telemetry.flight import FlightRecorder
+from engine.telemetry.ledger import Costs
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

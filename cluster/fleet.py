@@ -20,7 +20,7 @@ from cluster.messages import Down, Heartbeat, Ping, Rejected, Report, Resync, Up
 from cluster.pool import Pool
 from cluster.routing.cache_reports import CacheReports
 from cluster.routing.chooser import Chooser
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import msgspec
 
 from cluster.private_files import opener
 from cluster.translation import waited
-from engine.flight import FlightRecorder
+from engine.telemetry.flight import FlightRecorder
 
 MOST_DUMPS = 20  # in a folder; the oldest goes
 PREFIX = "squadron-flight-"

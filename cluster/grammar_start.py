@@ -10,11 +10,11 @@ from typing import Protocol
 
 from cluster.log_lines import about_request
 from engine.errors import InvalidRequestError
-from engine.flight import FlightRecorder, Wait
 from engine.grammar.base import CompiledGrammar, PreparedGrammar
 from engine.request import Request
 from engine.sampling_params import StructuredOutput
-from engine.wordless import wordless
+from engine.telemetry.flight import FlightRecorder, Wait
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

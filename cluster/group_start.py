@@ -16,9 +16,9 @@ from cluster.rank_main import RankOf, rank_main
 from cluster.worker_actor import LogAs, RayGang
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.executor import Executor
-from engine.executor_start import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
-from engine.model_folder import ModelFolder
+from engine.loader.model_folder import ModelFolder
+from engine.worker.executor import Executor
+from engine.worker.executor_start import ModelInfo, OnPhase, build_executor, drive_gang, prepare_model
 from parallel.rendezvous import Rendezvous
 from parallel.ring import SharedMemoryRing
 

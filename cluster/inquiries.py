@@ -10,7 +10,7 @@ from itertools import count
 from cluster.member import Member
 from cluster.message_parts import Waited
 from cluster.messages import Explain, Explained, Up
-from engine.flight import Wait
+from engine.telemetry.flight import Wait
 
 PATIENCE = 1.0  # seconds for replicas to answer
 OF_A_ROUTER = frozenset({Wait.TURN, Wait.LET_IN, Wait.REPLICA, Wait.MIGRATION, Wait.SENT, Wait.DONE})

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, field
 
-from engine.flight import Wait
 from engine.sampling_params import MAX_N
+from engine.telemetry.flight import Wait
 
 MAX_COUNT = 2**63 - 1
 MAX_NAME = 256
@@ -25,7 +25,7 @@ class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
 
 
 class Waited(Packed, frozen=True):
-    """An event of a request's life that began `age` seconds ago (`engine.flight`). Ages, since clocks differ."""
+    """An event of a request's life that began `age` seconds ago (`engine.telemetry.flight`). Ages, since clocks differ."""
 
     age: Seconds
     what: Wait
@@ -63,7 +63,7 @@ class Load(Packed, frozen=True):
 
 
 class Usage(Packed, frozen=True):
-    """Seconds of a device, and of a KV block, that somebody used (`engine.ledger`)."""
+    """Seconds of a device, and of a KV block, that somebody used (`engine.telemetry.ledger`)."""
 
     device_seconds: Seconds = 0.0
     block_seconds: Seconds = 0.0

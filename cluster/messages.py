@@ -127,7 +127,7 @@ class Explain(Packed, tag=7, frozen=True):
 class Welcome(Packed, tag=11, frozen=True):
     """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
 
-    fingerprint: of the model and its arithmetic (`engine.fingerprint.replica_fingerprint`).
+    fingerprint: of the model and its arithmetic (`engine.loader.fingerprint.replica_fingerprint`).
     """
 
     replica_id: Name

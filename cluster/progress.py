@@ -21,7 +21,7 @@ from cluster.translation import pooled_state, prompt_logprobs
 from engine.grammar.shape import shape
 from engine.request import FinishReason
 from engine.sampling_params import MAX_N
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

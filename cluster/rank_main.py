@@ -9,7 +9,7 @@ from cluster.figures.publishing import Publishing
 from cluster.figures.ranks import RankFigures
 from cluster.figures.ray_publisher import RayPublisher, publish_period
 from engine.config import EngineConfig
-from engine.worker import worker_main
+from engine.worker.worker import worker_main
 from parallel.rendezvous import RendezvousAddress
 
 
@@ -30,7 +30,7 @@ def rank_main(
     rendezvous_address: RendezvousAddress,
     channel_handle: str | None,
 ) -> None:
-    """Be a rank as `engine.worker.worker_main` says, and publish its figures through Ray."""
+    """Be a rank as `engine.worker.worker.worker_main` says, and publish its figures through Ray."""
     figures = RankFigures(of.model_name)
     own = {"replica": of.replica, "rank": str(rank)}
     publishing = Publishing(figures.collect, RayPublisher((Source.RANK,), own, of.vllm), publish_period())

@@ -37,9 +37,9 @@ from cluster.router_session import RouterSession
 from cluster.runs import Runs
 from cluster.translation import clipped, costs_of, load_of, waited
 from engine.errors import InvalidRequestError
-from engine.flight import FlightRecorder
 from engine.report import EngineStats, StepReport
-from engine.wordless import wordless
+from engine.telemetry.flight import FlightRecorder
+from engine.telemetry.wordless import wordless
 
 if TYPE_CHECKING:
     from cluster.tracing.engine_spans import EngineSpans

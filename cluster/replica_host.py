@@ -25,10 +25,10 @@ from cluster.replica_facts import ReplicaFacts
 from cluster.tracing.start import replica_spans
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
 from engine.grammar.process import GrammarService
 from engine.heap import settle_heap
-from engine.tokenizer import Tokenizer
+from engine.loader.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

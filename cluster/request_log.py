@@ -9,7 +9,7 @@ from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.log_lines import FIELDS
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 TEXTS = ("structured", "stop", "bad_words")  # parameters that are texts of the client's, or made of them

@@ -13,7 +13,7 @@ from cluster.router_session import Lane, RouterSession, Run
 from cluster.translation import clipped, pooled_row, prompt_row, usage_of
 from engine.report import Finish, Floats, PromptLogprobs, StepReport
 from engine.request import Request, Sequence
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ import numpy as np
 from cluster.message_parts import MAX_TEXT, Costs, Load, PooledRow, PromptRow, TraceContext, Usage, Waited
 from cluster.messages import Submit
 from engine.errors import InvalidRequestError
-from engine.flight import Event
-from engine.ledger import MAX_TENANTS, NANOS, OTHERS
-from engine.ledger import Costs as EngineCosts
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.telemetry.flight import Event
+from engine.telemetry.ledger import MAX_TENANTS, NANOS, OTHERS
+from engine.telemetry.ledger import Costs as EngineCosts
 
 HASH_KEY_BYTES = 8
 NOTHING: Mapping[str, float] = MappingProxyType({})

@@ -11,7 +11,7 @@ from cluster.inquiries import Told
 from cluster.message_parts import Waited
 from cluster.models.front import ModelFront
 from cluster.tenants.tenant import Tenant
-from engine.flight import Wait
+from engine.telemetry.flight import Wait
 
 LONGEST_NAME = 256
 OF_ALL = frozenset({Wait.TURN, Wait.BLOCKS})  # their details count what others do, to the token

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.logs import log_to_stderr
 from cluster.orphans import watch_parent
 from engine.errors import EngineDeadError
-from engine.runner import START_TIMEOUT
+from engine.worker.runner import START_TIMEOUT
 from parallel.memory_deaths import MemoryDeaths
 
 LogAs = Callable[[int], Mapping[str, str | int] | None]  # rank -> fields

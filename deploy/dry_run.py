@@ -14,10 +14,10 @@ from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
 from cluster.placement import AppPlacement, Placement, plan_placement
-from engine.checkpoint import CONFIG_FILES, check_weight_files
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.model_folder import check_sharding, open_model
+from engine.loader.checkpoint import CONFIG_FILES, check_weight_files
+from engine.loader.model_folder import check_sharding, open_model
 from engine.models.spec import DecoderSpec
 from engine.resolve import resolve
 from parallel.errors import ShardingError

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.model_names import resolve_model
-from engine.checkpoint import find_checkpoint, weight_files
 from engine.errors import SquadronError
-from engine.fingerprint import model_fingerprint
-from engine.tokenizer_file import load_tokenizer
+from engine.loader.checkpoint import find_checkpoint, weight_files
+from engine.loader.fingerprint import model_fingerprint
+from engine.text.tokenizer_file import load_tokenizer
 
 
 def fetch(model: str) -> Path:

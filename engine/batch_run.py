@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 from engine.core import EngineCore
-from engine.detokenizer import TextStream
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.grammar.base import GrammarCompiler
 from engine.outputs import CompletionOutput
 from engine.report import StepReport, TokenLogprob
 from engine.request import FinishReason, Request, Sequence
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import TextStream
+from engine.text.tokenizer import Tokenizer
 
 
 class ChoiceRun:

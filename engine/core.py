@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from engine.admission import Admission
-from engine.block_manager import NO_EVENTS, BlockManager
 from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
@@ -16,24 +14,26 @@ from engine.errors import (
     InvalidRequestError,
     StepMemoryError,
 )
-from engine.executor import Executor
-from engine.flight import FlightRecorder, WaitLog
 from engine.grammar.base import CompiledGrammar, grammar_states
 from engine.grammar.masks import MaskMaker
-from engine.inputs import InputBuilder
+from engine.inputs.prepare import InputBuilder
+from engine.kv.block_manager import NO_EVENTS, BlockManager
 from engine.launched import InFlight, Launched, Launcher, OnBegin
-from engine.ledger import Costs, Ledger
-from engine.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
 from engine.report import BlockEvents, EngineStats, StepOutputs, StepReport
 from engine.request import Request
-from engine.rows import Rows
-from engine.sampling_inputs import SamplingTable
-from engine.schedule import Schedule
-from engine.scheduler import Scheduler
-from engine.sleep import Sleep
+from engine.sampling.parameter_table import SamplingTable
+from engine.sampling.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
+from engine.scheduler.admission import Admission
+from engine.scheduler.rows import Rows
+from engine.scheduler.schedule import Schedule
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.stops import StopTokens
+from engine.scheduler.tables import Tables
 from engine.step_results import failures, fill
-from engine.stops import StopTokens
-from engine.tables import Tables
+from engine.telemetry.flight import FlightRecorder, WaitLog
+from engine.telemetry.ledger import Costs, Ledger
+from engine.worker.executor import Executor
+from engine.worker.sleep import Sleep
 
 NO_STATS = EngineStats()
 

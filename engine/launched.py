@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import EngineDeadError, IntegrityError, ScoresMemoryError, StepMemoryError
-from engine.executor import Executor, Pending
-from engine.holds import Hold
-from engine.inputs import InputBuilder
+from engine.inputs.prepare import InputBuilder
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request, Sequence
-from engine.schedule import Schedule
-from engine.scheduler import Scheduler
+from engine.scheduler.holds import Hold
+from engine.scheduler.schedule import Schedule
+from engine.scheduler.scheduler import Scheduler
 from engine.step_results import find_fault
+from engine.worker.executor import Executor, Pending
 
 OnBegin = Callable[[list[Request]], None]
 

@@ -17,7 +17,6 @@ from engine.batch_run import BatchRun
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, EngineAsleepError, InvalidRequestError, PoisonedLogitsError
-from engine.executor_start import ModelInfo, build_executor
 from engine.grammar.process import GrammarService
 from engine.interrupts import DeferredInterrupt
 from engine.llm_arguments import Message, Prompt, as_list, conversations, params_of, refuse_unknown
@@ -25,7 +24,8 @@ from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
 from engine.request import Pooling, Request
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.worker.executor_start import ModelInfo, build_executor
 
 BAR_DELAY = 1.0  # seconds: shorter runs need no progress bar
 

@@ -40,7 +40,7 @@ class StepInputs:
     pooled: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
     draws: Ints = field(default_factory=lambda: NO_DRAWS)
-    # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sharded_draw`); [0, 5] = from all
+    # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sampling.sharded_draw`); [0, 5] = from all
     carried: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -195,7 +195,7 @@ class EngineStats:
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
     steps_ahead: int = 0  # launched before the results of the step before were known; counter since start
-    steps_held: int = 0  # that had to wait for them (`engine.holds`)
+    steps_held: int = 0  # that had to wait for them (`engine.scheduler.holds`)
     waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import GrammarError
 from engine.sampling_params import SamplingParams
-from engine.times import PhaseTimes
+from engine.telemetry.times import PhaseTimes
 
 if TYPE_CHECKING:
     from engine.grammar.base import GrammarState
@@ -52,7 +52,7 @@ class Request:
     pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
     num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
     deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
-    tenant: whose account it is charged to (`engine.ledger`); decides no token.
+    tenant: whose account it is charged to (`engine.telemetry.ledger`); decides no token.
     retried: whether it is not the first attempt to run it, with `resume` or without; decides no token either.
     """
 
@@ -99,7 +99,7 @@ class Sequence:
     pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
     grammar: where its output stands in the grammar that it must match, of which it has taken `num_matched` tokens.
     mismatch: why it could not take the last of them, or say what may come next.
-    device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.ledger`).
+    device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.telemetry.ledger`).
     order: smaller is admitted earlier and preempted later; unique. number: of its request, likewise unique.
     queued_at / started_at / first_token_at / ended_at: when it began to wait (again, after a preemption), first ran,
         drew its first token here, and last was in a step, on the engine's clock; None before.

@@ -8,13 +8,13 @@ from typing import ClassVar, Self
 
 import torch
 
-from engine.attention_choice import check_attention_on_cpu
+from engine.attention.choice import check_attention_on_cpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_room import fit_given_blocks
+from engine.kv.room import fit_given_blocks
 from engine.machine import cores
 from engine.models.spec import DecoderSpec
-from engine.quantization import check_capability, check_device, quantization_of
+from engine.quantization.layers import check_capability, check_device, quantization_of
 
 HALF = ("bfloat16", "float16")
 

@@ -9,7 +9,7 @@ import numpy as np
 from engine.errors import InvalidRequestError, PoisonedLogitsError
 from engine.report import Logprobs, StepOutputs, StepReport, TokenLogprob
 from engine.request import Sequence
-from engine.schedule import Schedule
+from engine.scheduler.schedule import Schedule
 
 Fail = Callable[[Sequence, Exception], None]
 

@@ -19,7 +19,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.keys import FixedKeys
 from cluster.tenants.tenancy import Tenancy
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
 

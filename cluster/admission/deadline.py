@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.errors import ApiError
 from cluster.member import LiveRequest
-from engine.scheduler import DEADLINE_EXCEEDED
+from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 HEADER = "x-request-timeout-seconds"
 LONGEST = 604_800  # seconds, a week: more is a slip of the pen

@@ -16,7 +16,7 @@ from cluster.config import ClusterConfig, resolve_config
 from cluster.directory import ReplicaDirectory
 from cluster.dispatcher import Dispatcher
 from engine.errors import ConfigError
-from engine.fingerprint import vocabulary_fingerprint
+from engine.loader.fingerprint import vocabulary_fingerprint
 
 ASK_SECONDS = 30.0
 ROUTER = "Router"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.config import ModelConfig
-from engine.fingerprint import prompt_fingerprint
+from engine.loader.fingerprint import prompt_fingerprint
 
 SETTINGS = (
     "seed",

@@ -23,7 +23,7 @@ from cluster.errors import ApiError, as_api_error
 from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
 from engine.errors import InvalidRequestError
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from cluster.figures.families import FAMILIES
 from cluster.figures.histogram import Histogram
 from cluster.figures.samples import Labels, family_of, histogram_of
-from engine.times import RankTimes
+from engine.telemetry.times import RankTimes
 
 _WAIT, _FORWARD = "rank_channel_wait_seconds", "rank_forward_seconds"
 

@@ -22,7 +22,7 @@ from cluster.openai.hints import HEADER as IGNORED
 from cluster.routing.session import HEADER as SESSION_HEADER
 from cluster.tracing import semantics as names
 from engine.errors import InvalidRequestError
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 if TYPE_CHECKING:
     from cluster.tracing.call_trace import CallTrace

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, PlacedLogprob, Usage
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 _REASONS = {
     None: pb.FINISH_REASON_UNSPECIFIED,

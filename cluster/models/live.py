@@ -22,7 +22,7 @@ from cluster.readiness import ready_body
 from cluster.request_log import LoggedSource
 from cluster.routing.figures import RoutingCollector
 from cluster.translation import stats_of
-from engine.fingerprint import vocabulary_fingerprint
+from engine.loader.fingerprint import vocabulary_fingerprint
 
 
 class LiveModel:

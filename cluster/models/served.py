@@ -6,10 +6,10 @@ from cluster.config import ClusterConfig
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.served_model import ServedModel, matryoshka_of
 from cluster.openai.tools.formats import TOOL_PARSERS
-from engine.checkpoint import TEXT_FILES, read_json
-from engine.kv_room import fit_given_blocks
-from engine.model_folder import open_model
-from engine.tokenizer import Tokenizer
+from engine.kv.room import fit_given_blocks
+from engine.loader.checkpoint import TEXT_FILES, read_json
+from engine.loader.model_folder import open_model
+from engine.text.tokenizer import Tokenizer
 
 
 def served_model(config: ClusterConfig) -> ServedModel:

@@ -20,7 +20,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_json
 from cluster.tenants.tenancy import Visit
 from engine.errors import InvalidRequestError
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 LAST_PATIENCE = 1.0  # seconds that the error may take on its way to a client that reads no more
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, PlacedLogprob
 from engine.report import TokenLogprob
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from cluster.openai.deltas import Delta, Usage
 from cluster.openai.echo import PromptResult
 from cluster.openai.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from cluster.openai.tools.deltas import CallDelta, Parsed, joined
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _encode = json.Encoder().encode

@@ -15,9 +15,9 @@ from cluster.openai.deltas import Delta, PlacedLogprob, Usage
 from cluster.openai.echo import Opening, PromptResult, openings
 from cluster.openai.tools.answer import AnswerParser
 from cluster.openai.tools.deltas import merged
-from engine.detokenizer import TextStream
 from engine.request import Request
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import TextStream
+from engine.text.tokenizer import Tokenizer
 
 MANY_LOGPROBS = 512  # from so many tokens on, telling their log-probabilities takes milliseconds: worth a thread
 _PROMPT_END = 16  # tokens of a prompt that tell whether its answer starts with thinking

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
 from cluster.openai.frames import error_frame
-from engine.scheduler import DEADLINE_EXCEEDED
+from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body
 READ_PATIENCE = 60.0  # seconds; a client that takes nothing for one to two such spans is taken for gone

@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.openai.deltas import PlacedLogprob
 from engine.report import TokenLogprob
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # what OpenAI sends for a probability of zero: JSON has no infinity
 

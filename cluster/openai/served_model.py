@@ -10,7 +10,7 @@ from typing import Any
 from cluster.openai.reasoning.parsers import ReasoningParser
 from cluster.openai.tools.parser import ToolParser
 from engine.request import Pooling
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from cluster.translation import block_key
-from engine.prefix_hash import TOKEN_BYTES, following_hashes, root_hash, token_bytes
+from engine.kv.prefix_hash import TOKEN_BYTES, following_hashes, root_hash, token_bytes
 
 
 class PromptKeys:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from cluster.engine_thread import Core, EngineListener
 from engine.errors import InvalidRequestError
-from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
-from engine.ledger import Costs
 from engine.report import EngineStats, StepReport
 from engine.request import Request
+from engine.telemetry.flight import FlightRecorder
+from engine.telemetry.ledger import Costs
 
 Command = Callable[[], object]
 

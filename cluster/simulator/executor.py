@@ -6,8 +6,8 @@ import numpy as np
 from typing_extensions import override
 
 from cluster.simulator.step_time import StepTimes
-from engine.executor import Done, Executor, Pending
 from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.worker.executor import Done, Executor, Pending
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
 

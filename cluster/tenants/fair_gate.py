@@ -19,8 +19,8 @@ from cluster.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.tenants.fair_queue import FairQueue
 from cluster.tenants.gate_config import FairGateConfig
 from cluster.tenants.turn import Turn
-from engine.flight import is_of
 from engine.request import Request
+from engine.telemetry.flight import is_of
 
 _LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
 _LOOK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go

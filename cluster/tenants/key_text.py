@@ -16,7 +16,7 @@ import yaml
 from cluster.tenants.keys import KeyEntry, hash_key
 from cluster.tenants.tenant import Quota, Tenant
 from engine.errors import ConfigError
-from engine.ledger import OTHERS
+from engine.telemetry.ledger import OTHERS
 
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")

@@ -15,9 +15,9 @@ from cluster.message_parts import TraceContext
 from cluster.tracing import semantics as names
 from cluster.tracing.faults import is_fault
 from cluster.tracing.provider import Tracing, is_sampled
-from engine.flight import Event, FlightRecorder, Wait
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
+from engine.telemetry.flight import Event, FlightRecorder, Wait
 
 log = logging.getLogger(__name__)
 WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, told as events of the phase

@@ -39,7 +39,7 @@ from deploy.batch.progress import Progress, summary
 from deploy.interrupts import Interrupted, Interrupts
 from deploy.phases import PhaseLog
 from deploy.ray_output import without_death_notices
-from engine.fingerprint import model_identity
+from engine.loader.fingerprint import model_identity
 
 
 def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:

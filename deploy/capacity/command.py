@@ -25,7 +25,7 @@ def show_plan(settings: dict[str, object], gpu: str, wanted: Wanted, as_json: bo
     Raises `ConfigError` or `CheckpointError`; what does not fit is refused with what comes nearest.
     """
     # What the engine would log of a context that it lowers is said in the plan.
-    logging.getLogger("engine.kv_room").setLevel(logging.ERROR)
+    logging.getLogger("engine.kv.room").setLevel(logging.ERROR)
     plan = plan_capacity(parse_config(settings).engine, gpu, wanted)
     print(json.dumps(plan.public()) if as_json else "\n".join(plan.lines()))
 

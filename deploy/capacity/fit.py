@@ -9,11 +9,11 @@ from deploy.capacity.gpus import Gpu
 from deploy.sizes import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.footprint import Footprint, footprint_of
-from engine.kv_room import fit_cache, gpu_budget
+from engine.kv.room import fit_cache, gpu_budget
 from engine.models.spec import DecoderSpec
-from engine.quantization import quantization_of
+from engine.quantization.layers import quantization_of
 from engine.resolve import resolve_for
+from engine.worker.footprint import Footprint, footprint_of
 
 # What is on a GPU beside torch's own tensors: the context of CUDA with its loaded kernels, and the buffers of NCCL
 # where there are several ranks. Estimates: no GPU has told yet.

@@ -11,10 +11,10 @@ from deploy.capacity.fit import Fit, fit
 from deploy.capacity.gpus import GPUS, Gpu
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.footprint import Footprint, footprint_of
-from engine.kv_room import LEAST_CONTEXT
+from engine.kv.room import LEAST_CONTEXT
 from engine.models.spec import DecoderSpec
 from engine.resolve import resolve_for
+from engine.worker.footprint import Footprint, footprint_of
 from parallel.errors import ShardingError
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # ranks that are tried

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from deploy.capacity.fit import Fit, product_dtype
-from engine.quantization import quantization_of
+from engine.quantization.layers import quantization_of
 from parallel.int8 import FEW_ROWS
 
 

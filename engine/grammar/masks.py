@@ -12,7 +12,7 @@ from engine.errors import GrammarError, InvalidRequestError
 from engine.machine import cores
 from engine.report import Ints
 from engine.request import Sequence as Choice
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 

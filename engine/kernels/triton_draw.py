@@ -152,7 +152,7 @@ def _first(score: tl.tensor, index: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(key: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """Return the noise of `engine.noise.gumbel`, in fp64."""
+    """Return the noise of `engine.sampling.noise.gumbel`, in fp64."""
     x = key + (index + 1) * GOLDEN
     x = (x ^ (x >> 30)) * MIX_1
     x = (x ^ (x >> 27)) * MIX_2

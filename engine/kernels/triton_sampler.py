@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.draws import Longs, TokenDraws
+from engine.inputs.upload import upload
 from engine.kernels import triton_draw, triton_filters
 from engine.kernels.handles import ceil_div, next_power_of_2
-from engine.noise import row_keys
 from engine.report import Floats, SamplingInputs
-from engine.upload import upload
+from engine.sampling.draws import Longs, TokenDraws
+from engine.sampling.noise import row_keys
 from parallel.group import Group
 
 RUN: int = triton_draw.RUN.value
@@ -26,7 +26,7 @@ TINY = np.finfo(np.float32).tiny
 
 
 class TritonDraws(TokenDraws):
-    """Draws what `engine.sampler` draws on a CPU, from the same noise.
+    """Draws what `engine.sampling.sampler` draws on a CPU, from the same noise.
 
     One pass over the logits leaves the peak and the mass of each run of 64 ids. Greedy rows and rows without filters
     need little more: a token is drawn from the runs, then from one run. With filters the peaks tell which runs can

@@ -8,9 +8,9 @@ from typing import Any
 
 from engine.errors import CheckpointError
 from engine.models.hf_config import MAX_LAYERS, HFConfig
-from engine.models.quantization_config import read_quantization
 from engine.models.spec import DecoderSpec
 from engine.models.weight_map import WeightRule, gpt2_weights, llama_weights
+from engine.quantization.config import read_quantization
 
 
 @dataclass(frozen=True, slots=True)

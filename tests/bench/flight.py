@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.flight import MAX_REQUESTS, FlightRecorder, Wait, WaitLog
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.telemetry.flight import MAX_REQUESTS, FlightRecorder, Wait, WaitLog
 
 EVENTS = 200_000
 NAMES = [f"chatcmpl-{i:032x}@1.{16 * i}" for i in range(4 * MAX_REQUESTS)]

@@ -18,10 +18,10 @@ from typing_extensions import override
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.executor import Done, Executor, Pending
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.worker.executor import Done, Executor, Pending
 
 VOCAB = 32_000
 STAGES = ("schedule", "prepare", "update", "report", "ledger")

@@ -28,13 +28,13 @@ from torch import Tensor
 
 from deploy.demo import demo_model_path
 from engine.config import EngineConfig
-from engine.footprint import footprint_of
 from engine.llm import LLM
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
 from engine.resolve import resolve_for
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.worker.footprint import footprint_of
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.bench.machine import provenance
 from tests.bench.random_model import save_random_model

@@ -36,10 +36,10 @@ from cluster.replica_facts import ReplicaFacts
 from cluster.token_log import TokenLog
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.executor import Pending
 from engine.report import SamplingInputs, StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.worker.executor import Pending
 from tests.bench.host_step import VOCAB, ReadyTokens
 
 BLOCKS = 40_000

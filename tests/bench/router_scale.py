@@ -37,7 +37,7 @@ from cluster.routing.prompt_keys import PromptKeys
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.step_time import StepTimes
 from cluster.token_log import TokenLog
-from engine.prefix_hash import prompt_hashes
+from engine.kv.prefix_hash import prompt_hashes
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.bench.shared_prefixes import Workload, oracle_hit_tokens

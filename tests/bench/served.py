@@ -37,9 +37,9 @@ from deploy.haproxy import prepare_haproxy
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.executor_start import build_executor
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.worker.executor_start import build_executor
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 200

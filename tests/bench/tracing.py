@@ -22,11 +22,11 @@ from cluster.tracing.call_trace import call_trace
 from cluster.tracing.engine_spans import EngineSpans
 from cluster.tracing.exporters import FileExporter
 from cluster.tracing.provider import Tracing, tracing_with
-from engine.block_manager import NO_EVENTS
-from engine.flight import FlightRecorder
+from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 from engine.sampling_params import SamplingParams
+from engine.telemetry.flight import FlightRecorder
 from tests.bench.flight import each_us
 
 TIMES = 2000

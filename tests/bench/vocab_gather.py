@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.inputs.step_tensors import dummy_sampling
 from engine.models.decoder import Decoder
 from engine.report import SamplingInputs
-from engine.sampler import sample
-from engine.sharded_draw import draw_apart, pack_draws
-from engine.step_tensors import dummy_sampling
+from engine.sampling.sampler import sample
+from engine.sampling.sharded_draw import draw_apart, pack_draws
 from parallel.embedding import ParallelLMHead
 from parallel.group import Group
 from tests.unit.parallel_ranks import crew

@@ -15,10 +15,10 @@ from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.executor_start import drive_gang, prepare_model
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.worker import run_worker
+from engine.worker.executor_start import drive_gang, prepare_model
+from engine.worker.worker import run_worker
 from parallel.errors import ChannelError
 from parallel.launcher import launch
 from parallel.rendezvous import Rendezvous

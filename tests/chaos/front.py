@@ -25,8 +25,8 @@ from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
 from tests.chaos.streams import Stream, client_of, read_stream
+from tests.fake_executor import FakeExecutor
 from tests.openai_app import MODEL, app_for, served_model, serving
 from tests.unit.cluster_lab import CheckedCore, until
 

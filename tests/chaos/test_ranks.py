@@ -17,11 +17,11 @@ from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.executor_start import build_executor
+from engine.inputs.step_messages import StepWriter
 from engine.report import StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.step_messages import StepWriter
+from engine.worker.executor_start import build_executor
 from parallel.errors import ChannelError
 from parallel.packing import Buffer
 from tests.unit.parallel_ranks import crew

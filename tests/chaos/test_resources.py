@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import demo_model_path
-from engine.checksums import SUMS_FILE, check_sums
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.executor_start import CHECKSUMS, build_executor, prepare_model
+from engine.loader.checksums import SUMS_FILE, check_sums
+from engine.worker.executor_start import CHECKSUMS, build_executor, prepare_model
 from tests.chaos.lab import NetLab, long_request
 from tests.unit.cluster_lab import oracle
 

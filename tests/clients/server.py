@@ -30,9 +30,9 @@ from cluster.openai.app import build_app
 from cluster.replica_core import ReplicaCore
 from cluster.replica_facts import ReplicaFacts
 from engine.core import EngineCore
-from engine.executor_start import ModelInfo, build_executor
 from engine.grammar.process import GrammarService
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
+from engine.worker.executor_start import ModelInfo, build_executor
 from tests.clients.model import write_model
 
 MODEL = "demo"

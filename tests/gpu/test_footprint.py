@@ -10,8 +10,8 @@ from deploy.capacity.gpus import REPORTED, Gpu
 from deploy.demo import demo_model_path
 from deploy.sizes import GIB
 from engine.config import EngineConfig
-from engine.model_folder import open_model
-from engine.runner import ModelRunner
+from engine.loader.model_folder import open_model
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 
 pytestmark = [

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.graph_pool import CaptureError, CudaGraphDevice
 from engine.llm import LLM
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.worker.graph_pool import CaptureError, CudaGraphDevice
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.shapes import QWEN3_06B

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import weight_reader
-from engine.safetensors_file import Checkpoint
-from engine.weight_reader import CHUNK_BYTES, fill, num_threads
+from engine.loader import weight_reader
+from engine.loader.safetensors_file import Checkpoint
+from engine.loader.weight_reader import CHUNK_BYTES, fill, num_threads
 from parallel.parameter import ShardedParameter
 from parallel.sharding import even_pieces
 

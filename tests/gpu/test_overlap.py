@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device_outputs import FAILED, DeviceLogprobs, DeviceOutputs, HostSide
 from engine.llm import LLM
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.worker.device_outputs import FAILED, DeviceLogprobs, DeviceOutputs, HostSide
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests import tiny_tokenizer
 from tests.parity.stepping import Sequence, Stepper, as_ints, sampling

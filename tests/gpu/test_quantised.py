@@ -90,9 +90,9 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
 def test_a_model_holds_half_and_says_nearly_the_same(tmp_path, quantization):
     from engine.config import EngineConfig
-    from engine.loader import load_model
-    from engine.model_folder import open_model
-    from engine.quantization import quantization_of
+    from engine.loader.model_folder import open_model
+    from engine.loader.weights import load_model
+    from engine.quantization.layers import quantization_of
     from parallel.group import SoloGroup
     from parallel.linear import ParallelLinear
     from tests.parity.tiny_models import make
@@ -117,7 +117,7 @@ def test_a_model_holds_half_and_says_nearly_the_same(tmp_path, quantization):
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
 def test_an_engine_generates_with_quantised_weights(tmp_path, quantization):
     from engine.config import EngineConfig
-    from engine.runner import ModelRunner
+    from engine.worker.runner import ModelRunner
     from parallel.group import SoloGroup
     from tests.parity.stepping import Stepper
     from tests.parity.tiny_models import make

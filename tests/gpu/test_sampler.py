@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.device_outputs import HostSide
-from engine.sampler import sample
-from engine.step_outputs import outputs_of
+from engine.sampling.sampler import sample
+from engine.worker.device_outputs import HostSide
+from engine.worker.step_outputs import outputs_of
 from tests.parity.stepping import sampling
 
 pytestmark = [

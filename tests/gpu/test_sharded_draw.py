@@ -37,7 +37,7 @@ def test_tokens_are_those_of_gathered_logits(pair, monkeypatch, temperature):
     params = SamplingParams(temperature=temperature, seed=9, max_tokens=8, ignore_eos=True)
     tokens = []
     for fewest in (1, 1000):
-        monkeypatch.setattr("engine.sharded_draw.FEWEST", fewest)
+        monkeypatch.setattr("engine.sampling.sharded_draw.FEWEST", fewest)
         results = pair.generate(prompts, params, use_tqdm=False)
         tokens.append([result.outputs[0].token_ids for result in results])
     assert tokens[0] == tokens[1]

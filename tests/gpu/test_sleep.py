@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.llm import LLM
-from engine.parking import ParkedWeights
 from engine.sampling_params import SamplingParams
+from engine.worker.parking import ParkedWeights
 from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.shapes import QWEN3_06B
 

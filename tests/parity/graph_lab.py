@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from engine.attention.base import StepTensors
 from engine.attention.reference import ReferenceAttention
-from engine.forward import Forward
-from engine.graph_sizes import NO_SIZES, GraphSizes
-from engine.runner import ModelRunner
-from engine.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
+from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
+from engine.worker.forward import Forward
+from engine.worker.graph_sizes import NO_SIZES, GraphSizes
+from engine.worker.runner import ModelRunner
 from tests.unit.graph_lab import CPU, WatchedCopies
 
 
@@ -38,7 +38,7 @@ class Recording(TorchDispatchMode):
 
 
 class RecordingDevice:
-    """Records on the CPU; see `engine.graph_pool.GraphDevice`."""
+    """Records on the CPU; see `engine.worker.graph_pool.GraphDevice`."""
 
     def __init__(self) -> None:
         self.bytes_taken = 0

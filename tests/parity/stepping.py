@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.device_outputs import on_host
 from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.sampler import sample
+from engine.sampling.sampler import sample
+from engine.worker.device_outputs import on_host
 
 
 def sampling(rows: int, **values) -> SamplingInputs:

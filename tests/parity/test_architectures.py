@@ -1,7 +1,7 @@
 import pytest
 
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import CONFIGS, check_against, make, prompts

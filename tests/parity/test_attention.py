@@ -15,9 +15,9 @@ from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.model_folder import open_model
+from engine.inputs.step_tensors import to_device
+from engine.loader.model_folder import open_model
 from engine.resolve import resolve
-from engine.step_tensors import to_device
 from tests.parity.step_layouts import BLOCK, NUM_BLOCKS, make_step
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.executor_start import build_executor
 from engine.report import Finish
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
+from engine.worker.executor_start import build_executor
 from tests.parity.tiny_models import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")

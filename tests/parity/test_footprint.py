@@ -7,16 +7,16 @@ import torch
 
 from deploy.demo import demo_model_path
 from engine.attention.base import AttentionContext
-from engine.attention_choice import attention_spec
+from engine.attention.choice import attention_spec
 from engine.config import EngineConfig
-from engine.footprint import META, BlueprintAttention, build_blueprint, footprint_of
-from engine.live_bytes import LiveBytes
-from engine.loader import load_model
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
+from engine.loader.weights import load_model
 from engine.models.decoder import Attention
-from engine.quantization import quantization_of
+from engine.quantization.layers import quantization_of
 from engine.resolve import resolve
-from engine.runner import ModelRunner
+from engine.worker.footprint import META, BlueprintAttention, build_blueprint, footprint_of
+from engine.worker.live_bytes import LiveBytes
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, make
 

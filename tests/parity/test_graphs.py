@@ -9,11 +9,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.graph_sizes import NO_SIZES, GraphSizes
-from engine.local_executor import SoloExecutor
 from engine.request import Request
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.worker.graph_sizes import NO_SIZES, GraphSizes
+from engine.worker.local_executor import SoloExecutor
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.graph_lab import use_graphs
 from tests.parity.stepping import Sequence, Stepper

@@ -11,8 +11,8 @@ import transformers
 from engine import llm as llm_module
 from engine.errors import CheckpointError, ConfigError, EngineDeadError, InvalidRequestError, PromptTooLongError
 from engine.llm import LLM
+from engine.sampling.sharded_draw import pack_draws
 from engine.sampling_params import SamplingParams
-from engine.sharded_draw import pack_draws
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import make, oracle_logits, prompts
 
@@ -126,7 +126,7 @@ def test_several_choices_match_transformers_and_part_by_seed(llm, oracle):
 
 def test_two_ranks_give_the_tokens_of_one_and_leave_no_process(folder, oracle, llm, monkeypatch):
     asked = prompts(5, seed=6)
-    monkeypatch.setattr("engine.sharded_draw.FEWEST", 3)  # the last steps gather
+    monkeypatch.setattr("engine.sampling.sharded_draw.FEWEST", 3)  # the last steps gather
     before = set(psutil.Process().children(recursive=True))
     with open_llm(folder, tensor_parallel_size=2) as pair:
         new = set(psutil.Process().children(recursive=True)) - before
@@ -136,7 +136,7 @@ def test_two_ranks_give_the_tokens_of_one_and_leave_no_process(folder, oracle, l
         seeded = tokens_of(pair.generate(asked, SEEDED))
         drawn = []
         monkeypatch.setattr(
-            "engine.local_executor.pack_draws", lambda *given: drawn.append(pack_draws(*given)) or drawn[-1]
+            "engine.worker.local_executor.pack_draws", lambda *given: drawn.append(pack_draws(*given)) or drawn[-1]
         )
         apart = tokens_of(pair.generate(asked, APART))
     check(oracle, results)

@@ -20,12 +20,12 @@ from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.inputs.step_tensors import to_device
 from engine.kernels import compiler
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import NativeKernels
 from engine.kernels.select import select_kernels
-from engine.runner import ModelRunner
-from engine.step_tensors import to_device
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity import test_attention as paged
 from tests.parity.stepping import Sequence, Stepper
@@ -418,7 +418,7 @@ def test_a_large_step_is_taken_in_parts_and_gives_the_same_logits(tmp_path, monk
     runner = ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=60, block_size=16, device="cpu"), SoloGroup())
     ragged = prompts(7, longest=60, seed=3)
     whole = Stepper(runner).generate(ragged, 3)
-    monkeypatch.setattr("engine.forward.PART_TOKENS", 50)
+    monkeypatch.setattr("engine.worker.forward.PART_TOKENS", 50)
     parts = Stepper(runner).generate(ragged, 3)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(torch.stack(one.logits), torch.stack(other.logits))

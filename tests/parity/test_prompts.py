@@ -79,8 +79,8 @@ def test_prompt_logprobs_and_embeddings_are_transformers_in_any_chunks(checkpoin
 
 def test_long_prompts_have_their_logits_in_pieces(checkpoint, monkeypatch):
     folder, model = checkpoint
-    monkeypatch.setattr("engine.runner.logit_rows", lambda config, vocab: 5)
-    monkeypatch.setattr("engine.forward.PART_TOKENS", 16)
+    monkeypatch.setattr("engine.worker.runner.logit_rows", lambda config, vocab: 5)
+    monkeypatch.setattr("engine.worker.forward.PART_TOKENS", 16)
     ragged = prompts(5, longest=40, seed=1)
     with open_llm(folder) as llm:
         check_logprobs(model, llm.generate(ragged, ASKED))
@@ -90,7 +90,7 @@ def test_long_prompts_have_their_logits_in_pieces(checkpoint, monkeypatch):
 def test_the_size_of_the_pieces_changes_no_bit(checkpoint, monkeypatch):
     found = []
     for rows in (1024, 64, 7, 1):
-        monkeypatch.setattr("engine.runner.logit_rows", lambda config, vocab, rows=rows: rows)
+        monkeypatch.setattr("engine.worker.runner.logit_rows", lambda config, vocab, rows=rows: rows)
         with open_llm(checkpoint[0]) as llm:
             results = llm.generate(prompts(5, longest=40, seed=1), ASKED)
         found.append([(result.prompt_logprobs, result.outputs) for result in results])
@@ -108,7 +108,7 @@ def test_no_memory_for_the_scores_of_a_prompt_ends_their_request_alone(checkpoin
             raise torch.OutOfMemoryError("CUDA out of memory")
 
         with monkeypatch.context() as during:
-            during.setattr("engine.step_outputs._scores", scarce)
+            during.setattr("engine.worker.step_outputs._scores", scarce)
             lost, kept = llm.generate([asks, other], [ASKED, plain])
         assert lost.outputs[0].finish_reason == "error"
         assert kept.outputs[0].token_ids == expected[1].outputs[0].token_ids

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import quantization
 from engine.config import EngineConfig
-from engine.footprint import footprint_of
-from engine.loader import load_model
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
+from engine.loader.weights import load_model
 from engine.models.spec import QuantizationSpec
-from engine.quantization import quantization_of
+from engine.quantization import layers as quantization
+from engine.quantization.layers import quantization_of
 from engine.resolve import resolve, resolve_for
-from engine.runner import ModelRunner
+from engine.worker.footprint import footprint_of
+from engine.worker.runner import ModelRunner
 from parallel.fp8 import Fp8Linear
 from parallel.group import SoloGroup
 from parallel.int8 import Int8Linear

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine import quantization
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader import load_model
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
+from engine.loader.weights import load_model
 from engine.models.spec import QuantizationSpec
+from engine.quantization import layers as quantization
 from engine.resolve import resolve_for
 from parallel.group import SoloGroup
 from tests.parity.compressed import DYNAMIC, SCHEMES, compress, edit_config, scheme

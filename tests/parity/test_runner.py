@@ -14,12 +14,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
-from engine.executor_start import build_executor, drive_gang, prepare_model
-from engine.local_executor import GangExecutor
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
 from engine.resolve import ThreadShare, resolve
-from engine.runner import ModelRunner
-from engine.worker import worker_main
+from engine.worker.executor_start import build_executor, drive_gang, prepare_model
+from engine.worker.local_executor import GangExecutor
+from engine.worker.runner import ModelRunner
+from engine.worker.worker import worker_main
 from parallel.group import SoloGroup
 from parallel.rendezvous import Rendezvous
 from parallel.torch_group import connect
@@ -194,7 +194,7 @@ def test_an_engine_leaves_no_fewer_threads_to_the_next_one(models, monkeypatch):
             executor.close()
             executor.close()
             assert torch.get_num_threads() == 6
-        monkeypatch.setattr("engine.executor_start.run_worker", failing_rank.run)
+        monkeypatch.setattr("engine.worker.executor_start.run_worker", failing_rank.run)
         for size, error in ((2, EngineDeadError), (1, ConfigError)):
             with pytest.raises(error):
                 build_executor(config(folder, tensor_parallel_size=size, num_kv_blocks=None, kv_cache_memory_bytes=1))
@@ -229,7 +229,7 @@ def test_solo_executor_reports_what_came_up(models):
 
 
 def test_sizes_that_cannot_be_split_are_refused_before_a_process_starts(models, monkeypatch):
-    monkeypatch.setattr("engine.executor_start.launch", lambda *args: pytest.fail("a process was started"))
+    monkeypatch.setattr("engine.worker.executor_start.launch", lambda *args: pytest.fail("a process was started"))
     with pytest.raises(ConfigError, match="sizes that work: 1, 2, 4") as error:
         build_executor(config(models("llama")[1], tensor_parallel_size=3))
     assert error.value.flag == "tensor_parallel_size"
@@ -276,7 +276,7 @@ def test_a_hung_rank_ends_the_gang_by_its_deadline(gang):
 
 def test_a_rank_that_fails_to_load_gives_its_reason(models, monkeypatch):
     _, folder = models("llama")
-    monkeypatch.setattr("engine.executor_start.run_worker", failing_rank.run)
+    monkeypatch.setattr("engine.worker.executor_start.run_worker", failing_rank.run)
     with pytest.raises(EngineDeadError, match=r"rank 1 .*kv_cache_memory_bytes"):
         build_executor(config(folder, tensor_parallel_size=2))
 

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import CheckpointError, ConfigError, EngineAsleepError
-from engine.executor_start import build_executor, model_info
-from engine.graph_sizes import GraphSizes
 from engine.llm import LLM
-from engine.local_executor import SoloExecutor
-from engine.parking import tensors_of
 from engine.request import Request
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.worker.executor_start import build_executor, model_info
+from engine.worker.graph_sizes import GraphSizes
+from engine.worker.local_executor import SoloExecutor
+from engine.worker.parking import tensors_of
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests import tiny_tokenizer
 from tests.parity.graph_lab import use_graphs
@@ -169,7 +169,7 @@ def resident():
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_graphs_are_dropped_and_weights_that_were_parked_are_found_again(folders, monkeypatch, level):
-    monkeypatch.setattr("engine.runner.choose_methods", lambda *given: None)  # plain products, as on a GPU
+    monkeypatch.setattr("engine.worker.runner.choose_methods", lambda *given: None)  # plain products, as on a GPU
     settings = {"max_model_len": 96, "num_kv_blocks": 200, "block_size": 4, "max_num_seqs": 8}
     more = {"max_num_batched_tokens": 64, "attention_backend": "reference", "device": "cpu"}
     runner = ModelRunner(EngineConfig(str(folders / "qwen3"), **settings, **more), SoloGroup())

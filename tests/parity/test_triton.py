@@ -13,12 +13,12 @@ from engine.attention.select import select_backend
 from engine.attention.triton_fit import why_not_triton
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.footprint import footprint_of
-from engine.invariance import check_invariance, fix_products
-from engine.kv_scales import read_kv_scales
-from engine.loader import load_model
-from engine.model_folder import open_model
-from engine.runner import ModelRunner
+from engine.kv.scales import read_kv_scales
+from engine.loader.model_folder import open_model
+from engine.loader.weights import load_model
+from engine.worker.footprint import footprint_of
+from engine.worker.invariance import check_invariance, fix_products
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from parallel.linear import ParallelLinear
 from tests.interpreter import exact_halves

@@ -10,7 +10,7 @@ from cluster.metrics import ClusterFigures, ReplicaFigures
 from cluster.openai.served_model import ServedModel
 from deploy.demo import demo_model_path
 from engine.report import EngineStats, TokenLogprob
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL
 

@@ -19,9 +19,9 @@ from cluster.replica_facts import ReplicaFacts, ReplicaTimes
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
-from engine.fake_executor import FakeExecutor
 from engine.report import EngineStats, SamplingInputs, StepInputs, StepOutputs, StepReport
 from engine.request import Request
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import EOS, VOCAB, expected, request
 
 if TYPE_CHECKING:

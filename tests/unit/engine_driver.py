@@ -7,11 +7,11 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.executor import Executor
-from engine.fake_executor import FakeExecutor, fake_token
 from engine.report import Finish, StepReport, TokenLogprob
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
+from engine.worker.executor import Executor
+from tests.fake_executor import FakeExecutor, fake_token
 from tests.unit.late_executor import LateExecutor
 
 VOCAB = 61

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.carry import Carry
-from engine.decode_graphs import DecodeGraphs
-from engine.fake_executor import FakeExecutor
-from engine.graph_pool import CaptureError
-from engine.graph_sizes import GraphSizes
+from engine.inputs.carry import Carry
+from engine.inputs.step_buffers import BufferSizes, StepBuffers
 from engine.report import StepInputs
-from engine.step_buffers import BufferSizes, StepBuffers
+from engine.worker.decode_graphs import DecodeGraphs
+from engine.worker.graph_pool import CaptureError
+from engine.worker.graph_sizes import GraphSizes
 from parallel.group import SoloGroup
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import VOCAB
 
 CPU = torch.device("cpu")

@@ -47,7 +47,7 @@ def test_every_module_imports_and_a_model_generates_without_ray_and_friends() ->
 PUBLIC = """
 import sys
 
-import engine, engine.scheduler
+import engine, engine.scheduler.scheduler
 from engine import RequestOutput, SamplingParams
 assert "torch" not in sys.modules, "requests and the scheduler know no tensors"
 

@@ -19,7 +19,7 @@ from cluster.dispatch_config import DispatcherConfig
 from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
 from cluster.token_log import TokenLog
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model
 from tests.unit.batch_lab import CREATED, BatchLab, cut_off

@@ -22,7 +22,7 @@ from cluster.batch.server.store import Store
 from cluster.batch.server.windows import Windows
 from cluster.errors import ApiError
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off

@@ -1,8 +1,8 @@
 import pytest
 
-from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
-from engine.prefix_hash import prompt_hashes, token_bytes
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_hash import prompt_hashes, token_bytes
 
 SIZE = 2
 

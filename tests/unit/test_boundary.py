@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block_manager import BlockManager
-from engine.deadlines import Deadlines
 from engine.errors import EngineDeadError, IntegrityError
-from engine.queues import WaitingQueue
+from engine.kv.block_manager import BlockManager
 from engine.request import FinishReason, Sequence
-from engine.rows import Rows
-from engine.scheduler import Scheduler
-from engine.updater import Updater
+from engine.scheduler.deadlines import Deadlines
+from engine.scheduler.queues import WaitingQueue
+from engine.scheduler.rows import Rows
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.updater import Updater
 from tests.unit.cluster_lab import Lab, until
 from tests.unit.engine_driver import Driver, expected, request
 from tests.unit.test_core import ANYTHING, AllButTheEnd, NoEnd

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.carry import Carry
-from engine.device_outputs import FAILED, STUCK
+from engine.inputs.carry import Carry
+from engine.worker.device_outputs import FAILED, STUCK
 from parallel.group import SoloGroup
 
 

@@ -24,8 +24,8 @@ from deploy.environment import Environment, prepare_local_ray
 from deploy.joined_ray import JoinedRay
 from deploy.local_ray import check_capacity
 from deploy.readiness import StartError
-from engine.checkpoint import SINGLE_FILE
 from engine.errors import CheckpointError, ConfigError
+from engine.loader.checkpoint import SINGLE_FILE
 from parallel.errors import ShardingError
 
 

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, normalizers
 
 from engine.errors import InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 

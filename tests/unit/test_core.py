@@ -4,8 +4,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine import prompt_results
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import (
@@ -16,18 +14,20 @@ from engine.errors import (
     PromptTooLongError,
     StepMemoryError,
 )
-from engine.executor import Done, Executor
-from engine.fake_executor import FakeExecutor
-from engine.flight import Wait
 from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.prefix_hash import token_bytes
+from engine.kv.block_manager import BlockManager
+from engine.kv.prefix_hash import token_bytes
 from engine.report import StepOutputs
 from engine.request import FinishReason, Request
-from engine.rows import Rows
-from engine.sampling_inputs import SamplingBuilder, SamplingTable
+from engine.sampling import prompt_results
+from engine.sampling.parameter_table import SamplingBuilder, SamplingTable
 from engine.sampling_params import SamplingParams, StructuredOutput
-from engine.tables import Tables
-from engine.updater import Updater
+from engine.scheduler.rows import Rows
+from engine.scheduler.tables import Tables
+from engine.scheduler.updater import Updater
+from engine.telemetry.flight import Wait
+from engine.worker.executor import Done, Executor
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
 
 

@@ -15,8 +15,8 @@ from cluster.tenants.fair_gate import FairGate
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from cluster.translation import costs_of
-from engine import ledger
 from engine.request import Request
+from engine.telemetry import ledger
 from tests.unit.cluster_lab import Lab, long_request, until
 from tests.unit.test_grammar_replica import Grammars, structured
 from tests.unit.test_metrics import samples

@@ -11,12 +11,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.inputs.step_tensors import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.sleep import TAGS
-from engine.step_tensors import dummy_sampling, dummy_step
+from engine.worker.runner import ModelRunner
+from engine.worker.sleep import TAGS
 from parallel.group import SoloGroup
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
 

@@ -17,8 +17,8 @@ from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.messages import Submit, decode_up, encode
 from cluster.tenants.fair_gate import FairGate
 from cluster.translation import submit_message, submitted_request
-from engine.deadlines import FEW, Deadlines
 from engine.request import FinishReason
+from engine.scheduler.deadlines import FEW, Deadlines
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, events, served_model

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.detokenizer import StopMatcher, TextStream
 from engine.sampling_params import SamplingParams
-from engine.token_text import ByteDecoder, TextDecoders, WindowDecoder
-from engine.tokenizer import Tokenizer
+from engine.text.detokenizer import StopMatcher, TextStream
+from engine.text.token_text import ByteDecoder, TextDecoders, WindowDecoder
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
 BYTE_LEVEL = tiny_tokenizer.byte_level()

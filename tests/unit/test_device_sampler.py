@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from engine import race
-from engine.device_outputs import FAILED, STUCK
 from engine.kernels.triton_draw import RUN_INDEX, _gumbel
 from engine.kernels.triton_sampler import RUN, TritonDraws
-from engine.noise import gumbel, row_keys
-from engine.sampler import sample
+from engine.sampling import race
+from engine.sampling.noise import gumbel, row_keys
+from engine.sampling.sampler import sample
+from engine.worker.device_outputs import FAILED, STUCK
 from tests.parity.stepping import sampling
 from tests.unit.test_logit_rules import bits_of
 from tests.unit.test_sampler import allowed, chi_square_fits, random_logits

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.engine_thread import MAX_UNDELIVERED, EngineThread
-from engine.block_manager import NO_EVENTS
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.flight import FlightRecorder
 from engine.grammar.base import CompiledGrammar
-from engine.ledger import Costs
+from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, StepReport
 from engine.request import Request
+from engine.telemetry.flight import FlightRecorder
+from engine.telemetry.ledger import Costs
 from tests.unit.cluster_lab import until
 from tests.unit.engine_driver import long_request
 

@@ -12,12 +12,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.inputs.step_tensors import dummy_sampling, dummy_step
 from engine.llm import LLM
-from engine.local_executor import GangExecutor, SoloExecutor
 from engine.report import NO_DRAWS
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.step_tensors import dummy_sampling, dummy_step
+from engine.worker.local_executor import GangExecutor, SoloExecutor
+from engine.worker.runner import ModelRunner
 from parallel.errors import ChannelError
 from parallel.group import SoloGroup
 from tests.cuda_shapes import FakeStream, cuda_in_shapes, why_no_shapes
@@ -45,8 +45,8 @@ def gang():
     parts.runner.launch.return_value.has_run = False
     parts.workers.check.side_effect = [None, ChannelError("rank 1 was killed"), ChannelError("rank 1 was killed")]
     with (
-        mock.patch("engine.local_executor.LOOK_AROUND", 0.01),
-        mock.patch("engine.local_executor.pack_draws", lambda sampling, device: NO_DRAWS),
+        mock.patch("engine.worker.local_executor.LOOK_AROUND", 0.01),
+        mock.patch("engine.worker.local_executor.pack_draws", lambda sampling, device: NO_DRAWS),
     ):
         yield GangExecutor(parts.runner, parts.group, parts.channel, parts.workers), parts
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from cluster.figures.replica_process import replica_metrics
 from cluster.figures.steps import StepFigures
 from engine.errors import StepMemoryError
-from engine.fake_executor import FakeExecutor
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import FinishReason
-from engine.times import PhaseTimes
+from engine.telemetry.times import PhaseTimes
+from tests.fake_executor import FakeExecutor
 from tests.unit.cluster_lab import Lab, long_request, until
 from tests.unit.engine_driver import VOCAB, Driver, request
 

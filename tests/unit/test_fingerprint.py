@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from cluster.config import ClusterConfig
 from cluster.replica_host import _facts
 from engine import LLM
-from engine.arithmetic import _device
 from engine.errors import CheckpointError
-from engine.fingerprint import (
+from engine.loader.fingerprint import (
     COMPUTING,
     DRAWING,
     ROOT,
@@ -32,6 +31,7 @@ from engine.fingerprint import (
     vocabulary_fingerprint,
     weights_of,
 )
+from engine.worker.arithmetic import _device
 
 
 @pytest.fixture
@@ -202,9 +202,9 @@ def test_another_number_of_threads_rounds_otherwise(threads: int) -> None:
 def test_another_version_of_our_code_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in COMPUTING:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr("engine.fingerprint.ROOT", tmp_path)
+    monkeypatch.setattr("engine.loader.fingerprint.ROOT", tmp_path)
     seen = []
-    for changed in (None, "engine/layers.c", "parallel/linear.py", "engine/noise.py", "engine/README"):
+    for changed in (None, "engine/layers.c", "parallel/linear.py", "engine/sampling/noise.py", "engine/README"):
         if changed is not None:
             with (tmp_path / changed).open("a") as file:
                 file.write("\n")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.flight import MAX_TOLD, FlightRecorder, Wait, WaitLog, is_of
+from engine.telemetry.flight import MAX_TOLD, FlightRecorder, Wait, WaitLog, is_of
 from tests.unit.engine_driver import Driver, request
 
 

@@ -23,7 +23,7 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.fake_executor import FakeExecutor
+from tests.fake_executor import FakeExecutor
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
 
 KEYS = """

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.model_folder import open_model
+from engine.loader.model_folder import open_model
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import part_checks, part_load
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.graph_pool import GraphPool
-from engine.graph_sizes import GraphSizes
+from engine.worker.graph_pool import GraphPool
+from engine.worker.graph_sizes import GraphSizes
 from tests.bench.gpu import profiled as profiling
 from tests.bench.gpu import session
 from tests.bench.gpu.part_decode import prompt_length, recorded_steps

@@ -11,7 +11,7 @@ from cluster.openai.tools.formats import HermesParser, ListedParser, Llama3JsonP
 from engine.errors import InvalidRequestError
 from engine.grammar.texts import grammar_text
 from engine.sampling_params import StructuredOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.grammar_walk import END, compiled, texts
 

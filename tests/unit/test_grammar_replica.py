@@ -14,11 +14,11 @@ from cluster.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.fake_executor import FakeExecutor
-from engine.flight import Wait
 from engine.grammar.xgr import Vocabulary
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
+from engine.telemetry.flight import Wait
+from tests.fake_executor import FakeExecutor
 from tests.unit.cluster_lab import until
 from tests.unit.engine_driver import EOS, VOCAB, expected, request
 

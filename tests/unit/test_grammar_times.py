@@ -18,8 +18,8 @@ from cluster.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.fake_executor import FakeExecutor
-from engine.flight import Wait
+from engine.telemetry.flight import Wait
+from tests.fake_executor import FakeExecutor
 from tests.unit.cluster_lab import until
 from tests.unit.engine_driver import EOS, VOCAB, Driver, request
 from tests.unit.test_grammar_replica import Grammars, outcome, structured

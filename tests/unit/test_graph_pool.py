@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.graph_pool import CaptureError, CudaGraphDevice, GraphPool
-from engine.graph_sizes import GraphSizes
+from engine.worker.graph_pool import CaptureError, CudaGraphDevice, GraphPool
+from engine.worker.graph_sizes import GraphSizes
 from tests.unit.graph_lab import RerunDevice
 
 SIZES = GraphSizes((1, 2, 4, 8, 16, 24), (4, 24))
@@ -174,7 +174,7 @@ class FakeCuda:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr("engine.graph_pool.torch.cuda", fake)
+    monkeypatch.setattr("engine.worker.graph_pool.torch.cuda", fake)
     return fake
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.graph_sizes import decode_rows, graph_sizes, mixed_sizes
+from engine.worker.graph_sizes import decode_rows, graph_sizes, mixed_sizes
 from tests.parity.test_attention import make_step
 
 

@@ -19,7 +19,7 @@ from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from engine.errors import InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
 from tests.grpc_client import Refusal, gathered, grpc_services, refusal_of, serving_grpc

@@ -13,9 +13,9 @@ from cluster.models.served import served_model
 from deploy.demo import demo_model_path
 from deploy.dry_run import read_spec
 from deploy.fetch import main as fetch_command
-from engine.checkpoint import find_checkpoint
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint, model_identity, prompt_fingerprint, vocabulary_fingerprint
+from engine.loader.checkpoint import find_checkpoint
+from engine.loader.fingerprint import model_fingerprint, model_identity, prompt_fingerprint, vocabulary_fingerprint
 
 MODEL = "some/model"
 WEIGHTS = "model-00001-of-00002.safetensors"

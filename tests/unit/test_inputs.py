@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.fake_executor import FakeExecutor
 from engine.grammar.masks import MaskMaker
-from engine.inputs import InputBuilder, attention_mask
+from engine.inputs.prepare import InputBuilder, attention_mask
 from engine.report import StepInputs
-from engine.sampling_inputs import SamplingTable
-from engine.schedule import Schedule
-from engine.tables import Tables
+from engine.sampling.parameter_table import SamplingTable
+from engine.scheduler.schedule import Schedule
+from engine.scheduler.tables import Tables
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import EOS, VOCAB, Driver, request
 
 

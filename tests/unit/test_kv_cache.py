@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import kv_room
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache import KVCache, block_bytes, cuda_budget, opened_blocks
-from engine.kv_room import cpu_budget, fit_cache, fit_given_blocks
+from engine.kv import room as kv_room
+from engine.kv.cache import KVCache, block_bytes, cuda_budget, opened_blocks
+from engine.kv.room import cpu_budget, fit_cache, fit_given_blocks
 
 CPU = torch.device("cpu")
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import IntegrityError, StepMemoryError
-from engine.fake_executor import FakeExecutor
-from engine.ledger import MAX_TENANTS, NANOS, OTHERS, Ledger, Usage, split
-from engine.tables import Tables
+from engine.kv.block_manager import BlockManager
+from engine.scheduler.tables import Tables
+from engine.telemetry.ledger import MAX_TENANTS, NANOS, OTHERS, Ledger, Usage, split
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import EOS, VOCAB, request
 
 START = 1234.5678901

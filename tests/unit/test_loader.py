@@ -7,11 +7,11 @@ import torch
 from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 
-from engine.checkpoint import find_checkpoint
 from engine.errors import CheckpointError
-from engine.loader import load_model
-from engine.model_folder import open_model
-from engine.safetensors_file import TensorOnDisk
+from engine.loader.checkpoint import find_checkpoint
+from engine.loader.model_folder import open_model
+from engine.loader.safetensors_file import TensorOnDisk
+from engine.loader.weights import load_model
 from parallel.embedding import ROW_MULTIPLE
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequestError
-from engine.fake_executor import FakeExecutor
 from engine.grammar.base import CompiledGrammar, GrammarState
 from engine.grammar.masks import ROWS_EACH, MaskMaker
-from engine.logit_rules import apply_rules, forbid
 from engine.request import FinishReason, Sequence
-from engine.sampler import score
+from engine.sampling.logit_rules import apply_rules, forbid
+from engine.sampling.sampler import score
 from engine.sampling_params import SamplingParams, StructuredOutput
+from tests.fake_executor import FakeExecutor
 from tests.parity.stepping import drawn, sampling
 from tests.unit.engine_driver import EOS, VOCAB, Driver, expected, request
 

@@ -28,10 +28,10 @@ from cluster.messages import (
 )
 from cluster.translation import block_key, load_of, submit_message, submitted_request
 from engine.errors import InvalidRequestError
-from engine.flight import Wait
 from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.telemetry.flight import Wait
 
 LOAD = Load(1, 2, 3, 4, 1, 2, 7, 8, 9, 10, 11, 0.5)
 COSTS = Costs(Usage(4.0, 1e13), Usage(1.5, 0.5), {"team-a": Usage(2.5, 0.25), "": Usage()})

@@ -22,7 +22,7 @@ from cluster.tenants.keys import FixedKeys, KeyRing
 from cluster.tenants.tenancy import Tenancy
 from engine.errors import ConfigError
 from engine.report import EngineStats
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
 from tests.openai_app import client_for, front_for, saying, served_model, two_models_app

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.models.registry import Models
 from cluster.openai import base_endpoint, endpoint, frames, generation, validation
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, client_for, events, served_model
 

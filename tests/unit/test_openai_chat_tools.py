@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tools.formats import TOOL_PARSERS
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying
 

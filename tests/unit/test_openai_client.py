@@ -10,7 +10,7 @@ from cluster.errors import ApiError
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.errors import PromptTooLongError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, saying, serving
 

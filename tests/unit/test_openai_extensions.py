@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletion
 
 from cluster.errors import ApiError
 from engine.sampling_params import StructuredOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi"}]

@@ -11,7 +11,7 @@ from cluster.batch.prepare import Preparer
 from cluster.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Task
 from cluster.openai.tools.formats import HermesParser
 from engine.errors import InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model
 

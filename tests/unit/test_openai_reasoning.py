@@ -13,7 +13,7 @@ from cluster.openai.reasoning.parsers import REASONING_PARSERS, DeepSeekR1Parser
 from cluster.openai.tools.answer import AnswerParser
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
 

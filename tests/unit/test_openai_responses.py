@@ -13,7 +13,7 @@ from cluster.openai.reasoning.parsers import DeepSeekR1Parser
 from cluster.openai.responses.fields import ResponseFields
 from cluster.openai.tools.formats import HermesParser
 from engine.errors import InvalidRequestError, PromptTooLongError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from cluster.openai.reasoning.parsers import DeepSeekR1Parser
 from cluster.openai.tools.formats import HermesParser, MistralParser
 from engine.errors import InvalidRequestError
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model, serving
 

@@ -13,7 +13,7 @@ from cluster.openai.tools.formats import HermesParser, MistralParser
 from cluster.openai.tools.schema_refs import placed_under
 from engine.errors import InvalidRequestError
 from engine.grammar.json_schema import schema_grammar
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
 TREE = {

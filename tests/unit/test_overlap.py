@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from engine.config import EngineConfig
-from engine.holds import Hold
-from engine.planner import Planner
 from engine.request import FinishReason
-from engine.scheduler import Scheduler
+from engine.scheduler.holds import Hold
+from engine.scheduler.planner import Planner
+from engine.scheduler.scheduler import Scheduler
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
 from tests.unit.late_executor import LateExecutor
 from tests.unit.test_core import ANYTHING, AllButTheEnd, end_token

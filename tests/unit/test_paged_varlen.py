@@ -16,7 +16,7 @@ from engine.attention.flash3 import Flash3Attention, why_not_flash3
 from engine.attention.select import select_backend
 from engine.attention.torch_varlen import TorchVarlenAttention, reads_pages, why_not_torch_varlen
 from engine.errors import ConfigError
-from engine.step_tensors import to_device
+from engine.inputs.step_tensors import to_device
 from tests.parity.test_attention import CPU, make_step, run, spec
 
 CUDA = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "block_size": 16}

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine import parking
 from engine.models.rope import RotaryTable
 from engine.models.spec import RopeSpec
-from engine.parking import ParkedWeights, give_back, tensors_of
+from engine.worker import parking
+from engine.worker.parking import ParkedWeights, give_back, tensors_of
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear

@@ -13,7 +13,7 @@ from cluster.routing import prefix_index
 from cluster.routing.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex
 from cluster.routing.prompt_keys import PromptKeys
 from cluster.translation import block_key
-from engine.prefix_hash import prompt_hashes
+from engine.kv.prefix_hash import prompt_hashes
 
 
 class Keys(list):

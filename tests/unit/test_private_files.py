@@ -18,7 +18,7 @@ from cluster.flight_dump import dump_flight
 from cluster.private_files import close_to_others
 from cluster.tracing.exporters import FileExporter
 from deploy.environment import _ensure_token
-from engine.flight import FlightRecorder, Wait
+from engine.telemetry.flight import FlightRecorder, Wait
 from parallel.segment import Segment
 from tests.openai_app import client_for, served_model
 from tests.storage_app import BATCH, FORM, storing_app, two_tenants, upload_form

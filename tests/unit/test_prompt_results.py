@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engine.errors import InvalidRequestError
-from engine.fake_executor import FakeExecutor
 from engine.request import FinishReason
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
 
 

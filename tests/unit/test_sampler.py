@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.race import by_halves
-from engine.sampler import CANDIDATES, score
+from engine.sampling.race import by_halves
+from engine.sampling.sampler import CANDIDATES, score
 from tests.parity.stepping import drawn, sampling
 
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from engine.block_manager import BlockManager
 from engine.errors import IntegrityError
-from engine.newcomers import Newcomers
-from engine.queues import FEW, WaitingQueue
+from engine.kv.block_manager import BlockManager
 from engine.request import FinishReason, Request, Sequence
+from engine.scheduler.newcomers import Newcomers
+from engine.scheduler.queues import FEW, WaitingQueue
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
 
 

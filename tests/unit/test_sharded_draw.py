@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.models.decoder import Decoder
-from engine.race import RUN
 from engine.report import PromptScores
-from engine.sampler import sample
-from engine.sharded_draw import MOST, Draws, draw, draw_apart
-from engine.sharded_draw import pack_draws as pack_for
+from engine.sampling.race import RUN
+from engine.sampling.sampler import sample
+from engine.sampling.sharded_draw import MOST, Draws, draw, draw_apart
+from engine.sampling.sharded_draw import pack_draws as pack_for
 from parallel.embedding import ParallelLMHead
 from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
@@ -29,7 +29,7 @@ def pack_draws(inputs, device="cpu"):
 
 @pytest.fixture(autouse=True)
 def any_row_pays(monkeypatch):
-    monkeypatch.setattr("engine.sharded_draw.FEWEST", 1)
+    monkeypatch.setattr("engine.sampling.sharded_draw.FEWEST", 1)
 
 
 def apart(logits, inputs, size):
@@ -174,7 +174,7 @@ def test_what_needs_whole_rows_gets_them(values):
 
 
 def test_few_rows_are_gathered(monkeypatch):
-    monkeypatch.setattr("engine.sharded_draw.FEWEST", 3)
+    monkeypatch.setattr("engine.sampling.sharded_draw.FEWEST", 3)
     assert [len(pack_draws(sampling(rows))) for rows in (0, 2, 3)] == [0, 0, 3]
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError, ConfigError, EngineDeadError, StepMemoryError
-from engine.fake_executor import FakeExecutor
 from engine.request import FinishReason
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import VOCAB, Driver, expected, request
 
 

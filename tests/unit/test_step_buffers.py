@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from engine.host_copies import HostPair
+from engine.inputs.host_copies import HostPair
+from engine.inputs.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
+from engine.inputs.table_mirror import TableMirror
 from engine.report import StepInputs
-from engine.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
-from engine.table_mirror import TableMirror
 from tests.unit.engine_driver import Driver, request
 from tests.unit.graph_lab import CPU, BufferedExecutor, WatchedCopies, sizes_of
 from tests.unit.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes

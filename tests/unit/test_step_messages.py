@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.config import EngineConfig
-from engine.fake_executor import FakeExecutor
+from engine.inputs.step_messages import PLAIN, StepReader, StepWriter
 from engine.report import StepInputs
-from engine.step_messages import PLAIN, StepReader, StepWriter
 from parallel.errors import ChannelError
 from parallel.packing import Message, pack, unpack
+from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import VOCAB
 from tests.unit.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes
 from tests.unit.test_step_buffers import decode

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import CheckpointError, InvalidRequestError
-from engine.tokenizer import LONG_TEXT, Tokenizer
+from engine.text.tokenizer import LONG_TEXT, Tokenizer
 from tests import tiny_tokenizer
 
 

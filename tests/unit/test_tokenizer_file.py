@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.errors import CheckpointError
-from engine.tokenizer_file import GENERIC_CLASSES, TAKEN_AS_DECLARED, load_tokenizer
+from engine.text.tokenizer_file import GENERIC_CLASSES, TAKEN_AS_DECLARED, load_tokenizer
 from tests import tiny_tokenizer
 
 MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "<|eos|> 🙂 naïve\n\n"}]

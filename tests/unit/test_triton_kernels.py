@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from engine.config import EngineConfig
 from engine.kernels.base import TorchKernels
 from engine.kernels.triton_kernels import WIDEST, TritonKernels
-from engine.runner import ModelRunner
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.interpreter import exact_halves
 from tests.parity.stepping import Stepper
@@ -137,7 +137,7 @@ def test_torch_serves_what_the_kernels_are_not_made_for():
 @pytest.mark.parametrize("name", ["qwen3"])
 def test_a_model_gives_the_tokens_of_transformers(name, tmp_path, monkeypatch):
     model = make(name, tmp_path)
-    monkeypatch.setattr("engine.runner.select_kernels", lambda *_: OURS)
+    monkeypatch.setattr("engine.worker.runner.select_kernels", lambda *_: OURS)
     config = EngineConfig(str(tmp_path), num_kv_blocks=40, device=DEVICE.type, dtype="float32")
     few = prompts(2, longest=9, seed=2)
     check_against(model, Stepper(ModelRunner(config, SoloGroup(DEVICE))).generate(few, 2), few)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import demo_model_path
-from engine.checkpoint import MAX_HEADER_BYTES, check_weight_files, read_json, tensor_files
 from engine.errors import CheckpointError
-from engine.fingerprint import model_fingerprint
-from engine.model_folder import open_model
-from engine.safetensors_file import SafetensorsFile
-from engine.tokenizer_file import load_tokenizer
+from engine.loader.checkpoint import MAX_HEADER_BYTES, check_weight_files, read_json, tensor_files
+from engine.loader.fingerprint import model_fingerprint
+from engine.loader.model_folder import open_model
+from engine.loader.safetensors_file import SafetensorsFile
+from engine.text.tokenizer_file import load_tokenizer
 
 MODEL_FOLDER = demo_model_path()
 DEEP = b"[" * 100_000

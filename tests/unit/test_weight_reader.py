@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine import weight_reader
 from engine.errors import CheckpointError
-from engine.safetensors_file import DTYPES, Checkpoint, SafetensorsFile
-from engine.weight_reader import chunks_of, fill
+from engine.loader import weight_reader
+from engine.loader.safetensors_file import DTYPES, Checkpoint, SafetensorsFile
+from engine.loader.weight_reader import chunks_of, fill
 from parallel.parameter import ShardedParameter, Transfer
 from parallel.sharding import even_pieces
 

@@ -31,7 +31,7 @@ from cluster.tenants.tenancy import Tenancy
 from cluster.tenants.tenant import Tenant
 from deploy.demo import demo_model_path
 from deploy.why import FOUND, NOTHING, UNREACHABLE, show_why
-from engine.flight import FlightRecorder, Wait
+from engine.telemetry.flight import FlightRecorder, Wait
 from tests.openai_app import client_for, front_for, served_model
 from tests.unit.cluster_lab import Lab, long_request, until
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cluster.batch.prepare import Preparer
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.log_lines import JsonLines
-from engine.tokenizer import Tokenizer
-from engine.wordless import wordless
+from engine.telemetry.wordless import wordless
+from engine.text.tokenizer import Tokenizer
 from tests.grpc_client import refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 from tests.unit.batch_lab import BatchLab

@@ -20,7 +20,7 @@ from cluster.batch.ledger.frame_file import FrameWriter
 from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
 from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
 from cluster.private_files import close_to_others, make_folder, opener
-from engine.fingerprint import weights_of
+from engine.loader.fingerprint import weights_of
 
 FIRST_ERRORS = 3
 

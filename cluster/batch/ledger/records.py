@@ -16,7 +16,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch is of: all that decides its output. Two runs of one command have equal jobs, but for `created`.
 
     rows: number of rows of the input. input_digest: over all rows, in order. model, fingerprint: what answers, and
-    `engine.fingerprint.model_identity` of it. settings: what else decides an answer, as JSON: that of
+    `engine.loader.fingerprint.model_identity` of it. settings: what else decides an answer, as JSON: that of
     `cluster.batch.decisive`, and what was asked for. created: seconds since 1970; answers carry it. version: of
     Squadron.
     """

@@ -49,7 +49,7 @@ from cluster.openai.checking import MAX_PRIORITY
 from cluster.openai.served_model import ServedModel
 from cluster.private_files import make_folder
 from cluster.tenants.tenant import Tenant, tenant_salt
-from engine.fingerprint import weights_of
+from engine.loader.fingerprint import weights_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -44,8 +44,8 @@ from cluster.tenants.quotas import Quotas
 from cluster.tenants.start import keys_for
 from cluster.tenants.tenant import OPEN, Tenant
 from engine.errors import SquadronError
-from engine.fingerprint import model_identity, vocabulary_fingerprint
 from engine.heap import settle_heap
+from engine.loader.fingerprint import model_identity, vocabulary_fingerprint
 
 logger = logging.getLogger(__name__)
 

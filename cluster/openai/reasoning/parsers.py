@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from cluster.openai.tools.registry import Registry
 
 if TYPE_CHECKING:  # a command line that checks settings must not wait for transformers
-    from engine.tokenizer import Tokenizer
+    from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from cluster.openai.responses.body import ResponseBody, usage_body
 from cluster.openai.responses.output import CallItem, MessageItem, OpenItem, ReasoningItem
 from cluster.openai.responses.parse import Asked
 from cluster.openai.tools.deltas import CallDelta
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 _encode = json.Encoder().encode
 

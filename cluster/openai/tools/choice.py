@@ -19,7 +19,7 @@ from cluster.openai.tools.schema_refs import placed_under
 from engine.errors import InvalidRequestError
 from engine.grammar.calls import CallsOrJson
 from engine.sampling_params import StructuredOutput
-from engine.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 ToolMode = Literal["auto", "required", "named"]
 Schema = Mapping[str, Any]

@@ -20,8 +20,8 @@ from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from engine.attention.select import select_backend
 from engine.config import ATTENTION_BACKENDS
 from engine.errors import ConfigError
+from engine.inputs.step_tensors import to_device
 from engine.report import StepInputs
-from engine.step_tensors import to_device
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import Limits

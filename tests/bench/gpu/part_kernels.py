@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.inputs.step_tensors import dummy_sampling
 from engine.kernels.base import Kernels, TorchKernels
-from engine.sampler import sample
-from engine.step_tensors import dummy_sampling
+from engine.sampling.sampler import sample
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF, Limits

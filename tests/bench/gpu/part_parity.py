@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.bench.gpu.bench import Bench
 from tests.bench.gpu.figures import Figure, Part

@@ -1,0 +1,227 @@
+"""Who holds which KV block, and which free blocks still hold something worth finding."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine.errors import IntegrityError
+from engine.kv.prefix_hash import TOKEN_BYTES
+from engine.report import BlockEvents
+
+NO_EVENTS = BlockEvents()
+
+
+class BlockManager:
+    """Fixed-size blocks with reference counts and a prefix cache. Every operation is O(1) per block.
+
+    A block is in one of three states: held (`refs > 0`), cached (free to take, but found by `match` until it is
+    taken), or free. Block 0 is the null block: it pads block tables and is never handed out.
+
+    payer: for whom a block is held, a name that `held` counts by: of those who share a block, the first.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._refs = [0] * num_blocks
+        self._payers = [""] * num_blocks  # of the blocks that are held
+        self._held: dict[str, int] = {}
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack: block 1 is taken first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._index: dict[bytes, int] = {}
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._contents: list[bytes] = [b""] * num_blocks  # token ids of the blocks in the index
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
+        self._cleared = False
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds, but which `match` can still find."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def held(self) -> Mapping[str, int]:
+        """Blocks that are held, each counted once, by payer; those that hold none are left out. A live view."""
+        return self._held
+
+    def allocate(self, count: int, payer: str = "") -> list[int]:
+        """Take `count` blocks, empty ones first, then the least recently used cached ones.
+
+        Raises `ValueError`, having taken nothing, when fewer than `count` are available.
+        """
+        return self.allocate_each([payer] * count)
+
+    def allocate_each(self, payers: Sequence[str]) -> list[int]:
+        """Take one block for each payer: `allocate` for several at once."""
+        if len(payers) > self.num_available:
+            raise ValueError(f"{len(payers)} KV blocks wanted, {self.num_available} available")
+        free, refs = self._free, self._refs
+        taken = []
+        for payer in payers:
+            block = free.pop() if free else self._evict()
+            refs[block] = 1
+            self._charge(block, payer)
+            taken.append(block)
+        return taken
+
+    def match(self, hashes: Sequence[bytes], tokens: bytes) -> list[int]:
+        """Return the cached blocks of the longest known prefix; they are not held yet (see `acquire`).
+
+        hashes: digests of the leading full blocks. tokens: all token ids as int32, compared on every hit.
+        """
+        width = self.block_size * TOKEN_BYTES
+        found: list[int] = []
+        for i, digest in enumerate(hashes):
+            block = self._index.get(digest)
+            if block is None or self._contents[block] != tokens[i * width : (i + 1) * width]:
+                break
+            found.append(block)
+        return found
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block with this digest can be found."""
+        return digest in self._index
+
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
+        return sum(not self._refs[block] for block in blocks)
+
+    def acquire(self, blocks: Iterable[int], payer: str = "") -> None:
+        """Hold blocks that `match` found, or that another table holds."""
+        for block in blocks:
+            if not self._refs[block]:
+                del self._cached[block]
+                self._charge(block, payer)
+            self._refs[block] += 1
+
+    def release(self, table: list[int]) -> None:
+        """Let go of a whole table. Tails are freed first, so that they are evicted before the heads they need."""
+        for block in reversed(table):
+            self._drop(block)
+
+    def fork(self, table: list[int]) -> list[int]:
+        """Return a second table of the same blocks; whoever writes first must ask `writable`."""
+        self.acquire(table)
+        return table.copy()
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one table holds `block`."""
+        return self._refs[block] > 1
+
+    def writable(self, table: list[int], index: int, payer: str = "") -> tuple[int, int] | None:
+        """Make `table[index]` safe to write. Returns (source, destination) when the block must be copied first.
+
+        Raises `ValueError`, having changed nothing, when a copy is needed and no block is available.
+        """
+        source = table[index]
+        if self._refs[source] == 1:
+            return None
+        (table[index],) = self.allocate(1, payer)
+        self._drop(source)
+        return source, table[index]
+
+    def seal(self, block: int, digest: bytes, tokens: bytes) -> None:
+        """Make a full, computed block findable. If an equal one is known already, that one stays."""
+        if digest in self._index:
+            return
+        self._index[digest] = block
+        self._hashes[block] = digest
+        self._contents[block] = tokens
+        if digest in self._removed:
+            del self._removed[digest]
+        else:
+            self._stored[digest] = None
+
+    def clear_cache(self) -> None:
+        """Forget all contents; blocks stay with whoever holds them."""
+        for block in self._index.values():
+            self._hashes[block] = None
+            self._contents[block] = b""
+        self._index.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._stored.clear()
+        self._removed.clear()
+        self._cleared = True
+
+    def known_hashes(self) -> tuple[bytes, ...]:
+        """Return the digests of all findable blocks: what a listener that joins late must be told."""
+        return tuple(self._index)
+
+    def take_events(self) -> BlockEvents:
+        """Return the net change of the cache since the last call; `cleared` happened before the rest."""
+        if not (self._stored or self._removed or self._cleared):
+            return NO_EVENTS
+        events = BlockEvents(tuple(self._stored), tuple(self._removed), self._cleared)
+        self._stored.clear()
+        self._removed.clear()
+        self._cleared = False
+        return events
+
+    def check_integrity(self, tables: Iterable[list[int]]) -> None:
+        """Check all invariants against the live block tables. Raises `IntegrityError`. O(blocks)."""
+        held = Counter(block for table in tables for block in table)
+        for block, refs in enumerate(self._refs):
+            if refs != held[block]:
+                raise IntegrityError(f"block {block} has {refs} references, but is in {held[block]} tables")
+        if dict(Counter(self._payers[block] for block in held)) != self._held:
+            raise IntegrityError("the blocks held by payer are miscounted")
+        if held[0] or self._hashes[0] is not None:
+            raise IntegrityError("the null block is in use")
+        if sorted([*self._free, *self._cached, *held]) != list(range(1, self.num_blocks)):
+            raise IntegrityError("free + cached + held blocks are not all blocks, each once")
+        self._check_index()
+
+    def _check_index(self) -> None:
+        for digest, block in self._index.items():
+            if self._hashes[block] != digest:
+                raise IntegrityError(f"the index finds block {block} under a hash that it does not have")
+        named = {block for block, digest in enumerate(self._hashes) if digest is not None}
+        if named != set(self._index.values()) or not named.issuperset(self._cached):
+            raise IntegrityError("blocks with a hash and the index differ")
+        if named.intersection(self._free):
+            raise IntegrityError("an empty block still has a hash")
+
+    def _drop(self, block: int) -> None:
+        self._refs[block] -= 1
+        if self._refs[block]:
+            return
+        payer = self._payers[block]
+        self._held[payer] -= 1
+        if not self._held[payer]:
+            del self._held[payer]
+        if self._hashes[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def _charge(self, block: int, payer: str) -> None:
+        self._payers[block] = payer
+        self._held[payer] = self._held.get(payer, 0) + 1
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        digest = self._hashes[block]
+        if digest is None:
+            raise IntegrityError(f"cached block {block} has no hash")
+        del self._index[digest]
+        self._hashes[block] = None
+        self._contents[block] = b""
+        if digest in self._stored:
+            del self._stored[digest]
+        else:
+            self._removed[digest] = None
+        return block

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters by slot, rules, noise, and the draw itself."""

@@ -1,0 +1,163 @@
+"""Chooses tokens from logits. Each row's token is a function of its own logits, parameters and key alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.inputs.upload import upload
+from engine.report import Floats, Ints, SamplingInputs
+from engine.sampling.draws import TokenDraws
+from engine.sampling.logit_rules import NEVER, apply_rules, changes_logits, column, forbid
+from engine.sampling.noise import row_keys
+from engine.sampling.race import RUN, best_values, first_best, log_sum_exp, run_race
+from engine.sampling_params import MAX_LOGPROBS
+from engine.worker.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
+
+# Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
+CANDIDATES = 64
+MORE = 16
+
+
+def sample(
+    logits: Tensor, inputs: SamplingInputs, draws: TokenDraws | None = None, before: Tensor | None = None
+) -> DeviceOutputs:
+    """Choose one token per row of `logits`, [num_samples, vocab], which may be overwritten.
+
+    Order as in vLLM: bias, allowed and forbidden ids, penalties, temperature, min-p, top-k, top-p. Log-probabilities
+    are those of the logits as they came. Rows whose best logit came NaN or infinite get FAILED for a token, whatever
+    their rules make of it; rows whose rules leave them none STUCK.
+
+    draws: made for the device; without them torch's operations serve, which wait for the device where top-p is set.
+    Logits in 16 bits are widened by what draws, as it reads them; for all else here there is a copy in fp32.
+    before: the tokens of the step before, where rules want them (see `apply_rules`).
+    """
+    wants_logprobs = inputs.num_logprobs >= 0
+    changed = changes_logits(inputs)
+    if changed or wants_logprobs or draws is None:
+        logits = logits.float()
+    raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
+    came_sound = logits.amax(dim=-1).isfinite() if changed else None
+    if changed:
+        apply_rules(logits, inputs, draws.forbid if draws else forbid, before)
+    drawn = draws.draw(logits, inputs) if draws else _drawn(logits, inputs)
+    logprobs = score(raw, drawn.clamp(min=0).long(), inputs.num_logprobs) if wants_logprobs else None
+    if came_sound is not None:
+        drawn = drawn.where(drawn >= 0, STUCK).where(came_sound, FAILED)
+    return DeviceOutputs(drawn, logprobs)
+
+
+def _drawn(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Return the tokens, [num_samples] int32, FAILED where the best logit is NaN or infinite."""
+    logits = F.pad(logits, (0, -logits.shape[1] % RUN), value=NEVER) if logits.shape[1] % RUN else logits.contiguous()
+    peaks = logits.view(len(logits), -1, RUN).amax(dim=-1)
+    best = first_best(logits, peaks)
+    sound = logits.gather(1, best[:, None]).isfinite()[:, 0]
+    tokens = best if inputs.all_greedy else _draw(logits, peaks, best, inputs)
+    return tokens.where(sound, FAILED).to(torch.int32)
+
+
+def score(logits: Tensor, tokens: Tensor, count: int, ranked: bool = False) -> DeviceLogprobs:
+    """Return the log-probabilities of `tokens`, [num], and of the `count` best. logits: [num, vocab] fp32.
+
+    ranked: and the ranks of `tokens`: how many of the vocabulary are at least as likely, as vLLM counts them. Figures
+    of a row whose best logit is NaN or infinite are all NaN; -inf is a token that the model rules out.
+    """
+    total = log_sum_exp(logits)
+    total = total.where(total.isfinite(), torch.nan)
+    # How many are looked for decides which of equals are found: always as many, whatever others in the batch want.
+    values, ids = logits.topk(min(MAX_LOGPROBS if count else 0, logits.shape[1]), dim=-1)
+    own = logits.gather(1, tokens[:, None])
+    ranks = torch.count_nonzero(logits >= own, dim=-1).to(torch.int32) if ranked else None
+    return DeviceLogprobs((own - total)[:, 0], ids[:, :count].to(torch.int32), values[:, :count] - total, ranks)
+
+
+@dataclass(slots=True)
+class _Race:
+    """The rows that are drawn at random, after temperature.
+
+    logits: [num_rows, vocab]; peaks: the largest of each run before temperature, [num_rows, vocab / RUN];
+    most: each row's largest logit, [num_rows, 1]; weights: exp(logits - most), [num_rows, vocab].
+    """
+
+    logits: Tensor
+    peaks: Tensor
+    most: Tensor
+    weights: Tensor
+
+    def rows(self, index: Tensor) -> _Race:
+        """Return some of the rows; all of them without a copy."""
+        if len(index) == len(self.logits):
+            return self
+        return _Race(*(each.index_select(0, index) for each in (self.logits, self.peaks, self.most, self.weights)))
+
+
+def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Return the tokens of all rows, `best` where temperature is 0."""
+    rows = np.flatnonzero(inputs.temperature)
+    (index,) = upload([rows], logits.device)
+    if len(rows) < len(logits):
+        logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
+    logits = logits.div_(column(inputs.temperature[rows], logits))
+    most = logits.gather(1, best[index, None])
+    race = _Race(logits, peaks, most, (logits - most).exp_())
+    least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
+    keys = row_keys(inputs.seeds[rows], inputs.choices[rows], inputs.positions[rows])
+    _, ids = run_race(race.logits, race.weights, least, upload([keys], logits.device)[0])
+    return best.index_copy(0, index, ids)
+
+
+def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
+    """Return the least logit that each row may draw, [num_rows, 1]; None when no row is filtered.
+
+    Ties with the least are kept, so that a row does not depend on how anybody sorts.
+    """
+    limited = (top_k > 0) & (top_k < race.logits.shape[1])
+    rows = np.flatnonzero(limited | (top_p < 1))
+    if not rows.size and not min_p.any():
+        return None
+    with np.errstate(divide="ignore"):
+        least = race.most + column(np.log(min_p), race.most)
+    if not rows.size:
+        return least
+    (index,) = upload([rows], least.device)
+    limited, top_k, top_p = limited[rows], top_k[rows], top_p[rows]
+    some = race.rows(index)
+    mine = least[index]
+    if limited.any():
+        mine = _top_k(some, mine, limited, top_k)
+    if (top_p < 1).any():
+        mine = _top_p(some, mine, column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
+    return least.index_copy(0, index, mine)
+
+
+def _top_k(race: _Race, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) -> Tensor:
+    """Raise `least` to the k-th best logit in the rows that are limited."""
+    rank = np.where(limited, top_k, 1).astype(np.int64) - 1
+    values = best_values(race.logits, race.peaks, int(rank.max()) + 1)
+    kth = values.gather(1, column(rank, least)).maximum(least)
+    return torch.where(column(limited, least), kth, least)
+
+
+def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
+    """Raise `least` to the lowest logit of the smallest set of best tokens whose mass reaches top_p.
+
+    least: what earlier filters left, [num_rows, 1]; count: how many of the best are looked at first.
+    """
+    wanted = (race.weights * (race.logits >= least)).sum(dim=-1, keepdim=True).double() * top_p
+    values = best_values(race.logits, race.peaks, count)
+    mass = ((values - race.most).exp_() * (values >= least)).double()
+    inside = (mass.cumsum(dim=-1) - mass < wanted) & (values >= least)
+    last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)).maximum(least)
+    last = torch.where(top_p < 1, last, least)
+    # Where even the last one looked at is inside, the set may go on.
+    unsure = torch.nonzero(inside[:, -1] & (top_p[:, 0] < 1))[:, 0]
+    if count < race.logits.shape[1] and len(unsure):
+        more = min(count * MORE, race.logits.shape[1])
+        last[unsure] = _top_p(race.rows(unsure), least[unsure], top_p[unsure], more)
+    return last

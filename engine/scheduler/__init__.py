@@ -1,0 +1,1 @@
+"""Which sequences run in a step, with how many tokens, and what becomes of them afterwards."""

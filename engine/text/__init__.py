@@ -1,0 +1,1 @@
+"""Between text and tokens: the tokenizer, chat templates, and text as it grows."""

@@ -1,0 +1,1 @@
+"""What computes a step on each rank: executors, the runner, CUDA graphs, sleep."""

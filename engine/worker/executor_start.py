@@ -1,0 +1,195 @@
+"""From a config to an executor that is ready for its first step, with the processes of a gang where it needs them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineDeadError
+from engine.loader.checksums import check_sums, summed_files
+from engine.loader.model_folder import ModelFolder, check_sharding, open_model
+from engine.models.spec import DecoderSpec
+from engine.resolve import ThreadShare, resolve
+from engine.worker.arithmetic import arithmetic_of
+from engine.worker.executor import Executor
+from engine.worker.local_executor import GangExecutor, SoloExecutor, Workers, last_words
+from engine.worker.runner import ModelRunner
+from engine.worker.worker import await_workers, device_of, join_group, open_channel, run_worker
+from parallel.channel import Channel
+from parallel.errors import ParallelError, ShardingError
+from parallel.group import Group, SoloGroup
+from parallel.launcher import launch
+from parallel.rendezvous import Rendezvous
+from parallel.ring import SharedMemoryRing
+
+logger = logging.getLogger(__name__)
+
+CHECKSUMS = "checksums"  # phase of starting
+
+OnPhase = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What came up: the config with everything resolved, and what the model is.
+
+    num_kv_blocks: null block included. vocab_size: width of the logits. phases: seconds by phase of starting.
+    arithmetic: what decides the last bits of the logits, by name.
+    """
+
+    config: EngineConfig
+    spec: DecoderSpec
+    num_kv_blocks: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    attention_backend: str
+    phases: dict[str, float]
+    arithmetic: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit the KV cache."""
+        return (self.num_kv_blocks - 1) * self.config.block_size
+
+    @property
+    def words(self) -> str:
+        """What serves, in a line: architecture, types, how attention is computed."""
+        parts = [self.spec.architecture, self.config.dtype, f"attention {self.attention_backend}"]
+        if self.config.quantization is not None:
+            parts.append(f"quantization {self.config.quantization}")
+        if self.config.fp8_cache:
+            parts.append("KV cache fp8")
+        return ", ".join(parts)
+
+
+def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[Executor, ModelInfo]:
+    """Load the model on this machine and return its executor, ready for the first step.
+
+    With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one. on_phase:
+    told each phase of loading as it begins.
+
+    Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
+    """
+    folder, config = prepare_model(config, on_phase)
+    size = config.tensor_parallel_size
+    if size == 1:
+        return _run_alone(config, folder, on_phase)
+    _check_gpus(config)
+    rendezvous = Rendezvous.create()
+    ring = SharedMemoryRing.create(readers=size - 1)
+    workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
+    return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
+
+
+def _run_alone(config: EngineConfig, folder: ModelFolder, on_phase: OnPhase) -> tuple[SoloExecutor, ModelInfo]:
+    threads = ThreadShare(1)
+    try:
+        runner = ModelRunner(config, SoloGroup(device_of(config, 0)), folder, on_phase)
+    except BaseException:
+        threads.give_back()
+        raise
+    return SoloExecutor(runner, threads), model_info(runner)
+
+
+def _check_gpus(config: EngineConfig) -> None:
+    """Raise `ConfigError` where ranks on this machine would share a GPU, over which NCCL does not work."""
+    device, size = config.device or "cpu", config.tensor_parallel_size
+    if device.startswith("cuda:"):
+        raise ConfigError(
+            f"device={device} is one GPU, and tensor_parallel_size={size} needs {size}; use device=cuda", "device"
+        )
+    count = torch.cuda.device_count() if device == "cuda" else size
+    if count < size:
+        raise ConfigError(
+            f"tensor_parallel_size={size} needs a GPU for each rank, and torch sees {count}; use at most {count}",
+            "tensor_parallel_size",
+        )
+
+
+def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[ModelFolder, EngineConfig]:
+    """Read the model's config and check that it can be served so, before any process or weight.
+
+    Where the checkpoint has sums of its files (`engine.loader.checksums`), those are checked: a phase of its own.
+
+    Returns the folder, and the config as all ranks must get it (device and dtype chosen).
+    Raises `CheckpointError` or `ConfigError`.
+    """
+    folder = _checked(open_model(config.model), on_phase)
+    full = resolve(config, folder.spec)
+    try:
+        check_sharding(folder.spec, config.tensor_parallel_size)
+    except ShardingError as error:
+        raise ConfigError(f"tensor_parallel_size does not fit the model: {error}", "tensor_parallel_size") from error
+    return folder, config.resolved(device=full.device, dtype=full.dtype)
+
+
+def _checked(folder: ModelFolder, on_phase: OnPhase) -> ModelFolder:
+    """Return the folder with the seconds that its sums took, if it has any. Raises `CheckpointError`."""
+    sums = summed_files(folder.path)
+    if not sums:
+        return folder
+    on_phase(CHECKSUMS)
+    began = time.perf_counter()
+    check_sums(folder.path, sums)
+    return replace(folder, phases={CHECKSUMS: time.perf_counter() - began})
+
+
+def drive_gang(
+    config: EngineConfig,
+    folder: ModelFolder,
+    rendezvous: Rendezvous,
+    channel: Channel | None,
+    workers: Workers,
+    on_phase: OnPhase = lambda _: None,
+) -> tuple[GangExecutor, ModelInfo]:
+    """Be rank 0 of a gang whose workers were started elsewhere with `worker_main`; returns when all are loaded.
+
+    config: from `prepare_model`. channel: the ring whose name the workers got, None where they got none.
+    Takes `channel` and `workers` over: on any error they are ended. Raises like `build_executor`.
+    """
+    group: Group | None = None
+    size = config.tensor_parallel_size
+    began = time.perf_counter()
+    threads = ThreadShare(size)
+    try:
+        on_phase("workers")
+        await_workers(rendezvous, size, workers.check)
+        group = join_group(config, 0, size, rendezvous)
+        channel = channel or open_channel(group, rendezvous, None)
+        waited = time.perf_counter() - began
+        runner = ModelRunner(config, group, folder, on_phase)
+    except BaseException as error:
+        reason = last_words(workers) if isinstance(error, ParallelError) else None
+        workers.kill()
+        for part in (channel, group):
+            if part is not None:
+                part.close()
+        threads.give_back()
+        if isinstance(error, ParallelError):
+            raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
+        raise
+    runner.phases = {**folder.phases, "workers": waited, **runner.phases}
+    return GangExecutor(runner, group, channel, workers, threads), model_info(runner)
+
+
+def model_info(runner: ModelRunner) -> ModelInfo:
+    """Return what a loaded runner serves."""
+    config, spec = runner.config, runner.spec
+    info = ModelInfo(
+        config=config,
+        spec=spec,
+        num_kv_blocks=config.num_kv_blocks or 0,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        attention_backend=runner.attention_backend,
+        phases=dict(runner.phases),
+        arithmetic=arithmetic_of(config, runner.model, runner.group, runner.attention_backend),
+    )
+    logger.info("arithmetic: %s", "; ".join(f"{name} {value}" for name, value in info.arithmetic.items()))
+    logger.info("%s on %s, KV cache of %d tokens", info.words, config.device, info.kv_tokens)
+    return info

@@ -1,0 +1,179 @@
+"""The forward pass of a step on one rank: from its inputs to the logits that are wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
+from engine.config import EngineConfig
+from engine.inputs.carry import Carry
+from engine.inputs.step_buffers import StepBuffers
+from engine.inputs.step_tensors import split_step, to_device
+from engine.inputs.upload import upload
+from engine.kv.cache import KVCache, opened_blocks
+from engine.models.decoder import Decoder
+from engine.report import StepInputs
+from engine.sampling.sharded_draw import Head
+from engine.worker.decode_graphs import DecodeGraphs, RestOfHead
+from engine.worker.graph_pool import GraphDevice, GraphPool
+from engine.worker.graph_sizes import NO_SIZES, GraphSizes
+from engine.worker.mixed_graphs import MixedGraphs, MixedResults
+
+# Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
+PART_TOKENS = 1024
+LOGIT_ROWS = 1024  # rows of logits that are in memory at a time, at most
+SCORED_BYTES = 64 << 20  # of logits in fp32 that the log-probabilities of a prompt are read from at a time
+
+
+def logit_rows(config: EngineConfig, vocab_size: int) -> int:
+    """Return how many rows of logits are in memory at a time, on every rank alike: all that draw in a step, if they
+    are no more than `LOGIT_ROWS`, and no more than those or `SCORED_BYTES` of a prompt whose tokens are scored.
+    """
+    return min(LOGIT_ROWS, max(config.max_num_seqs, SCORED_BYTES // (4 * vocab_size), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What a forward pass gives; the next one may overwrite it.
+
+    rows: of what `head` makes wanted logits, in order. pooled: sums of hidden states, [num_pooled, hidden] fp32.
+    """
+
+    rows: Tensor
+    head: Head
+    pooled: Tensor
+
+
+class CachedModel:
+    """A model over its part of the KV cache. It knows none of its users, so graphs may hold it as `Forward` does."""
+
+    def __init__(self, model: Decoder, attention: AttentionBackend, cache: KVCache) -> None:
+        self.model = model
+        self.attention = attention
+        self.cache = cache
+
+    def states(self, step: StepTensors, metadata: object) -> Tensor:
+        """Return the hidden states of a step, [num_tokens, hidden]. metadata: of the attention backend."""
+        context = AttentionContext(self.attention, metadata, self.cache.layers)
+        return self.model(step.input_ids, step.positions, context)
+
+    def decode(self, longest: int, step: StepTensors, logits: Tensor) -> None:
+        """Put the logits of a decode step into `logits`, [sequences, share]. longest: tokens of a sequence."""
+        states = self.states(step, self.attention.decode_metadata(step, longest))
+        self.model.own_logits(states, out=logits)
+
+    def mixed(self, longest: int, step: StepTensors, plan: Tensor, results: MixedResults) -> None:
+        """Put the hidden states and the wanted logits of a mixed step into `results`; see `MixedGraphs`."""
+        states = self.states(step, self.attention.mixed_metadata(step, plan, longest))
+        results.states.copy_(states)
+        self.model.own_logits(states.index_select(0, step.logits_indices), out=results.logits)
+
+
+class Forward:
+    """Runs a model over its part of the KV cache. All ranks of a group must make the same calls."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        cache: KVCache,
+        carry: Carry,
+        buffers: StepBuffers | None = None,
+    ) -> None:
+        """buffers: where a device gets its inputs; None on CPU, where they are not sent anywhere."""
+        self.graphs: DecodeGraphs | None = None
+        self.mixed: MixedGraphs | None = None
+        self._over = CachedModel(model, attention, cache)
+        self._rest = RestOfHead(model)
+        self._carry = carry
+        self._buffers = buffers
+        self._device = model.group.device
+
+    def use_graphs(
+        self, device: GraphDevice, sizes: GraphSizes, longest: int, mixed: GraphSizes = NO_SIZES, rows: int = 0
+    ) -> None:
+        """Replay decode steps from now on, where the attention backend `supports_graphs` and there are buffers.
+
+        Small mixed steps, too, where it `supports_mixed_graphs`. longest: tokens of a sequence. mixed: tokens that
+        those steps are padded to. rows: most of any step.
+        """
+        attention, buffers, model = self._over.attention, self._buffers, self._over.model
+        if buffers is None or not attention.supports_graphs:
+            return
+        if not attention.supports_mixed_graphs:
+            mixed = NO_SIZES
+        shape = (max(sizes.largest, min(rows, mixed.largest)), model.head.share)
+        logits = torch.empty(shape, dtype=model.logits_dtype, device=buffers.device)
+        self.graphs = DecodeGraphs(device, sizes, buffers, logits, partial(self._over.decode, longest))
+        if mixed.largest:
+            compute = partial(self._over.mixed, longest)
+            wide = (mixed.largest, model.spec.hidden_size)
+            states = torch.empty(wide, dtype=attention.spec.dtype, device=buffers.device)
+            results = MixedResults(states, logits[:rows])
+            self.mixed = MixedGraphs(device, mixed, buffers, attention, results, compute)
+
+    @property
+    def pools(self) -> tuple[GraphPool, ...]:
+        """The graphs, kind by kind."""
+        return tuple(graphs.pool for graphs in (self.graphs, self.mixed) if graphs is not None)
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Run over another cache from now on."""
+        self.drop_graphs()
+        self._over.cache = cache
+
+    @torch.inference_mode()
+    def estimate_graphs(self) -> int:
+        """Return about how many bytes of the device the graphs of all sizes take; there are none afterwards."""
+        return sum(pool.estimate() for pool in self.pools)
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; call before weights or cache move."""
+        for pool in self.pools:
+            pool.clear()
+
+    def run(self, inputs: StepInputs) -> Passed:
+        """Run one step."""
+        if self.graphs is not None and (size := self.graphs.choose(inputs)) is not None:
+            self._before(inputs, *self.graphs.load(inputs, size))
+            logits = self.graphs.run(inputs.num_reqs, size)
+            return Passed(logits, self._rest, logits[:0])
+        if self.mixed is not None and (fit := self.mixed.choose(inputs)) is not None:
+            self._before(inputs, *self.mixed.load(inputs, fit))
+            states, logits = self.mixed.run(inputs, fit)
+            return Passed(logits, self._rest, self._pooled(states, inputs))
+        parts = split_step(inputs, PART_TOKENS) if self._buffers is None else [inputs]
+        found = [self._layers(part) for part in parts]
+        hidden = torch.cat([rows for rows, _ in found]) if len(found) > 1 else found[0][0]
+        return Passed(hidden, self._over.model, torch.stack([pooled for _, pooled in found]).sum(dim=0))
+
+    def _layers(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Run the layers; returns the rows whose logits are wanted, and the sums of what is pooled.
+
+        [num_logits, hidden], and [num_pooled, hidden] fp32.
+        """
+        step, copies = self._load(inputs)
+        self._before(inputs, step.input_ids, copies)
+        states = self._over.states(step, self._over.attention.prepare(step))
+        return states.index_select(0, step.logits_indices), self._pooled(states, inputs)
+
+    def _pooled(self, states: Tensor, inputs: StepInputs) -> Tensor:
+        sums = [self._over.model.final(states[first:beyond]).sum(dim=0) for first, beyond in inputs.pooled.tolist()]
+        return torch.stack(sums) if sums else states[:0].float()
+
+    def _load(self, inputs: StepInputs) -> tuple[StepTensors, Tensor]:
+        return to_device(inputs, self._device) if self._buffers is None else self._buffers.load(inputs)
+
+    def _before(self, inputs: StepInputs, input_ids: Tensor, copies: Tensor) -> None:
+        """Complete the ids, and do what must be done to the cache before the step writes to it."""
+        self._carry.fill(input_ids, inputs.carried)
+        cache = self._over.cache
+        cache.copy(copies)
+        if self._over.attention.reads_unwritten:
+            opened = opened_blocks(inputs.slot_mapping, cache.block_size)
+            if opened.size:
+                cache.clear(upload([opened], self._device)[0])

@@ -1,0 +1,242 @@
+"""Executors: one rank in this process, alone or as the driver of a gang of workers.
+
+`engine.worker.executor_start` makes them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+from typing_extensions import override
+
+from engine.errors import EngineDeadError
+from engine.inputs.step_messages import StepWriter
+from engine.report import SamplingInputs, StepInputs, StepOutputs
+from engine.resolve import ThreadShare
+from engine.sampling.sharded_draw import pack_draws
+from engine.worker.executor import Executor, Pending
+from engine.worker.out_of_memory import out_of_memory_told
+from engine.worker.parking import give_back
+from engine.worker.runner import ModelRunner
+from engine.worker.worker import pack_sleep, pack_wake
+from parallel.channel import Channel
+from parallel.errors import ParallelError
+from parallel.group import Group
+from parallel.packing import Buffer
+
+LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
+LOOK = 20e-6  # seconds between two looks whether a GPU has run a step
+LOOK_AROUND = 0.5  # and whether all ranks are still there
+
+
+class Workers(Protocol):
+    """The processes of ranks 1 to N-1, whoever started them (`parallel.launcher.Gang`, Ray actors)."""
+
+    def check(self) -> None:
+        """Raise with the reason when any rank has ended."""
+
+    def kill(self) -> None:
+        """End all ranks at once, hung ones included. Can be called twice."""
+
+
+class SoloExecutor(Executor):
+    """A model on one device, in this process. threads: what it computes with on a CPU, given back with it."""
+
+    def __init__(self, runner: ModelRunner, threads: ThreadShare | None = None) -> None:
+        self._runner: ModelRunner | None = runner
+        self._threads = threads
+
+    @override
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        with out_of_memory_told():
+            return _launched(self._runner, inputs, sampling)
+
+    @override
+    def sleep(self, level: int) -> None:
+        with out_of_memory_told("sleep"):
+            self._awake().sleep(level)
+
+    @override
+    def wake(self, tag: str) -> None:
+        with out_of_memory_told("waking up"):
+            self._awake().wake(tag)
+
+    @override
+    def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if self._threads is not None:
+            self._threads.give_back()
+        if runner is not None:
+            device = runner.group.device
+            runner.close()
+            del runner  # the last to hold the model
+            give_back_idle(device)
+
+    def _awake(self) -> ModelRunner:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        return self._runner
+
+
+class GangExecutor(Executor):
+    """The driver of a gang: rank 0 in this process tells the workers each step, then runs its own share of it.
+
+    Any error ends the whole gang. Owns `group`, `channel`, `workers` and `threads`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        group: Group,
+        channel: Channel,
+        workers: Workers,
+        threads: ThreadShare | None = None,
+    ) -> None:
+        self._runner: ModelRunner | None = runner
+        self._threads = threads
+        self._group = group
+        self._channel = channel
+        self._workers = workers
+        self._timeout = runner.config.step_timeout
+        self._steps = StepWriter(runner.config)
+        self._number = 0
+
+    @override
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        self._number += 1
+        with self.broken_told(f"in step {self._number}"):
+            inputs.draws = pack_draws(sampling, self._group.device)
+            began = time.perf_counter()
+            self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
+            told = time.perf_counter() - began
+            return _GangPending(self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told)
+
+    @override
+    def sleep(self, level: int) -> None:
+        with self._told(pack_sleep(level), "while it fell asleep") as runner:
+            runner.sleep(level)
+
+    @override
+    def wake(self, tag: str) -> None:
+        with self._told(pack_wake(tag), "while it woke up") as runner:
+            runner.wake(tag)
+
+    def wait_for(self, pending: Pending) -> None:
+        """Wait for a step while all ranks are there. Raises what `Workers.check` does when one has ended.
+
+        A GPU that waits for a rank that is gone waits for good, and so would the host with it.
+        """
+        due = time.monotonic() + LOOK_AROUND
+        while not pending.has_run:
+            time.sleep(LOOK)
+            if time.monotonic() > due:
+                self._workers.check()
+                due = time.monotonic() + LOOK_AROUND
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` when a worker has ended. For watchers; any thread."""
+        reason = _death(self._workers)
+        if reason is not None:
+            raise EngineDeadError(reason)
+
+    @override
+    def close(self) -> None:
+        runner, self._runner = self._runner, None
+        # First the workers: a hung one would hold up whoever waits for it to read or to answer.
+        self._workers.kill()
+        if runner is not None:
+            runner.close()
+        self._channel.close()
+        self._group.close()
+        del runner
+        give_back_idle(self._group.device)
+        if self._threads is not None:
+            self._threads.give_back()
+
+    @contextmanager
+    def _told(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
+        """Tell the other ranks what rank 0 then does as well."""
+        if self._runner is None:
+            raise EngineDeadError("the executor is closed")
+        with self.broken_told(when):
+            self._channel.send(order, self._timeout)
+            yield self._runner
+
+    @contextmanager
+    def broken_told(self, when: str) -> Iterator[None]:
+        """End the gang on any error, and say when, and why where a rank knows."""
+        try:
+            yield
+        except ParallelError as error:
+            reason = last_words(self._workers) or str(error)
+            self.close()
+            raise EngineDeadError(f"the tensor-parallel group broke {when}: {reason}") from error
+        except BaseException:
+            self.close()  # the ranks are out of step
+            raise
+
+
+class _GangPending(Pending):
+    """A step of a gang. told: seconds that telling the other ranks took."""
+
+    def __init__(self, gang: GangExecutor, when: str, pending: Pending, told: float) -> None:
+        self._gang = gang
+        self._when = when
+        self._pending = pending
+        self._told = told
+
+    @property
+    @override
+    def has_run(self) -> bool:
+        return self._pending.has_run
+
+    @override
+    def result(self) -> StepOutputs:
+        with self._gang.broken_told(self._when):
+            self._gang.wait_for(self._pending)
+            outputs = self._pending.result()
+        outputs.channel = self._told
+        return outputs
+
+
+def give_back_idle(device: torch.device) -> None:
+    """Let the driver have what torch keeps of a GPU's memory, unless steps still run there.
+
+    The driver waits for those, and one that waits for a rank that is gone never ends.
+    """
+    if device.type != "cuda":
+        return
+    with suppress(RuntimeError):  # a device that has failed has nothing to give
+        if torch.cuda.current_stream(device).query():
+            give_back(device)
+
+
+def _launched(runner: ModelRunner, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
+    pending = runner.launch(inputs, sampling)
+    if pending is None:
+        raise RuntimeError("the runner sampled nothing although it was asked to")
+    return pending
+
+
+def _death(workers: Workers) -> str | None:
+    try:
+        workers.check()
+    except (ParallelError, EngineDeadError) as error:
+        return str(error)
+    return None
+
+
+def last_words(workers: Workers) -> str | None:
+    """Return why a worker ended. A broken connection is often seen before the death behind it, so wait a little."""
+    deadline = time.monotonic() + LAST_WORDS
+    while (reason := _death(workers)) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return reason

@@ -1,0 +1,310 @@
+"""Runs one rank's share of the model: inputs to the device, cache, forward pass, sampling on rank 0."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.attention.choice import attention_spec
+from engine.attention.select import select_backend
+from engine.config import EngineConfig
+from engine.inputs.carry import Carry
+from engine.inputs.host_copies import CudaCopies
+from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
+from engine.inputs.step_tensors import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
+from engine.kernels.base import TorchKernels
+from engine.kernels.select import select_draws, select_kernels
+from engine.kv.cache import KVCache, block_bytes, cuda_budget
+from engine.kv.room import cpu_budget, fit_cache
+from engine.kv.scales import read_kv_scales
+from engine.loader.model_folder import ModelFolder, open_model
+from engine.loader.weights import load_model
+from engine.models.decoder import Decoder
+from engine.models.spec import DecoderSpec
+from engine.quantization.layers import quantization_of
+from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
+from engine.resolve import resolve
+from engine.sampling.sharded_draw import draw_apart
+from engine.worker.current_device import current, on_own_device
+from engine.worker.device_outputs import DeviceOutputs, HostSide
+from engine.worker.executor import Pending
+from engine.worker.forward import Forward, Passed, logit_rows
+from engine.worker.graph_pool import CudaGraphDevice, GraphPool
+from engine.worker.graph_sizes import graph_sizes, mixed_sizes
+from engine.worker.invariance import check_invariance, fix_products
+from engine.worker.parking import ParkedWeights, give_back, tensors_of
+from engine.worker.sleep import KV_CACHE
+from engine.worker.step_outputs import outputs_of
+from parallel.group import Group
+from parallel.tuning import choose_methods, choose_quantised
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 32
+WARM_UP_CONTEXTS = (1, 1024)  # tokens; attention takes the keys of the first in one piece, of the second in several
+START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start and load
+
+
+class ModelRunner:
+    """One rank's model and its part of the KV cache. Used by one thread; all ranks must make the same calls.
+
+    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: told each
+    phase as it begins.
+
+    Raises `CheckpointError`, `ConfigError` or `ShardingError` naming what is wrong.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        group: Group,
+        folder: ModelFolder | None = None,
+        on_phase: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._on_phase = on_phase
+        folder = folder or open_model(config.model)
+        shrink = config.max_model_len is None
+        config = resolve(config, folder.spec)
+        check_invariance(config, group)
+        self.group = group
+        self._host_side = HostSide(group.device)
+        self._carry = Carry(group)
+        self._draws = None if config.attention_backend == "reference" else select_draws(group.device)
+        self.phases: dict[str, float] = dict(folder.phases)
+        self._folder = folder
+        self._parks = group.device.type == "cuda"  # a CPU has its weights on the host already
+        self._parked = ParkedWeights(pinned=self._parks)
+        self._level = 0  # of sleep
+        self.spec = _without_idle_windows(folder.spec, config.context_len)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.config = config
+        self._logit_rows = logit_rows(config, self.spec.vocab_size)
+        with current(group.device):
+            self._start(shrink)
+
+    def _start(self, shrink: bool) -> None:
+        """Load, measure, allocate, warm up. shrink: whether a context that does not fit may be made shorter."""
+        with self._phase("weights"):
+            self.model: Decoder = self._load()
+            self._meet()
+        self._attention = self._backend(self.config)
+        scaled = self.config.fp8_cache
+        self._kv_scales = read_kv_scales(self._folder.path, self.spec, self.group) if scaled else None
+        self._cache = self._allocate(1)
+        self._forward = self._assemble()
+        with self._phase("kv blocks"):
+            self.config = self._fit_cache(shrink)
+            self._cache = self._allocate(self.config.num_kv_blocks or 0)
+            self._forward.use_cache(self._cache)
+        with self._phase("warm-up"):
+            self._warm_up(min(WARM_UP_TOKENS, self.config.max_num_batched_tokens), 1)
+        if self._forward.pools:
+            with self._phase("graphs"):
+                self._capture(self._forward.pools)
+
+    def execute(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> StepOutputs | None:
+        """Run one step; returns the tokens where `sampling` is given (rank 0), None elsewhere."""
+        pending = self.launch(inputs, sampling)
+        return None if pending is None else pending.result()
+
+    @on_own_device
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs, sampling: SamplingInputs | None = None) -> Pending | None:
+        """Let the device run one step; returns the way to its results where `sampling` is given, None elsewhere."""
+        passed = self._forward.run(inputs)
+        outputs = self._draw(passed, inputs.draws, sampling)
+        if outputs is None:
+            return None
+        if len(inputs.pooled):
+            outputs.pooled = passed.pooled
+        self._carry.keep(outputs.token_ids)
+        return self._host_side.fetch(outputs)
+
+    def _draw(self, passed: Passed, draws: Ints, sampling: SamplingInputs | None) -> DeviceOutputs | None:
+        """Draw from the logits of all wanted rows: the rank with `sampling`, or with `draws` all together."""
+        head, rows = passed.head, passed.rows
+        if len(draws):
+            tokens = draw_apart(head, rows, draws, self._logit_rows, self._draws)
+            return None if sampling is None else DeviceOutputs(tokens)
+        pieces = (head.logits(piece) for piece in rows.split(self._logit_rows)) if len(rows) else iter(())
+        if sampling is not None:
+            return outputs_of(pieces, sampling, self._draws, self._carry.drawn)
+        for _ in pieces:
+            pass
+        return None
+
+    @on_own_device
+    def sleep(self, level: int) -> None:
+        """Give back the memory of KV cache and weights; see `Executor.sleep`. On a CPU level 1 leaves the weights.
+
+        Returns when all ranks have.
+        """
+        self._forward.drop_graphs()
+        if level == 2:
+            del self.model
+        elif self._parks:
+            self._parked.park(tensors_of(self.model))
+        del self._forward
+        self._cache.drop()
+        give_back(self.group.device)
+        self._level = level
+        self._meet()
+
+    @on_own_device
+    def wake(self, tag: str) -> None:
+        """Take the memory of one of `engine.worker.sleep.TAGS` again; see `Executor.wake`. Returns when all ranks have.
+
+        Graphs are captured anew by the steps that want them.
+        """
+        if tag == KV_CACHE:
+            self._cache.restore()
+        else:
+            if self._level == 2:
+                self.model = self._load()
+                if self._kv_scales is not None:
+                    self._kv_scales.copy_(read_kv_scales(self._folder.path, self.spec, self.group))
+            else:
+                self._parked.restore()
+            self._forward = self._assemble()
+        self._meet()
+
+    def close(self) -> None:
+        """Let go of the graphs; call before the group is closed, as NCCL waits for those that hold its kernels."""
+        if hasattr(self, "_forward"):  # it is not there while the engine sleeps
+            self._forward.drop_graphs()
+
+    @property
+    def attention_backend(self) -> str:
+        """Name of the attention backend."""
+        return self._attention.name
+
+    def _load(self) -> Decoder:
+        """Read the weights and choose how they are computed with."""
+        made = quantization_of(self.config, self.spec)
+        model = load_model(self._folder, self.spec, self.config.context_len, self.group, self.dtype, made)
+        device = self.group.device
+        torch_only = self.config.attention_backend == "reference"
+        kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, device)
+        choose_quantised(model, kernels.int8_linear, kernels.quantise_rows)
+        if device.type == "cpu":
+            choose_methods(model, kernels.linear)
+        elif self.config.batch_invariant:
+            fix_products(model)
+        model.use_kernels(kernels)
+        return model
+
+    def _assemble(self) -> Forward:
+        """Return what runs the model over the cache, in graphs where the device can."""
+        forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
+        if self.group.device.type == "cuda":
+            sizes, mixed, config = graph_sizes(self.config), mixed_sizes(self.config), self.config
+            device = CudaGraphDevice(self.group.device)
+            forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
+        return forward
+
+    def _meet(self) -> None:
+        """Wait for all ranks with the patience that loading needs; the collectives' own deadline is a step's."""
+        for rank in range(self.group.size):
+            self.group.broadcast(torch.zeros(1, device=self.group.device), rank, timeout=START_TIMEOUT)
+
+    def _backend(self, config: EngineConfig) -> AttentionBackend:
+        wanted = attention_spec(config, self.spec, self.model.attention_heads, self.group.device)
+        return select_backend(config.attention_backend, wanted)
+
+    def _allocate(self, num_blocks: int) -> KVCache:
+        spec, kv_heads = self.spec, self._attention.spec.num_kv_heads
+        size = self._attention.spec.block_size
+        dtype, device = self._attention.spec.cache_dtype, self.group.device
+        return KVCache(spec.num_layers, num_blocks, size, kv_heads, spec.head_dim, dtype, device, self._kv_scales)
+
+    def _fit_cache(self, shrink: bool) -> EngineConfig:
+        """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config
+        kv_heads = self._attention.spec.num_kv_heads
+        dtype = self._attention.spec.cache_dtype
+        size = block_bytes(self.spec.num_layers, config.block_size, kv_heads, self.spec.head_dim, dtype)
+        budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
+        mine = torch.tensor([budget // size], dtype=torch.int64, device=self.group.device)
+        least = int(self.group.all_gather(mine, dim=0).min())
+        return fit_cache(config, least, size, shrink)
+
+    def _cuda_budget(self, config: EngineConfig) -> int:
+        """Return the bytes left for the cache, measured with a cache of the null block alone."""
+        device = self.group.device
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        self._warm_up(config.max_num_batched_tokens, config.max_num_seqs)
+        torch.cuda.synchronize(device)
+        stats = torch.cuda.memory_stats(device)
+        graphs = self._forward.estimate_graphs()
+        torch.cuda.empty_cache()
+        peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+        return cuda_budget(config, device, peak, current) - graphs
+
+    @torch.inference_mode()
+    def _capture(self, pools: tuple[GraphPool, ...]) -> None:
+        for pool in pools:
+            pool.capture_at_start()
+        if self.group.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the runs before the recordings took is their stream's: no step finds it
+        sizes, mixed = pools[0].captured, [size for pool in pools[1:] for size in pool.captured]
+        if sizes:
+            told = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
+            logger.info("CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *told)
+        if mixed:
+            logger.info("CUDA graphs of steps with prompts: up to %d tokens, padded to one of %s", max(mixed), mixed)
+
+    def _buffers(self) -> StepBuffers | None:
+        """Return where the device gets its inputs; a CPU reads them where they are."""
+        config, device = self.config, self.group.device
+        if device.type != "cuda":
+            return None
+        tokens = config.max_num_batched_tokens
+        # The warm-up step may have more sequences than any other.
+        rows = max(config.max_num_seqs, -(-tokens // config.context_len))
+        sizes = BufferSizes(tokens, rows, config.max_blocks_per_seq, self._largest_mixed())
+        return StepBuffers(sizes, device, CudaCopies())
+
+    def _largest_mixed(self) -> MixedShape:
+        """Return the most that a mixed step is padded to."""
+        tokens = mixed_sizes(self.config).largest if self._attention.supports_mixed_graphs else 0
+        if not tokens:
+            return NOT_MIXED
+        rows = min(tokens, self.config.max_num_seqs)
+        return MixedShape(tokens, rows, self._attention.mixed_plan_size(tokens, rows))
+
+    def _warm_up(self, num_tokens: int, num_seqs: int) -> None:
+        """Run steps in the null block, so that no request waits for what is made, or compiled, at its first use."""
+        step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
+        # With all that a step may be asked for: its memory is measured, its kernels are made.
+        sampling = fullest_sampling(step, self._logit_rows, self.spec.vocab_size)
+        self.execute(step, sampling if self.group.rank == 0 else None)
+        if self.group.device.type == "cuda":
+            # With no more than a filter: what draws from logits as they come, not from a copy in fp32.
+            plain = dummy_step(1, 1, 1, self.config.block_size)
+            self.execute(plain, dummy_sampling(1) if self.group.rank == 0 else None)
+            for length in WARM_UP_CONTEXTS:
+                single = dummy_decode(min(length, self.config.context_len), self.config.block_size)
+                self.execute(single, dummy_sampling(0) if self.group.rank == 0 else None)
+        self._cache.clear(torch.zeros(1, dtype=torch.int64, device=self.group.device))
+        self._meet()  # rank 0 compiles the kernels that draw, which may take longer than a step
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._on_phase(name)
+        began = time.perf_counter()
+        yield
+        self.phases[name] = time.perf_counter() - began
+
+
+def _without_idle_windows(spec: DecoderSpec, context_len: int) -> DecoderSpec:
+    """Drop sliding windows that no sequence can outgrow."""
+    return replace(spec, sliding_windows=tuple(0 if w >= context_len else w for w in spec.sliding_windows))
