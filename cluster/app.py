@@ -15,18 +15,18 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
-from cluster.autoscaling.serve_policy import autoscaling_config
 from cluster.batch.server.worker import Batches
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
-from cluster.discovery import LeaseRequestRouter
-from cluster.life.deployed_app import BuiltOf
-from cluster.life.surge import fits, surge_percent
-from cluster.logs import JSON
+from cluster.lifecycle.autoscaling.serve_policy import autoscaling_config
+from cluster.lifecycle.deployed_app import BuiltOf
+from cluster.lifecycle.surge import fits, surge_percent
 from cluster.model_names import resolve_model
-from cluster.models.deployments import deployment_names
 from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
-from cluster.replica import Replica
-from cluster.router import Router
+from cluster.replica.deployment import Replica
+from cluster.router.deployment import Router
+from cluster.router.discovery import LeaseRequestRouter
+from cluster.router.models.deployments import deployment_names
+from cluster.telemetry.logs import JSON
 from engine.loader.fingerprint import model_fingerprint
 
 ROUTER = "Router"
@@ -79,7 +79,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
 
 
 def logging_config(log_format: str) -> LoggingConfig:
-    """Return how Serve writes its own lines, until our processes take its handlers over (`cluster.logs`)."""
+    """Return how Serve writes its own lines, until our processes take its handlers over (`cluster.telemetry.logs`)."""
     return LoggingConfig(enable_access_log=False, encoding="JSON" if log_format == JSON else "TEXT")
 
 

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from cluster.autoscaling.policy import ScalingSettings
-from cluster.dispatch_config import EXACT, MIGRATIONS
+from cluster.http.sites import host_name, site_origin
+from cluster.lifecycle.autoscaling.policy import ScalingSettings
 from cluster.model_names import resolve_model
 from cluster.openai.reasoning.parsers import REASONING_PARSERS
-from cluster.openai.sites import host_name, site_origin
 from cluster.openai.tools.formats import TOOL_PARSERS
-from cluster.routing.policies import policy_named
-from cluster.tracing.endpoint import checked_endpoint
+from cluster.router.dispatch_config import EXACT, MIGRATIONS
+from cluster.router.routing.policies import policy_named
+from cluster.telemetry.tracing.endpoint import checked_endpoint
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -191,7 +191,7 @@ class ClusterConfig(ModelConfig):
     api_key_file: YAML or JSON file of keys with tenants, expiry and quotas, on every node that runs a router; read
         again when it changes. `api_key` is valid beside it.
     allowed_hosts / allowed_origins: names by which clients may call the server beside the usual ones, and sites whose
-        pages may use it (`cluster.openai.sites`); None = the usual names, and pages of this machine; with keys, all.
+        pages may use it (`cluster.http.sites`); None = the usual names, and pages of this machine; with keys, all.
     metrics_key: opens /metrics and /ready, and GetLoad of gRPC, and nothing else: for who scrapes a server with keys.
     max_waiting_per_tenant / max_queue_wait: requests of one tenant that may wait in a router for a model, and seconds
         that each may; one that would wait longer by the rate at which the queue drains gets a 429 at once.

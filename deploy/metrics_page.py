@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from cluster.figures.families import TABLE, Family, Kind, Source
+from cluster.telemetry.families import TABLE, Family, Kind, Source
 from engine.errors import ConfigError
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"

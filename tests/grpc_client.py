@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from cluster.admission.tenancy import Tenancy
 from cluster.grpc_api.figures import GrpcFigures
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
 from cluster.openai.served_model import ServedModel
-from cluster.tenants.tenancy import Tenancy
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import Metrics
 from tests.openai_app import front_for
 
 LIMIT = 64 * 1024

@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-from cluster.metrics import ClusterFigures, Metrics
-from cluster.models.front import ModelFront
-from cluster.models.registry import Models
-from cluster.openai.app import build_app
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.keys import FixedKeys
+from cluster.admission.tenancy import Tenancy
+from cluster.http.app import build_app
 from cluster.openai.served_model import ServedModel
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.keys import FixedKeys
-from cluster.tenants.tenancy import Tenancy
+from cluster.router.models.front import ModelFront
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource

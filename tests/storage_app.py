@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyRing
+from cluster.admission.tenancy import Tenancy
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyRing
-from cluster.tenants.tenancy import Tenancy
 from tests.openai_app import app_for, saying
 
 TENANTS = "- {key: sk-a, tenant: a}\n- {key: sk-b, tenant: b}"

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from cluster.errors import ApiError
-from cluster.member import LiveRequest
+from cluster.router.member import LiveRequest
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 HEADER = "x-request-timeout-seconds"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.gate_config import FairGateConfig
 from cluster.admission.room import Room, RoomConfig
 from cluster.config import ClusterConfig
-from cluster.dispatch_config import ADMISSION_WAIT, DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.generation import TokenSource
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.gate_config import FairGateConfig
+from cluster.router.dispatch_config import ADMISSION_WAIT, DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.generation import TokenSource
 
 
 def dispatcher_config(config: ClusterConfig) -> DispatcherConfig:

@@ -14,14 +14,14 @@ from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
 from cluster.errors import ApiError, as_api_error
-from cluster.generation import TokenSource
-from cluster.metrics import ModelMetrics, RequestTrack
+from cluster.http.embeddings import EmbeddingCall, answer_body, embedded
 from cluster.openai.call import Call
-from cluster.openai.embeddings import EmbeddingCall, answer_body, embedded
 from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel
 from cluster.openai.whole import whole_body
+from cluster.router.generation import TokenSource
+from cluster.telemetry.metrics import ModelMetrics, RequestTrack
 from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.batch.errors import BatchError
 from cluster.config import ClusterConfig, resolve_config
-from cluster.directory import ReplicaDirectory
-from cluster.dispatcher import Dispatcher
+from cluster.router.directory import ReplicaDirectory
+from cluster.router.dispatcher import Dispatcher
 from engine.errors import ConfigError
 from engine.loader.fingerprint import vocabulary_fingerprint
 

@@ -1,6 +1,6 @@
 """How much of batches is under way: enough that no replica's step waits for rows, whatever the size of the input.
 
-Tenants whose batches run side by side get in by turns, as clients' requests do (`cluster.tenants.fair_queue`):
+Tenants whose batches run side by side get in by turns, as clients' requests do (`cluster.admission.fair_queue`):
 whoever has used the fewest tokens, of prompts and of output, goes first.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.admission.fair_queue import FairQueue
 from cluster.admission.output_length import OutputLength
 from cluster.batch.prepare import Prepared
-from cluster.tenants.fair_queue import FairQueue
 
 _FIRST, _NEW = 0, 1  # of a tenant's rows, those that were recalled go before the others
 

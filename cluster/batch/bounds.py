@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from cluster.admission.room import Room, RoomConfig
-from cluster.dispatcher import Dispatcher
+from cluster.router.dispatcher import Dispatcher
 
 QUIET_SECONDS = 1.0  # without a sequence of others, after which nobody else is there
 

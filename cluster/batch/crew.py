@@ -17,11 +17,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.batch.errors import BatchError
 from cluster.batch.replica_actor import BatchReplica
 from cluster.config import ClusterConfig
-from cluster.dispatcher import Dispatcher
-from cluster.life.starts import SHORT_LIFE, pause
-from cluster.link import LinkError
-from cluster.links.tcp import connect
-from cluster.start_error import find_start_failure
+from cluster.lifecycle.starts import SHORT_LIFE, pause
+from cluster.replica.start_error import find_start_failure
+from cluster.router.dispatcher import Dispatcher
+from cluster.wire.link import LinkError
+from cluster.wire.tcp import connect
 
 logger = logging.getLogger(__name__)
 

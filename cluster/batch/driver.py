@@ -20,11 +20,11 @@ from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import TICK, Ticks
 from cluster.config import ClusterConfig
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
-from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.served_model import ServedModel
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from engine.errors import InvalidRequestError
 
 FOREVER = 7 * 86_400.0  # seconds: rows wait for replicas as long as the batch waits

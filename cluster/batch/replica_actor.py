@@ -7,12 +7,12 @@ from typing import Any
 
 import ray
 
-from cluster.announcement import Announcement
 from cluster.config import resolve_config
-from cluster.group_start import start_group
-from cluster.orphans import watch_parent
-from cluster.replica_host import ReplicaHost
-from cluster.start_error import ReplicaStartError
+from cluster.replica.group_start import start_group
+from cluster.replica.host import ReplicaHost
+from cluster.replica.orphans import watch_parent
+from cluster.replica.start_error import ReplicaStartError
+from cluster.wire.announcement import Announcement
 from engine.errors import SquadronError
 from parallel.errors import ParallelError
 

@@ -17,15 +17,15 @@ from cluster.client_id import is_client_id
 from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
-from cluster.log_lines import about
 from cluster.openai.hints import HEADER as IGNORED
-from cluster.routing.session import HEADER as SESSION_HEADER
-from cluster.tracing import semantics as names
+from cluster.router.routing.session import HEADER as SESSION_HEADER
+from cluster.telemetry.log_lines import about
+from cluster.telemetry.tracing import semantics as names
 from engine.errors import InvalidRequestError
 from engine.telemetry.wordless import wordless
 
 if TYPE_CHECKING:
-    from cluster.tracing.call_trace import CallTrace
+    from cluster.telemetry.tracing.call_trace import CallTrace
 
 log = logging.getLogger(__name__)
 Answered = Callable[[str, str, str], None]  # method, status, id of the model or ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.figures.samples import live_counter
-from cluster.metrics import Metrics
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.samples import live_counter
 
 
 class GrpcFigures:

@@ -15,11 +15,11 @@ import grpc
 from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection
 
+from cluster.admission.tenancy import Tenancy
 from cluster.errors import ApiError
 from cluster.grpc_api.exchange import Answered, Traced, exchange, metadata_value
 from cluster.grpc_api.service import GrpcServices, InferenceService
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.tenants.tenancy import Tenancy
 from engine.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -28,8 +28,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.client_id import SERVERS_NAME, is_client_id
 from cluster.errors import ApiError
 from cluster.ingress.bounded_http import bound_http
-from cluster.log_lines import about
-from cluster.logs import log_to_serve
+from cluster.telemetry.log_lines import about
+from cluster.telemetry.logs import log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

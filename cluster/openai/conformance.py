@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import json
 
+from cluster.http.tokens import REFUSED_TOKENIZE
 from cluster.openai.batch_fields import (
     BatchFields,
     BatchListFields,
@@ -22,7 +23,6 @@ from cluster.openai.field_types import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
 from cluster.openai.responses.fields import REFUSED_RESPONSE, ResponseRequest
 from cluster.openai.schema import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from cluster.openai.tokens_endpoint import REFUSED_TOKENIZE
 
 _SHARED = {
     "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "model", "n", "presence_penalty", "seed",

@@ -8,13 +8,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import cast
 
-from cluster.generation import TokenChunk, TokenSource
-from cluster.metrics import RequestTrack
 from cluster.openai.call import Call
 from cluster.openai.deltas import Delta, PlacedLogprob, Usage
 from cluster.openai.echo import Opening, PromptResult, openings
 from cluster.openai.tools.answer import AnswerParser
 from cluster.openai.tools.deltas import merged
+from cluster.router.generation import TokenChunk, TokenSource
+from cluster.telemetry.metrics import RequestTrack
 from engine.request import Request
 from engine.text.detokenizer import TextStream
 from engine.text.tokenizer import Tokenizer

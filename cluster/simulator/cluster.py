@@ -6,11 +6,11 @@ from random import Random
 from types import TracebackType
 from typing import Self
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.links.local import connect_local
-from cluster.replica_core import ReplicaCore
+from cluster.replica.core import ReplicaCore
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
 from cluster.simulator.replica import SimulatedModel, simulated_replica
+from cluster.wire.local import connect_local
 
 
 class SimulatedCluster:

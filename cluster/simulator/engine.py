@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from cluster.engine_thread import Core, EngineListener
+from cluster.replica.engine_thread import Core, EngineListener
 from engine.errors import InvalidRequestError
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport

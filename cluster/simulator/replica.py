@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts, ReplicaTimes
 from cluster.simulator.engine import SimulatedEngine
 from cluster.simulator.executor import ModelledExecutor
 from cluster.simulator.step_time import StepTimes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.figures.requests import FAULTS
-from cluster.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
+from cluster.telemetry.requests import FAULTS
+from cluster.wire.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.alerts.scope import EVERYTHING, Scope
 from deploy.dashboards.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED, metric

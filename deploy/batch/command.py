@@ -31,14 +31,14 @@ from cluster.batch.sources.source import STANDARD_INPUT, FileSource, open_source
 from cluster.batch.sources.standard_input import forget, kept_path
 from cluster.batch.tasks import RowKind, TaskMaker, kind_of, task_maker
 from cluster.config import ClusterConfig
-from cluster.models.served import served_model
+from cluster.router.models.served import served_model
 from deploy.batch.drive import run_until_told
 from deploy.batch.options import BatchOptions, ServedApp
 from deploy.batch.places import AppReplicas, OwnReplicas, Place
 from deploy.batch.progress import Progress, summary
-from deploy.interrupts import Interrupted, Interrupts
-from deploy.phases import PhaseLog
-from deploy.ray_output import without_death_notices
+from deploy.cli.interrupts import Interrupted, Interrupts
+from deploy.cli.phases import PhaseLog
+from deploy.serve.ray_output import without_death_notices
 from engine.loader.fingerprint import model_identity
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from cluster.tasks import first_error
-from deploy.interrupts import SIGNALS, Interrupted, end_now
+from deploy.cli.interrupts import SIGNALS, Interrupted, end_now
 from engine.heap import settle_heap
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.config import flag
-from deploy.environment import Environment, prepare_ray
-from deploy.flags import ServeCommand, merge_settings
+from deploy.cli.flags import ServeCommand, merge_settings
+from deploy.serve.environment import Environment, prepare_ray
 from engine.errors import ConfigError
 
 ROWS = "Rows"

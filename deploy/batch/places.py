@@ -14,15 +14,15 @@ from cluster.batch.app_replicas import find_model, use_app
 from cluster.batch.crew import Crew
 from cluster.batch.driver import Replicas
 from cluster.config import ClusterConfig, resolve_config
-from cluster.dispatcher import Dispatcher
 from cluster.placement import AppPlacement, plan_placement
+from cluster.router.dispatcher import Dispatcher
 from deploy.batch.options import ServedApp
-from deploy.dry_run import make_plan
-from deploy.interrupts import Interrupts, bounded
-from deploy.joined_ray import JoinedRay
-from deploy.local_ray import LocalRay, RayCluster, check_capacity
-from deploy.phases import PhaseLog
-from deploy.ray_output import quiet_serve
+from deploy.cli.dry_run import make_plan
+from deploy.cli.interrupts import Interrupts, bounded
+from deploy.cli.phases import PhaseLog
+from deploy.serve.joined_ray import JoinedRay
+from deploy.serve.local_ray import LocalRay, RayCluster, check_capacity
+from deploy.serve.ray_output import quiet_serve
 from engine.errors import ConfigError
 
 EXIT_SECONDS = 20.0

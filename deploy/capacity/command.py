@@ -13,7 +13,7 @@ from deploy.capacity.gpus import gpu_named
 from deploy.capacity.load import Wanted, serve_load
 from deploy.capacity.nearest import Asked, nearest
 from deploy.capacity.report import CapacityPlan, make_plan
-from deploy.dry_run import read_spec
+from deploy.cli.dry_run import read_spec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from parallel.errors import ShardingError

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deploy.capacity.gpus import Gpu
-from deploy.sizes import gib
+from deploy.cli.sizes import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv.room import fit_cache, gpu_budget

@@ -9,8 +9,8 @@ from typing import Any
 from deploy.capacity.fit import Fit
 from deploy.capacity.load import Load, Service
 from deploy.capacity.roofline import Roofline, StepTime
-from deploy.flags import in_flags
-from deploy.sizes import gib
+from deploy.cli.flags import in_flags
+from deploy.cli.sizes import gib
 
 
 @dataclass(frozen=True, slots=True)

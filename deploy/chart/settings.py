@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig
-from deploy.flags import CHOICES, POSITIONAL, settings
+from deploy.cli.flags import CHOICES, POSITIONAL, settings
 
 # What the chart says itself: where to listen, where keys are, and what it has no Service or NetworkPolicy for.
 OWNED_BY_CHART = ("host", "port", "ingress", "grpc_port", "api_key", "api_key_file", "metrics_key", "link_host")

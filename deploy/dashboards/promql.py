@@ -1,13 +1,13 @@
 """PromQL of our own families, as they reach Prometheus through Ray, and of Ray Serve's own.
 
-Names are those of `cluster.figures.families`, without `squadron_`; others raise `KeyError`.
+Names are those of `cluster.telemetry.families`, without `squadron_`; others raise `KeyError`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.figures.families import FAMILIES, RAY_PREFIX, Kind
+from cluster.telemetry.families import FAMILIES, RAY_PREFIX, Kind
 
 CLUSTER = "ray_io_cluster"  # of KubeRay's pods; other series do not have it, and "all" chooses these too
 SERVE_HEALTHY = "ray_serve_deployment_replica_healthy"

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from deploy.doctor.examine import Check, examine
 from deploy.doctor.finding import Finding, Level, exit_code
-from deploy.environment import Environment
+from deploy.serve.environment import Environment
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FIX: "bold red"}
 PROBE_SECONDS = 70.0  # more than a process has that is asked for Ray or torch

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.cli.sizes import gib
 from deploy.doctor.finding import Finding, fix, ok, warning
 from deploy.doctor.probe import ProbeError, ask
-from deploy.sizes import gib
 
 PROBE_SECONDS = 60.0  # importing torch from a cold disk takes most of it
 LEAST_FREE = 0.9  # share of a GPU's memory: what --gpu-memory-utilization asks for by default

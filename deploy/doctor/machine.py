@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from huggingface_hub.constants import HF_HUB_CACHE
 
+from deploy.cli.sizes import GIB, MIB, gib
 from deploy.doctor.finding import Finding, fix, ok, warning
-from deploy.environment import OBJECT_STORE_BYTES
-from deploy.sizes import GIB, MIB, gib
+from deploy.serve.environment import OBJECT_STORE_BYTES
 
 SHARED = Path("/dev") / "shm"
 # Ray's object store, and a message ring for each tensor-parallel group; NCCL takes more for each pair of ranks.

@@ -9,9 +9,9 @@ import httpx
 import huggingface_hub
 from huggingface_hub import constants
 
-from deploy.address import connect_host, free_port, knock
 from deploy.doctor.finding import Finding, fix, ok, warning
 from deploy.doctor.probe import ProbeError, ask
+from deploy.serve.address import connect_host, free_port, knock
 from engine.errors import ConfigError
 
 HUB_SECONDS = 6.0

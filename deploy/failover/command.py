@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.app_config import AppConfig, parse_app
+from deploy.cli.interrupts import SIGNALS, Interrupted, Interrupts
 from deploy.failover.board import Board, StreamState
 from deploy.failover.killer import Killer
 from deploy.failover.streams import Question, ask_again_and_again, record
 from deploy.failover.view import line, screen
-from deploy.interrupts import SIGNALS, Interrupted, Interrupts
-from deploy.ray_output import without_death_notices
-from deploy.serve import Options, Server
+from deploy.serve.command import Options, Server
+from deploy.serve.ray_output import without_death_notices
 
 FRAMES = 8  # a second, on a terminal
 LINE_SECONDS = 2.0  # between lines, elsewhere

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from deploy.client import DONE, event_data
+from deploy.cli.client import DONE, event_data
 from deploy.failover.board import StreamState
 from engine.errors import SquadronError
 

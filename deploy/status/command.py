@@ -9,7 +9,7 @@ import httpx
 from rich.console import Console
 from rich.live import Live
 
-from deploy.client import client_for, server_url
+from deploy.cli.client import client_for, server_url
 from deploy.status.report import Condition, Report, read_report
 from deploy.status.view import lines, table
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.live import Live
 
-from deploy.client import client_for, server_url
+from deploy.cli.client import client_for, server_url
 from deploy.status.report import Condition
 from deploy.top.figures import Picture
 from deploy.top.view import lines, screen

@@ -36,10 +36,10 @@ from cluster.batch.sources.source import open_source
 from cluster.batch.tasks import kind_of, task_maker
 from cluster.batch.ticks import Ticks
 from cluster.config import resolve_config
-from cluster.dispatcher import Dispatcher
-from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
-from cluster.metrics import ClusterFigures, Metrics
-from cluster.models.served import served_model
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
+from cluster.router.models.served import served_model
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from engine.request import Request
 from tests.bench.machine import provenance
 

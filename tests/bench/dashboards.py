@@ -19,8 +19,8 @@ import ray
 import yaml
 from ray import serve
 
+from cluster.admission.keys import hash_key, new_key
 from cluster.app import build
-from cluster.tenants.keys import hash_key, new_key
 from deploy.chart.__main__ import DEPLOY
 from deploy.chart.monitoring import DASHBOARDS
 from tests.bench.all_kinds import Target, load

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import grpc
 
-from cluster.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.bench.openai_stream import SteppingSource
 from tests.grpc_client import serving_grpc

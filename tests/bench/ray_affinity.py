@@ -16,8 +16,8 @@ from random import Random
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
-from cluster.member import LiveRequest, Member
-from cluster.routing.candidate import random_two
+from cluster.router.member import LiveRequest, Member
+from cluster.router.routing.candidate import random_two
 
 logging.getLogger("cluster").setLevel(logging.WARNING)  # what was just imported shows all there is
 FIRST_CHARACTER = 0x10000  # a token is one character here, so that matching text is matching tokens

@@ -22,18 +22,18 @@ from multiprocessing.connection import Connection
 
 from typing_extensions import override
 
-from cluster.counters import DispatcherCounters
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.link import LinkAddress, ReplicaLink
-from cluster.links import tcp
-from cluster.links.local import connect_local
-from cluster.member import LiveRequest, Member
-from cluster.message_parts import Load
-from cluster.messages import Report, Welcome, decode_down, encode
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts
-from cluster.token_log import TokenLog
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts
+from cluster.router.counters import DispatcherCounters
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.member import LiveRequest, Member
+from cluster.router.token_log import TokenLog
+from cluster.wire import tcp
+from cluster.wire.link import LinkAddress, ReplicaLink
+from cluster.wire.local import connect_local
+from cluster.wire.message_parts import Load
+from cluster.wire.messages import Report, Welcome, decode_down, encode
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs

@@ -25,18 +25,18 @@ from random import Random
 
 import psutil
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.link import LinkAddress
-from cluster.links import tcp
-from cluster.member import LiveRequest, Member
-from cluster.messages import Welcome
-from cluster.routing.chooser import Chooser
-from cluster.routing.prefix_index import PrefixIndex
-from cluster.routing.prompt_keys import PromptKeys
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.member import LiveRequest, Member
+from cluster.router.routing.chooser import Chooser
+from cluster.router.routing.prefix_index import PrefixIndex
+from cluster.router.routing.prompt_keys import PromptKeys
+from cluster.router.token_log import TokenLog
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.step_time import StepTimes
-from cluster.token_log import TokenLog
+from cluster.wire import tcp
+from cluster.wire.link import LinkAddress
+from cluster.wire.messages import Welcome
 from engine.kv.prefix_hash import prompt_hashes
 from engine.request import Request
 from engine.sampling_params import SamplingParams

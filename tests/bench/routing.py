@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually

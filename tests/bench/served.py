@@ -33,7 +33,7 @@ import torch
 
 from cluster.config import INGRESSES, parse_config
 from deploy.demo import demo_model_path
-from deploy.haproxy import prepare_haproxy
+from deploy.serve.haproxy import prepare_haproxy
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError

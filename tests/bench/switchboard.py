@@ -16,8 +16,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.link import LinkAddress, LinkLimits
-from cluster.links import tcp
+from cluster.wire import tcp
+from cluster.wire.link import LinkAddress, LinkLimits
 from tests.chaos.tcp_proxy import TcpProxy
 
 PORT = "SQUADRON_TEST_SWITCHBOARD"

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from deploy.local_ray import kill_all
+from deploy.serve.local_ray import kill_all
 from tests.chaos.batch_driver import TALLY
 
 CREATED = "1700000000"

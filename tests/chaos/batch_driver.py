@@ -34,7 +34,7 @@ def fill_up(room: int) -> None:
 
 def count_into(path: Path) -> None:
     """Keep the tally of what arrives in `path`, at every report of a replica."""
-    from cluster import member
+    from cluster.router import member
 
     path.write_bytes(bytes(TALLY.size))
     with path.open("r+b") as file:
@@ -60,7 +60,7 @@ def main() -> None:
         fill_up(int(room))
     if counts:
         count_into(Path(counts))
-    from deploy.cli import main as command
+    from deploy.cli.main import main as command
 
     command()
 

@@ -16,13 +16,13 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import RouterLossGuard
-from cluster.links.local import connect_local
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.wire.local import connect_local
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.chaos.streams import Stream, client_of, read_stream

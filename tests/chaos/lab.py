@@ -11,10 +11,10 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.links import tcp
-from cluster.replica_facts import ReplicaTimes
+from cluster.replica.facts import ReplicaTimes
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.wire import tcp
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.chaos.tcp_proxy import TcpProxy

@@ -10,8 +10,8 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from cluster import worker_actor
-from cluster.worker_actor import RayGang
+from cluster.replica import worker_actor
+from cluster.replica.worker_actor import RayGang
 from engine.errors import EngineDeadError
 from tests.cluster.harness import eventually, processes
 

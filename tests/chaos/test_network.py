@@ -9,11 +9,11 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.link import ReplicaLink
-from cluster.links import tcp
-from cluster.links.faulty import FaultPlan
-from cluster.messages import Abort, FinishChoice, Heartbeat, Report, Submit
-from cluster.replica_facts import ReplicaTimes
+from cluster.replica.facts import ReplicaTimes
+from cluster.wire import tcp
+from cluster.wire.faulty import FaultPlan
+from cluster.wire.link import ReplicaLink
+from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Report, Submit
 from tests.bench.switchboard import PORT, Switchboard, reroute
 from tests.chaos.lab import SCALE, NetLab, long_request
 from tests.unit.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, oracle, until

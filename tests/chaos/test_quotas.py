@@ -10,7 +10,7 @@ import yaml
 from ray import serve
 
 from cluster.app import build
-from cluster.life.shared_quotas import EXCHANGE_SECONDS
+from cluster.lifecycle.shared_quotas import EXCHANGE_SECONDS
 from tests.cluster.harness import eventually, gone, kill, router_processes
 
 NAME = "quotas"

@@ -10,7 +10,7 @@ import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
 
-from cluster.life.app_memory import AppMemory
+from cluster.lifecycle.app_memory import AppMemory
 from tests.cluster.harness import App, apply_file, eventually, processes
 
 NAME = "rollback"

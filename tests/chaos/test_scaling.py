@@ -9,10 +9,10 @@ import pytest
 import ray
 from ray import serve
 
-from cluster.discovery import ReplicaWatch
-from cluster.link import ReplicaLink
-from cluster.links.tcp import connect
-from cluster.messages import Draining, Ping
+from cluster.router.discovery import ReplicaWatch
+from cluster.wire.link import ReplicaLink
+from cluster.wire.messages import Draining, Ping
+from cluster.wire.tcp import connect
 from tests.chaos.traffic import Traffic
 from tests.cluster.harness import App, apply_file, eventually, gone, processes, router_processes
 

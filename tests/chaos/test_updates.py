@@ -15,7 +15,7 @@ from ray import serve
 from safetensors.torch import load_file, save_file
 
 from cluster.app import build
-from cluster.life.app_memory import AppMemory
+from cluster.lifecycle.app_memory import AppMemory
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
 from tests.chaos.traffic import Traffic

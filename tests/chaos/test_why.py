@@ -10,8 +10,8 @@ import openai
 import pytest
 import ray
 
-from cluster.flight_dump import PREFIX
-from deploy.why import FOUND, show_why
+from cluster.replica.flight_dump import PREFIX
+from deploy.cli.why import FOUND, show_why
 from tests.chaos.strike import Strike
 from tests.cluster.harness import App, kill, worker_processes
 

@@ -20,15 +20,15 @@ import uvicorn
 
 from cluster.admission.start import dispatcher_config, fair_gate
 from cluster.config import ClusterConfig, resolve_config
-from cluster.dispatcher import Dispatcher
-from cluster.links.local import connect_local
-from cluster.metrics import ClusterFigures, Metrics
-from cluster.models.front import ModelFront
-from cluster.models.registry import Models
-from cluster.models.served import served_model
-from cluster.openai.app import build_app
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts
+from cluster.http.app import build_app
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.models.front import ModelFront
+from cluster.router.models.registry import Models
+from cluster.router.models.served import served_model
+from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.wire.local import connect_local
 from engine.core import EngineCore
 from engine.grammar.process import GrammarService
 from engine.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from deploy.local_ray import kill_all
+from deploy.serve.local_ray import kill_all
 from tests.cluster.harness import eventually
 
 START_SECONDS = 120.0
@@ -28,7 +28,7 @@ class Command:
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from deploy.cli import main; main()", *arguments],
+            [sys.executable, "-c", "from deploy.cli.main import main; main()", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

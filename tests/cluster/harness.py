@@ -20,7 +20,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build
-from deploy.environment import LOCAL_RAY
+from deploy.serve.environment import LOCAL_RAY
 
 T = TypeVar("T")
 APP = "squadron"

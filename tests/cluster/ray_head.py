@@ -13,7 +13,7 @@ import httpx
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from deploy.local_ray import kill_all
+from deploy.serve.local_ray import kill_all
 from tests.cluster.harness import eventually, free_port
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import json
 import pytest
 from ray.job_submission import JobStatus
 
-from deploy.local_ray import kill_all
+from deploy.serve.local_ray import kill_all
 from tests.chaos.batch import BatchProcess, rows, until, write_rows
 from tests.cluster.command import Command
 from tests.cluster.harness import eventually, free_port

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 from ray.dashboard.modules.metrics.dashboards import serve_llm_dashboard_panels
 
-from cluster.figures.families import RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind, Source
+from cluster.telemetry.families import RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind, Source
 from tests.cluster.harness import App, eventually
 
 # No gRPC is served here.

@@ -7,8 +7,8 @@ import torch
 
 from deploy.capacity.fit import fit
 from deploy.capacity.gpus import REPORTED, Gpu
+from deploy.cli.sizes import GIB
 from deploy.demo import demo_model_path
-from deploy.sizes import GIB
 from engine.config import EngineConfig
 from engine.loader.model_folder import open_model
 from engine.worker.runner import ModelRunner

@@ -9,7 +9,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app_config import parse_app
 from cluster.placement import plan_app, plan_placement
-from deploy.environment import LOCAL_RAY
+from deploy.serve.environment import LOCAL_RAY
 from tests.helm.rendered import VALUES, app_of, clusters, of_kind, rendered, serve_config
 
 SERVING = [name for name in VALUES if name != "batch"]

@@ -13,7 +13,7 @@ from cluster.config import ClusterConfig, parse_config
 from deploy.chart.__main__ import CHART, DEPLOY, chart_files, shipped_files, stale_files
 from deploy.chart.schema import values_schema
 from deploy.chart.settings import OWNED_BY_CHART
-from deploy.flags import CHOICES
+from deploy.cli.flags import CHOICES
 from engine.errors import ConfigError
 from tests.helm.rendered import VALUES
 

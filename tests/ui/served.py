@@ -6,8 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
-from cluster.metrics import ClusterFigures, ReplicaFigures
 from cluster.openai.served_model import ServedModel
+from cluster.telemetry.metrics import ClusterFigures, ReplicaFigures
 from deploy.demo import demo_model_path
 from engine.report import EngineStats, TokenLogprob
 from engine.text.tokenizer import Tokenizer

@@ -14,11 +14,11 @@ import pytest_asyncio
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
 from cluster.errors import ApiError
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Tenant
+from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
 from engine.report import EngineStats
 from tests.openai_app import MODEL, app_for, front_for, serving, two_models_app
 from tests.ui.browser import Browser, find_browser

@@ -19,9 +19,9 @@ from cluster.batch.row_tokens import RowSource
 from cluster.batch.rows import COMPLETIONS, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import Ticks
-from cluster.generation import TokenSource
-from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.served_model import ServedModel
+from cluster.router.generation import TokenSource
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from tests.unit.cluster_lab import Lab
 
 CREATED = 1_700_000_000

@@ -10,9 +10,9 @@ from cluster.batch.bounds import whole_room
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.store import NewBatch
 from cluster.batch.server.turns import Turns
-from cluster.dispatch_config import DispatcherConfig
-from cluster.metrics import ClusterFigures, Metrics
 from cluster.openai.checking import unknown_model
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from tests.unit.batch_lab import cut_off
 from tests.unit.cluster_lab import Lab, until
 

@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.grammar_start import Grammars
-from cluster.link import LOST, RouterLink
-from cluster.links.faulty import FaultPlan, FaultyLink
-from cluster.links.local import connect_local
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts, ReplicaTimes
+from cluster.replica.grammar_start import Grammars
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.wire.faulty import FaultPlan, FaultyLink
+from cluster.wire.link import LOST, RouterLink
+from cluster.wire.local import connect_local
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
@@ -25,7 +25,7 @@ from tests.fake_executor import FakeExecutor
 from tests.unit.engine_driver import EOS, VOCAB, expected, request
 
 if TYPE_CHECKING:
-    from cluster.tracing.engine_spans import EngineSpans
+    from cluster.telemetry.tracing.engine_spans import EngineSpans
 
 BLOCK = 4
 FREE_RUN = 10**9

@@ -8,14 +8,14 @@ from random import Random
 
 import numpy as np
 
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
-from cluster.link import LOST
-from cluster.links.faulty import FaultyLink
-from cluster.links.local import connect_local
-from cluster.replica_core import ReplicaCore
+from cluster.replica.core import ReplicaCore
+from cluster.router.dispatcher import Dispatcher
 from cluster.simulator.executor import simulated_tokens
 from cluster.simulator.replica import SimulatedModel, simulated_replica
+from cluster.wire.faulty import FaultyLink
+from cluster.wire.link import LOST
+from cluster.wire.local import connect_local
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

@@ -11,21 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.admission.drain_rate import DrainRate
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.fair_queue import FairQueue
+from cluster.admission.gate_config import FairGateConfig
 from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
 from cluster.admission.start import fair_gate
+from cluster.admission.tenant import OPEN
 from cluster.config import parse_config
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.generation import TokenChunk
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.fair_queue import FairQueue
-from cluster.tenants.gate_config import FairGateConfig
-from cluster.tenants.tenant import OPEN
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams

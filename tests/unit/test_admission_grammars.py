@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.fair_queue import FairQueue
+from cluster.admission.gate_config import FairGateConfig
 from cluster.errors import ApiError
-from cluster.generation import NO_CONTEXT, TokenChunk
+from cluster.router.generation import NO_CONTEXT, TokenChunk
 from cluster.simulator.virtual_time import run_virtually
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.fair_queue import FairQueue
-from cluster.tenants.gate_config import FairGateConfig
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.unit.cluster_lab import Lab, until

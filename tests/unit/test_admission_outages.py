@@ -8,13 +8,13 @@ import pytest
 
 from cluster.admission.start import dispatcher_config, fair_gate
 from cluster.config import parse_config
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
-from cluster.link import LOST
-from cluster.links.local import connect_local
+from cluster.router.dispatcher import Dispatcher
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.step_time import StepTimes
 from cluster.simulator.virtual_time import run_virtually
+from cluster.wire.link import LOST
+from cluster.wire.local import connect_local
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams

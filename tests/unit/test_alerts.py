@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from cluster.app import BATCHES, ROUTER
-from cluster.link import ENDS, PEER_ALIVE
-from cluster.models.deployments import ONE
+from cluster.router.models.deployments import ONE
+from cluster.wire.link import ENDS, PEER_ALIVE
 from deploy.alerts.rules import rules_text
 from deploy.alerts.scope import EVERYTHING, NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
 from deploy.alerts.table import DEPLOYMENTS, TTFT_MARK, alerts

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.admission.figures import QueueFigures, together
-from cluster.autoscaling.figures import read_stats, replica_stats
-from cluster.autoscaling.policy import QueueLoad, ReplicaLoad, Scaler, ScalingSettings, needed
-from cluster.autoscaling.serve_policy import ReplicaScaling, autoscaling_config
-from cluster.autoscaling.speed import StepSpeed
 from cluster.config import parse_config, scaling_settings
-from cluster.directory import ReplicaDirectory
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.readiness import ready_body
+from cluster.lifecycle.autoscaling.figures import read_stats, replica_stats
+from cluster.lifecycle.autoscaling.policy import QueueLoad, ReplicaLoad, Scaler, ScalingSettings, needed
+from cluster.lifecycle.autoscaling.serve_policy import ReplicaScaling, autoscaling_config
+from cluster.lifecycle.autoscaling.speed import StepSpeed
+from cluster.router.directory import ReplicaDirectory
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.readiness import ready_body
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.unit.cluster_lab import Lab, until

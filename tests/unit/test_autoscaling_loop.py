@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.admission.start import fair_gate
-from cluster.autoscaling.figures import read_stats, replica_stats
-from cluster.autoscaling.policy import Scaler
 from cluster.config import parse_config, scaling_settings
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.links.local import connect_local
+from cluster.lifecycle.autoscaling.figures import read_stats, replica_stats
+from cluster.lifecycle.autoscaling.policy import Scaler
+from cluster.router.dispatch_config import DispatcherConfig
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.virtual_time import run_virtually
+from cluster.wire.local import connect_local
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

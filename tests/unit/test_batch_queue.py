@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.admission.tenant import OPEN, Tenant, tenant_salt
 from cluster.batch.errors import LedgerError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.prepare import Preparer
@@ -22,9 +23,8 @@ from cluster.batch.server.sweeper import Sweeper
 from cluster.batch.server.windows import Windows
 from cluster.batch.server.worker import ledger_folder, tenants_of
 from cluster.config import ClusterConfig
-from cluster.dispatcher import Dispatcher
 from cluster.openai.checking import MAX_PRIORITY
-from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
+from cluster.router.dispatcher import Dispatcher
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
 from tests.unit.batch_server_lab import (

@@ -15,10 +15,10 @@ from cluster.batch.errors import BatchError, FencedError, LedgerError
 from cluster.batch.failures import first_failures
 from cluster.batch.prepare import Preparer
 from cluster.batch.rows import COMPLETIONS, Task
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
-from cluster.token_log import TokenLog
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.token_log import TokenLog
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import served_model

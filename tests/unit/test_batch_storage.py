@@ -6,15 +6,15 @@ import time
 import openai
 import pytest
 
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyRing
+from cluster.admission.tenancy import Tenancy
 from cluster.batch.server import changes
 from cluster.batch.server.pages import Asked
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import NewBatch, Store
 from cluster.batch.server.sweeper import Sweeper
 from cluster.errors import ApiError
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyRing
-from cluster.tenants.tenancy import Tenancy
 from tests.openai_app import client_for, served_model, serving
 from tests.storage_app import BATCH, BOUNDARY, FORM, LINES, form, part, storing_app, upload_form
 from tests.unit.store_lab import NOW, URL, batch_of, keep, over, refused

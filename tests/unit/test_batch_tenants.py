@@ -6,6 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
+from cluster.admission.quotas import Quotas
+from cluster.admission.tenant import OPEN, Quota, Tenant
 from cluster.batch.server import changes, one_batch
 from cluster.batch.server.root import open_root
 from cluster.batch.server.row_quotas import RowQuotas
@@ -13,10 +16,7 @@ from cluster.batch.server.runner import REVOKED_SECONDS, Runner, by_turns
 from cluster.batch.server.store import Store
 from cluster.batch.server.windows import Windows
 from cluster.batch.server.worker import holders_of
-from cluster.dispatcher import Dispatcher
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.tenants.quotas import Quotas
-from cluster.tenants.tenant import OPEN, Quota, Tenant
+from cluster.router.dispatcher import Dispatcher
 from tests.openai_app import served_model
 from tests.unit.batch_lab import cut_off
 from tests.unit.batch_server_lab import PATIENT, TENANT, Server, at_work, created, lines, rows, told

@@ -10,14 +10,14 @@ from random import Random
 
 import pytest
 
-from cluster.dispatcher import Dispatcher
 from cluster.errors import ApiError
-from cluster.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkAddress, LinkClosedError, RouterLink
-from cluster.links.faulty import FaultyLink
-from cluster.links.local import connect_local
-from cluster.links.tcp import connect
-from cluster.messages import Begun, Ping, Submit, Welcome
+from cluster.router.dispatcher import Dispatcher
 from cluster.simulator.virtual_time import run_virtually
+from cluster.wire.faulty import FaultyLink
+from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkAddress, LinkClosedError, RouterLink
+from cluster.wire.local import connect_local
+from cluster.wire.messages import Begun, Ping, Submit, Welcome
+from cluster.wire.tcp import connect
 from tests.unit.engine_driver import request
 from tests.unit.outage_lab import OutageLab, asked
 
@@ -178,8 +178,8 @@ POISON = 60  # a token
 # to its event loop only where it waits.
 MORTAL_REPLICA = """
 import asyncio, json, os, signal, sys
-from cluster.links.tcp import LinkServer
-from cluster.replica_facts import ReplicaTimes
+from cluster.wire.tcp import LinkServer
+from cluster.replica.facts import ReplicaTimes
 from tests.unit.cluster_lab import GatedExecutor, LabReplica
 
 class Mortal(GatedExecutor):

@@ -13,8 +13,8 @@ from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, fit
 from deploy.capacity.gpus import GPUS, gpu_named
 from deploy.capacity.load import Load, Replica, Wanted, serve_load
 from deploy.capacity.roofline import Roofline
-from deploy.cli import explain
-from deploy.sizes import GIB
+from deploy.cli.main import explain
+from deploy.cli.sizes import GIB
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.models.registry import architecture_of
@@ -349,7 +349,7 @@ def test_the_engine_chooses_dtype_and_context_alike_without_a_gpu():
 
 
 def squadron(*args):
-    code = "from deploy.cli import main; main()"
+    code = "from deploy.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, timeout=60, check=False
     )

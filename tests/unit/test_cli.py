@@ -16,14 +16,14 @@ from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
 from cluster.model_names import resolve_model
 from cluster.placement import plan_app
-from deploy import cli
-from deploy import serve as serving
-from deploy.address import connect_host, curl, free_port, is_loopback
-from deploy.dry_run import describe_plans, make_plan, make_plans
-from deploy.environment import Environment, prepare_local_ray
-from deploy.joined_ray import JoinedRay
-from deploy.local_ray import check_capacity
-from deploy.readiness import StartError
+from deploy.cli import main as cli
+from deploy.cli.dry_run import describe_plans, make_plan, make_plans
+from deploy.serve import command as serving
+from deploy.serve.address import connect_host, curl, free_port, is_loopback
+from deploy.serve.environment import Environment, prepare_local_ray
+from deploy.serve.joined_ray import JoinedRay
+from deploy.serve.local_ray import check_capacity
+from deploy.serve.readiness import StartError
 from engine.errors import CheckpointError, ConfigError
 from engine.loader.checkpoint import SINGLE_FILE
 from parallel.errors import ShardingError
@@ -31,7 +31,7 @@ from parallel.errors import ShardingError
 
 def squadron(*args, **environment):
     return subprocess.run(
-        [sys.executable, "-c", "from deploy.cli import main; main()", *args],
+        [sys.executable, "-c", "from deploy.cli.main import main; main()", *args],
         capture_output=True,
         text=True,
         timeout=60,
@@ -41,7 +41,7 @@ def squadron(*args, **environment):
 
 
 def test_help_does_not_wait_for_ray_and_torch():
-    code = "import sys, deploy.cli; print([m for m in ('ray', 'torch', 'transformers', 'httpx') if m in sys.modules])"
+    code = "import sys, deploy.cli.main; print([m for m in ('ray', 'torch', 'transformers', 'httpx') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
 

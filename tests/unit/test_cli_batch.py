@@ -16,10 +16,10 @@ from cluster.batch.errors import BatchError
 from cluster.batch.plain_rows import ColumnOptions
 from cluster.errors import ApiError
 from cluster.model_names import resolve_model
-from deploy import cli
 from deploy.batch import command
 from deploy.batch.options import body_fields
 from deploy.batch.progress import Progress, summary
+from deploy.cli import main as cli
 from engine.errors import ConfigError
 from tests.chaos.batch import rows, write_rows
 

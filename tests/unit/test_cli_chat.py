@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
-from deploy.chat import Chat, ChatError, ChatOptions, sse_events
+from deploy.cli.chat import Chat, ChatError, ChatOptions, sse_events
 
 
 class Server(ThreadingHTTPServer):
@@ -152,7 +152,7 @@ class Typed(io.StringIO):
 
 def test_somebody_who_named_no_model_is_told_of_the_others(server, monkeypatch):
     server.models = ["demo", "demo-alias", "other", "third"]
-    monkeypatch.setattr("deploy.chat._typed", lambda _: iter(["hi"]))
+    monkeypatch.setattr("deploy.cli.chat._typed", lambda _: iter(["hi"]))
     output, url = io.StringIO(), f"http://127.0.0.1:{server.server_port}"
     Chat(ChatOptions(url), Console(file=output, width=200)).run(Typed())
     assert "--model chooses another one: other, third" in output.getvalue()

@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.config import parse_config
-from deploy import cli, haproxy
-from deploy.address import free_port
-from deploy.haproxy import HAProxySetup, exposed, prepare_haproxy
-from deploy.haproxy_launcher import LOCAL_SECTIONS, rewritten
+from deploy.cli import main as cli
+from deploy.serve import haproxy
+from deploy.serve.address import free_port
+from deploy.serve.haproxy import HAProxySetup, exposed, prepare_haproxy
+from deploy.serve.haproxy_launcher import LOCAL_SECTIONS, rewritten
 from engine.errors import ConfigError
 
 CONFIG = parse_config({"model": "demo", "ingress": "haproxy"})
@@ -149,7 +150,7 @@ def test_a_start_that_fails_early_leaves_no_folder(monkeypatch, tmp_path, end) -
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cli, "prepare_ray", lambda address: address)
     monkeypatch.setattr(cli, "prepare_haproxy", lambda _: setup)
-    monkeypatch.setattr("deploy.serve.serve_app", fail)
+    monkeypatch.setattr("deploy.serve.command.serve_app", fail)
     CliRunner().invoke(cli.app, ["serve", "demo", "--ingress", "haproxy"])
     assert seen == [True]
     assert not setup.folder.exists()

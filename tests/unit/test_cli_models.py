@@ -8,13 +8,13 @@ import httpx
 import pytest
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-import deploy.readiness
-import deploy.serve
+import deploy.serve.command
+import deploy.serve.readiness
 from cluster.app_config import AppConfig, parse_app
-from cluster.start_error import ReplicaStartError, find_start_failure
-from deploy.readiness import Readiness, StartError, refuse_failed
-from deploy.replica_log import ReplicaLog
-from deploy.serve import Options, Server
+from cluster.replica.start_error import ReplicaStartError, find_start_failure
+from deploy.serve.command import Options, Server
+from deploy.serve.readiness import Readiness, StartError, refuse_failed
+from deploy.serve.replica_log import ReplicaLog
 from engine.errors import ConfigError
 
 BODIES = [

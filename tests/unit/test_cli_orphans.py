@@ -8,11 +8,11 @@ import time
 
 import psutil
 
-from deploy.orphans import end
+from deploy.serve.orphans import end
 
 PARENT = """
 import os, subprocess, sys, time, psutil
-from deploy.orphans import OrphanWatch
+from deploy.serve.orphans import OrphanWatch
 watch = OrphanWatch()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 watch.guard(psutil.Process().children())

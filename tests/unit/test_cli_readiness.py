@@ -12,9 +12,9 @@ from ray.serve.schema import (
 )
 from rich.console import Console
 
-from cluster.start_error import ReplicaStartError
-from deploy.phases import PhaseLog
-from deploy.readiness import StartError, refuse_failed
+from cluster.replica.start_error import ReplicaStartError
+from deploy.cli.phases import PhaseLog
+from deploy.serve.readiness import StartError, refuse_failed
 from engine.errors import CheckpointError, ConfigError
 
 

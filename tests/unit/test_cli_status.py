@@ -112,7 +112,7 @@ def test_nobody_there_is_exit_code_2_and_says_what_to_do(capsys: pytest.CaptureF
 
 
 def test_it_needs_no_ray() -> None:
-    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli import main; main()"
+    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli.main import main; main()"
     command = [sys.executable, "-c", code, "status", "--url", "127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr

@@ -24,8 +24,8 @@ from prometheus_client import (
 )
 from rich.console import Console
 
-from cluster.figures.families import FAMILIES, Kind
-from cluster.metrics import Metrics
+from cluster.telemetry.families import FAMILIES, Kind
+from cluster.telemetry.metrics import Metrics
 from deploy.status.report import Condition
 from deploy.top.command import Top, show_top
 from deploy.top.picture import ITL, NAMES, TPOT, TTFT, make_picture
@@ -352,7 +352,7 @@ def test_the_command_ends_at_ctrl_c_without_a_word(listening: str) -> None:
     command = [
         sys.executable,
         "-c",
-        "from deploy.cli import main; main()",
+        "from deploy.cli.main import main; main()",
         "top",
         "--url",
         listening,
@@ -411,7 +411,7 @@ def test_a_wrong_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_needs_no_ray() -> None:
-    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli import main; main()"
+    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli.main import main; main()"
     command = [sys.executable, "-c", code, "top", "--url", "127.0.0.1:1", "--once"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.figures.costs import CostCollector
-from cluster.message_parts import Costs, Usage
-from cluster.metrics import Metrics
-from cluster.replica_facts import ReplicaTimes
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Tenant
-from cluster.translation import costs_of
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
+from cluster.replica.facts import ReplicaTimes
+from cluster.telemetry.costs import CostCollector
+from cluster.telemetry.metrics import Metrics
+from cluster.wire.message_parts import Costs, Usage
+from cluster.wire.translation import costs_of
 from engine.request import Request
 from engine.telemetry import ledger
 from tests.unit.cluster_lab import Lab, long_request, until

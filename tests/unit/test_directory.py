@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import directory
-from cluster.announcement import Announcement
-from cluster.directory import ReplicaDirectory
-from cluster.link import LinkAddress, LinkRefusedError, OtherProtocolError
+from cluster.router import directory
+from cluster.router.directory import ReplicaDirectory
+from cluster.wire.announcement import Announcement
+from cluster.wire.link import LinkAddress, LinkRefusedError, OtherProtocolError
 from tests.unit.cluster_lab import until
 
 

@@ -13,8 +13,8 @@ import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from cluster.discovery import LeaseRequestRouter, ReplicaWatch
-from cluster.life import stop_notice
+from cluster.lifecycle import stop_notice
+from cluster.router.discovery import LeaseRequestRouter, ReplicaWatch
 
 MANY = 100  # times that nobody asks in vain while only one call is there
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.fleet import MESSAGES_PER_TURN
-from cluster.generation import TokenChunk
-from cluster.messages import Report
-from cluster.replica_facts import ReplicaTimes
+from cluster.replica.facts import ReplicaTimes
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.fleet import MESSAGES_PER_TURN
+from cluster.router.generation import TokenChunk
+from cluster.wire.messages import Report
 from engine.errors import ConfigError
 from tests.unit.cluster_lab import Lab, long_request, oracle, until
 from tests.unit.engine_driver import expected, request

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster import intake
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.message_parts import LogprobRow
-from cluster.router_session import RouterSession
-from cluster.routing.chooser import Chooser
-from cluster.token_log import TokenLog
+from cluster.replica import intake
+from cluster.replica.router_session import RouterSession
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.routing.chooser import Chooser
+from cluster.router.token_log import TokenLog
+from cluster.wire.message_parts import LogprobRow
 from tests.unit.cluster_lab import Lab, long_request, oracle, until
 
 BYSTANDERS = [long_request(f"r{i}", seed=i) for i in range(20)]

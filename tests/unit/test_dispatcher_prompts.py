@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.message_parts import PromptRow
-from cluster.messages import Report
+from cluster.wire.message_parts import PromptRow
+from cluster.wire.messages import Report
 from engine.request import Request
 from tests.unit.cluster_lab import Lab, oracle, until
 from tests.unit.engine_driver import Driver, request

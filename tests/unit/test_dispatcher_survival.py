@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
-from cluster.dispatch_config import MIGRATIONS, SAME_WEIGHTS, DispatcherConfig
 from cluster.errors import ApiError
-from cluster.links import tcp
-from cluster.links.faulty import FaultPlan
-from cluster.messages import Report
-from cluster.replica_facts import ReplicaTimes
+from cluster.replica.facts import ReplicaTimes
+from cluster.router.dispatch_config import MIGRATIONS, SAME_WEIGHTS, DispatcherConfig
+from cluster.wire import tcp
+from cluster.wire.faulty import FaultPlan
+from cluster.wire.messages import Report
 from tests.unit.cluster_lab import GatedExecutor, Lab, LabReplica, long_request, oracle, until
 from tests.unit.engine_driver import expected, request
 

@@ -19,7 +19,7 @@ from deploy.doctor.command import Where, all_checks, in_module, line, report, su
 from deploy.doctor.examine import Check, examine
 from deploy.doctor.finding import Finding, Level, exit_code, fix, ok, warning
 from deploy.doctor.probe import ProbeError, ask
-from deploy.environment import Environment
+from deploy.serve.environment import Environment
 
 # How checks are run.
 
@@ -155,7 +155,7 @@ def test_the_doctor_looks_at_this_machine_and_ends_in_time():
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         run = subprocess.run(
-            [sys.executable, "-c", "from deploy.cli import main; main()", "doctor", "--json", "--port", "0"],
+            [sys.executable, "-c", "from deploy.cli.main import main; main()", "doctor", "--json", "--port", "0"],
             capture_output=True,
             text=True,
             timeout=120,

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from deploy.cli.sizes import GIB, MIB
 from deploy.doctor.devices import devices, nvidia_devices
 from deploy.doctor.finding import Level
 from deploy.doctor.machine import GOOD_CACHE, Usage, check_disks, disk, open_files, shared_memory
 from deploy.doctor.network import check_port, hub, port_free, ray_cluster
 from deploy.doctor.packages import check_shadowed, check_versions, package_versions, python_version, shadowed
 from deploy.doctor.probe import ProbeError
-from deploy.sizes import GIB, MIB
 
 HOME = Path("/srv/squadron")
 OWN = dict.fromkeys(("parallel", "engine", "cluster", "deploy"), HOME)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from cluster.engine_thread import MAX_UNDELIVERED, EngineThread
+from cluster.replica.engine_thread import MAX_UNDELIVERED, EngineThread
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.grammar.base import CompiledGrammar
 from engine.kv.block_manager import NO_EVENTS

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from cluster.figures import ray_publisher
-from cluster.figures.families import Source
-from cluster.figures.histogram import Histogram
-from cluster.figures.publishing import LoopGoneError, Publishing, on_loop
-from cluster.figures.ray_publisher import LEAST, RayPublisher
-from cluster.figures.samples import family_of, histogram_of
-from cluster.metrics import Metrics
+from cluster.telemetry import ray_publisher
+from cluster.telemetry.families import Source
+from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.publishing import LoopGoneError, Publishing, on_loop
+from cluster.telemetry.ray_publisher import LEAST, RayPublisher
+from cluster.telemetry.samples import family_of, histogram_of
 from tests.unit.test_metrics import asked
 
 Series = dict[tuple[str, ...], float]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.figures.replica_process import replica_metrics
-from cluster.figures.steps import StepFigures
+from cluster.telemetry.replica_process import replica_metrics
+from cluster.telemetry.steps import StepFigures
 from engine.errors import StepMemoryError
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import FinishReason

@@ -7,18 +7,18 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant_figures import TenantCollector
 from cluster.config import parse_config
-from cluster.counters import DispatcherCounters
-from cluster.figures.families import FAMILIES, PREFIX, TABLE, Family, Kind, Source
-from cluster.figures.histogram import Histogram
-from cluster.figures.requests import RequestCollector
-from cluster.figures.samples import histogram_of
-from cluster.figures.vllm import vllm_samples
 from cluster.grpc_api.figures import GrpcFigures
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.models.registry import Models
-from cluster.tenants.figures import TenantCollector
-from cluster.tenants.tenancy import Tenancy
+from cluster.router.counters import DispatcherCounters
+from cluster.router.models.registry import Models
+from cluster.telemetry.families import FAMILIES, PREFIX, TABLE, Family, Kind, Source
+from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.telemetry.requests import RequestCollector
+from cluster.telemetry.samples import histogram_of
+from cluster.telemetry.vllm import vllm_samples
 from deploy.metrics_page import PAGE, page
 from engine.errors import ConfigError
 from engine.report import EngineStats

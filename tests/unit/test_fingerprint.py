@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cluster.config import ClusterConfig
-from cluster.replica_host import _facts
+from cluster.replica.host import _facts
 from engine import LLM
 from engine.errors import CheckpointError
 from engine.loader.fingerprint import (

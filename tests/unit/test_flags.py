@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import deploy
 from cluster.config import ClusterConfig, parse_config
-from deploy import cli
-from deploy.flag_texts import OPEN_DEFAULTS
-from deploy.flags import CHOICES, in_flags, load_settings, merge_settings, settings
-from deploy.vllm_flags import INSTEAD
+from deploy.cli import main as cli
+from deploy.cli.flag_texts import OPEN_DEFAULTS
+from deploy.cli.flags import CHOICES, in_flags, load_settings, merge_settings, settings
+from deploy.cli.vllm_flags import INSTEAD
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -43,7 +43,7 @@ def run(monkeypatch):
 @pytest.fixture
 def served(monkeypatch):
     """What `squadron serve` would have started."""
-    import deploy.serve
+    import deploy.serve.command
 
     seen = []
     monkeypatch.setattr(deploy.serve, "serve_app", lambda app, options: seen.append((app.shared, options)))

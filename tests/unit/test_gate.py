@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyRing
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import OPEN, Tenant, tenant_salt
 from cluster.client_id import SERVERS_NAME
-from cluster.generation import TokenChunk
-from cluster.openai.gate import OPEN_PATHS, Gate
-from cluster.openai.rate_headers import duration
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyRing
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import OPEN, Tenant, tenant_salt
+from cluster.http.gate import OPEN_PATHS, Gate
+from cluster.http.rate_headers import duration
+from cluster.router.generation import TokenChunk
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.fake_executor import FakeExecutor

@@ -6,11 +6,11 @@ from concurrent.futures import Future
 
 import pytest
 
-from cluster.links.local import connect_local
-from cluster.messages import Abort, Rejected, Report
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts, ReplicaTimes
-from cluster.translation import submit_message
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts, ReplicaTimes
+from cluster.wire.local import connect_local
+from cluster.wire.messages import Abort, Rejected, Report
+from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError

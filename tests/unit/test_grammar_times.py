@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.link import RouterLink
-from cluster.links.local import connect_local
-from cluster.message_parts import TraceContext
-from cluster.messages import Abort, Rejected
-from cluster.replica_core import ReplicaCore
-from cluster.replica_facts import ReplicaFacts, ReplicaTimes
-from cluster.translation import submit_message
+from cluster.replica.core import ReplicaCore
+from cluster.replica.facts import ReplicaFacts, ReplicaTimes
+from cluster.wire.link import RouterLink
+from cluster.wire.local import connect_local
+from cluster.wire.message_parts import TraceContext
+from cluster.wire.messages import Abort, Rejected
+from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.config import parse_config
-from cluster.group_start import listening_host, start_group
+from cluster.replica.group_start import listening_host, start_group
 from engine.errors import ConfigError
 
 

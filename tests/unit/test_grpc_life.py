@@ -5,19 +5,19 @@ import asyncio
 import grpc
 import pytest
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
 from cluster.errors import ApiError
-from cluster.generation import NO_CONTEXT, TokenChunk
 from cluster.grpc_api.beside import BesideHttp
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
 from cluster.openai.served_model import ServedModel
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Tenant
+from cluster.router.generation import NO_CONTEXT, TokenChunk
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import Metrics
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer

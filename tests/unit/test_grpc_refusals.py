@@ -7,17 +7,17 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Quota, Tenant
 from cluster.errors import STATUS_BY_CODE, ApiError
-from cluster.fleet import ReplicaView
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.status import status_code
-from cluster.message_parts import Load
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Quota, Tenant
+from cluster.router.fleet import ReplicaView
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import Metrics
+from cluster.wire.message_parts import Load
 from engine.errors import ConfigError
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import haproxy
-from deploy.haproxy import CLIENT_TIMEOUT, HAProxySetup
-from deploy.haproxy_launcher import HEADERS_TIMEOUT, rewritten
+from deploy.serve import haproxy
+from deploy.serve.haproxy import CLIENT_TIMEOUT, HAProxySetup
+from deploy.serve.haproxy_launcher import HEADERS_TIMEOUT, rewritten
 
 SLOW = 0.8  # seconds in which the router below says nothing; longer than the clients' timeouts here
 REQUEST = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"

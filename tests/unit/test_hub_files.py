@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from cluster.config import ClusterConfig
-from cluster.models.served import served_model
+from cluster.router.models.served import served_model
+from deploy.cli.dry_run import read_spec
 from deploy.demo import demo_model_path
-from deploy.dry_run import read_spec
 from deploy.fetch import main as fetch_command
 from engine.errors import CheckpointError
 from engine.loader.checkpoint import find_checkpoint

@@ -17,7 +17,7 @@ from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
-from deploy.client import is_guarded
+from deploy.cli.client import is_guarded
 from tests.openai_app import serving
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]

@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from cluster.http.base_endpoint import Responder
+from cluster.http.exchange import until_disconnect
 from cluster.ingress import guard
 from cluster.ingress.check import WINDOW, IngressCheck
 from cluster.ingress.guard import (
@@ -20,8 +22,6 @@ from cluster.ingress.guard import (
     WINDOWED,
     RouterLossGuard,
 )
-from cluster.openai.base_endpoint import Responder
-from cluster.openai.http import until_disconnect
 from cluster.simulator.virtual_time import run_virtually
 
 EVENTS = [(b"content-type", b"text/event-stream")]

@@ -19,11 +19,11 @@ from ray.serve.schema import (
     DeploymentStatusTrigger,
 )
 
-from cluster.life import control_store, deployed_app
-from cluster.life.app_memory import AppMemory
-from cluster.life.app_status import FAILED, RUNNING, read_overview
-from cluster.life.deployed_app import BuiltOf, DeployedApp
-from cluster.life.rollback import GoodVersion, Undone
+from cluster.lifecycle import control_store, deployed_app
+from cluster.lifecycle.app_memory import AppMemory
+from cluster.lifecycle.app_status import FAILED, RUNNING, read_overview
+from cluster.lifecycle.deployed_app import BuiltOf, DeployedApp
+from cluster.lifecycle.rollback import GoodVersion, Undone
 
 ARGS = {"model": "demo", "update_failure_action": "rollback"}
 BUILT_OF = BuiltOf(ARGS, {"Router": "r1", "Replica": "m1"})

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from cluster.app_config import parse_app
-from cluster.life.app_status import AppState, DeploymentState
-from cluster.life.rollback import ATTEMPTS, STALE, GoodVersion, Rollback, Undone
+from cluster.lifecycle.app_status import AppState, DeploymentState
+from cluster.lifecycle.rollback import ATTEMPTS, STALE, GoodVersion, Rollback, Undone
 from engine.errors import CheckpointError
 
 OLD = GoodVersion("/", args={"served_model_name": ["a", "b"]}, versions={"Router": "1"})

@@ -11,13 +11,13 @@ import pytest
 
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.life import app_watch, start_gate
-from cluster.life.app_status import one_line
-from cluster.life.app_watch import AppPicture, AppWatch
-from cluster.life.start_gate import StartGate, UpdateFailedError
-from cluster.life.surge import fits, surge_percent
+from cluster.lifecycle import app_watch, start_gate
+from cluster.lifecycle.app_status import one_line
+from cluster.lifecycle.app_watch import AppPicture, AppWatch
+from cluster.lifecycle.start_gate import StartGate, UpdateFailedError
+from cluster.lifecycle.surge import fits, surge_percent
 from cluster.placement import plan_app
-from cluster.start_error import ReplicaStartError
+from cluster.replica.start_error import ReplicaStartError
 from engine.errors import CheckpointError
 
 

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from cluster.link import (
+from cluster.wire import tcp
+from cluster.wire.faulty import FaultPlan, FaultyLink
+from cluster.wire.link import (
     DAMAGED,
     ENGINE_DEAD,
     LOST,
@@ -24,10 +26,8 @@ from cluster.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.links import tcp
-from cluster.links.faulty import FaultPlan, FaultyLink
-from cluster.links.local import connect_local
-from cluster.messages import PROTOCOL_VERSION, Abort, Draining, Hello, Ping, Rejected, Welcome, encode
+from cluster.wire.local import connect_local
+from cluster.wire.messages import PROTOCOL_VERSION, Abort, Draining, Hello, Ping, Rejected, Welcome, encode
 
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)
 Serve = Callable[[RouterLink], Awaitable[None]]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, Usage, Waited
-from cluster.messages import (
+from cluster.wire.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, Usage, Waited
+from cluster.wire.messages import (
     Abort,
     DamagedMessageError,
     Draining,
@@ -26,7 +26,7 @@ from cluster.messages import (
     decode_up,
     encode,
 )
-from cluster.translation import block_key, load_of, submit_message, submitted_request
+from cluster.wire.translation import block_key, load_of, submit_message, submitted_request
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats
 from engine.request import Request

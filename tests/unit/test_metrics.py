@@ -3,10 +3,10 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.counters import DispatcherCounters
 from cluster.errors import STATUS_BY_CODE
-from cluster.figures.requests import FAULTS, RequestCollector
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.router.counters import DispatcherCounters
+from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.telemetry.requests import FAULTS, RequestCollector
 from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams

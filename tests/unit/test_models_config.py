@@ -16,12 +16,12 @@ from cluster import app as app_module
 from cluster.app import build, build_version
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
-from cluster.models.deployments import deployment_names
 from cluster.placement import plan_app
-from deploy.dry_run import describe_plans, make_plans
-from deploy.flags import merge_settings
-from deploy.keys import with_key_file
-from deploy.local_ray import check_capacity
+from cluster.router.models.deployments import deployment_names
+from deploy.cli.dry_run import describe_plans, make_plans
+from deploy.cli.flags import merge_settings
+from deploy.cli.keys import with_key_file
+from deploy.serve.local_ray import check_capacity
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 

@@ -9,17 +9,17 @@ import dataclasses
 import grpc
 import pytest
 
-from cluster.fleet import ReplicaView
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyRing
+from cluster.admission.tenancy import Tenancy
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.message_parts import Load
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.models.registry import Models
 from cluster.openai.served_model import ServedModel
-from cluster.readiness import app_ready_body
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyRing
-from cluster.tenants.tenancy import Tenancy
+from cluster.router.fleet import ReplicaView
+from cluster.router.models.registry import Models
+from cluster.router.readiness import app_ready_body
+from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.wire.message_parts import Load
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from engine.text.tokenizer import Tokenizer

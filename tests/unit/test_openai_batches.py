@@ -14,7 +14,7 @@ from cluster.batch.server.changes import Outcome
 from cluster.batch.server.objects import BatchUsage, LineError, RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.openai.openapi import OPERATIONS
+from cluster.http.openapi import OPERATIONS
 from tests.openai_app import client_for, served_model, serving
 from tests.storage_app import BATCH, FORM, LINES, storing_app, two_tenants, upload_form
 

@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
-from cluster.models.registry import Models
-from cluster.openai import base_endpoint, endpoint, frames, generation, validation
+from cluster.http import base_endpoint
+from cluster.http import completions as endpoint
+from cluster.openai import frames, generation, validation
+from cluster.router.models.registry import Models
 from engine.text.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, client_for, events, served_model

@@ -13,8 +13,8 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.openai.openapi import OPERATIONS, openapi
-from cluster.openai.sites import Sites
+from cluster.http.openapi import OPERATIONS, openapi
+from cluster.http.sites import Sites
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 from tests.storage_app import BATCH, FORM, upload_form
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from cluster.errors import ApiError
-from cluster.metrics import Metrics
+from cluster.telemetry.metrics import Metrics
 from engine.errors import PromptTooLongError
 from tests.openai_app import MODEL, app_for, client_for, events, saying, served_model, serving
 
@@ -217,7 +217,7 @@ async def test_a_call_that_the_server_cancels_ends_its_request(model):
 
 
 async def test_a_body_that_never_comes_is_given_up(model, monkeypatch):
-    monkeypatch.setattr("cluster.openai.http.BODY_TIMEOUT", 0.01)
+    monkeypatch.setattr("cluster.http.exchange.BODY_TIMEOUT", 0.01)
     sent = []
 
     async def send(message):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
+from cluster.admission.keys import FixedKeys
+from cluster.admission.tenancy import Tenancy
 from cluster.errors import ApiError
-from cluster.openai.sites import Sites
-from cluster.tenants.keys import FixedKeys
-from cluster.tenants.tenancy import Tenancy
+from cluster.http.sites import Sites
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving
 
 BODY = {"model": MODEL, "prompt": "x", "max_tokens": 5}

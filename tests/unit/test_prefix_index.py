@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.routing import prefix_index
-from cluster.routing.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex
-from cluster.routing.prompt_keys import PromptKeys
-from cluster.translation import block_key
+from cluster.router.routing import prefix_index
+from cluster.router.routing.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex
+from cluster.router.routing.prompt_keys import PromptKeys
+from cluster.wire.translation import block_key
 from engine.kv.prefix_hash import prompt_hashes
 
 

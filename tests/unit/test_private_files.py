@@ -14,10 +14,10 @@ from cluster.batch.ledger.records import Progress
 from cluster.batch.server import batches, files, lease, worker
 from cluster.batch.server.local_root import DRAFTS, OURS, LocalRoot
 from cluster.batch.sources.standard_input import spooled
-from cluster.flight_dump import dump_flight
 from cluster.private_files import close_to_others
-from cluster.tracing.exporters import FileExporter
-from deploy.environment import _ensure_token
+from cluster.replica.flight_dump import dump_flight
+from cluster.telemetry.tracing.exporters import FileExporter
+from deploy.serve.environment import _ensure_token
 from engine.telemetry.flight import FlightRecorder, Wait
 from parallel.segment import Segment
 from tests.openai_app import client_for, served_model

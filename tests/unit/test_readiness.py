@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.announcement import Announcement
-from cluster.dispatch_config import DispatcherConfig
-from cluster.life.replica_states import STALLED, replica_states
-from cluster.link import LOST, LinkAddress
-from cluster.readiness import ready_body
+from cluster.lifecycle.replica_states import STALLED, replica_states
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.readiness import ready_body
+from cluster.wire.announcement import Announcement
+from cluster.wire.link import LOST, LinkAddress
 from tests.unit.cluster_lab import Lab, until
 from tests.unit.engine_driver import request
 

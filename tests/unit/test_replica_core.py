@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster import intake
-from cluster.autoscaling.speed import StepSpeed
-from cluster.cached_blocks import CachedBlocks
-from cluster.figures.steps import StepFigures
-from cluster.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
-from cluster.links.local import connect_local
-from cluster.message_parts import TraceContext
-from cluster.messages import (
+from cluster.lifecycle.autoscaling.speed import StepSpeed
+from cluster.replica import intake
+from cluster.replica.cached_blocks import CachedBlocks
+from cluster.replica.facts import ReplicaTimes
+from cluster.replica.router_session import RouterSession
+from cluster.telemetry.steps import StepFigures
+from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
+from cluster.wire.local import connect_local
+from cluster.wire.message_parts import TraceContext
+from cluster.wire.messages import (
     Abort,
     Down,
     Draining,
@@ -30,9 +32,7 @@ from cluster.messages import (
     Report,
     Resync,
 )
-from cluster.replica_facts import ReplicaTimes
-from cluster.router_session import RouterSession
-from cluster.translation import submit_message
+from cluster.wire.translation import submit_message
 from tests.unit.cluster_lab import GatedExecutor, LabReplica, until
 from tests.unit.engine_driver import expected, long_request, request
 

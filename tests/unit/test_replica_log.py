@@ -6,8 +6,8 @@ import io
 
 import httpx
 
-from deploy.ray_output import DEATH_NOTICE, DeathFilter
-from deploy.replica_log import ReplicaLog, listed_replicas
+from deploy.serve.ray_output import DEATH_NOTICE, DeathFilter
+from deploy.serve.replica_log import ReplicaLog, listed_replicas
 
 
 def log_of(*names: str) -> tuple[ReplicaLog, list[str]]:

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-import cluster.cached_blocks
-import cluster.routing.prompt_keys
-from cluster.dispatch_config import DispatcherConfig
-from cluster.dispatcher import Dispatcher
-from cluster.generation import CallContext
-from cluster.links.faulty import FaultPlan, FaultyLink
-from cluster.links.local import connect_local
-from cluster.routing.figures import RoutingCollector
+import cluster.replica.cached_blocks
+import cluster.router.routing.prompt_keys
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.generation import CallContext
+from cluster.router.routing.figures import RoutingCollector
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.executor import simulated_tokens
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
+from cluster.wire.faulty import FaultPlan, FaultyLink
+from cluster.wire.local import connect_local
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

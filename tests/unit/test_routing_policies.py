@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import parse_config
-from cluster.dispatch_config import DispatcherConfig
 from cluster.errors import ApiError
-from cluster.routing.candidate import PolicyConfig, Query
-from cluster.routing.kv_aware import cost, kv_aware, named_pair
-from cluster.routing.policies import POLICIES, policy_named
-from cluster.routing.session import checked_session, session
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.routing.candidate import PolicyConfig, Query
+from cluster.router.routing.kv_aware import cost, kv_aware, named_pair
+from cluster.router.routing.policies import POLICIES, policy_named
+from cluster.router.routing.session import checked_session, session
 from engine.errors import ConfigError
 
 CONFIG = PolicyConfig()

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.admission.quotas import MINUTE, Quotas
+from cluster.admission.tenant import Quota, Tenant
 from cluster.errors import ApiError
-from cluster.life import control_store
-from cluster.life.shared_quotas import COUNTS_SECONDS, KEPT_SECONDS, SharedQuotas
-from cluster.tenants.quotas import MINUTE, Quotas
-from cluster.tenants.tenant import Quota, Tenant
+from cluster.lifecycle import control_store
+from cluster.lifecycle.shared_quotas import COUNTS_SECONDS, KEPT_SECONDS, SharedQuotas
 from tests.unit.quotas_lab import set_clock
 
 THREE = Tenant("t", Quota(requests_per_minute=3))
@@ -135,7 +135,7 @@ async def test_without_the_control_store_each_router_goes_on_alone_and_says_so_o
 
     rounds.loop = asyncio.get_running_loop()
     monkeypatch.setattr(control_store, "keys", gone)
-    monkeypatch.setattr("cluster.life.shared_quotas.EXCHANGE_SECONDS", 0.001)
+    monkeypatch.setattr("cluster.lifecycle.shared_quotas.EXCHANGE_SECONDS", 0.001)
     a = Router("a", clock)
     with caplog.at_level(logging.WARNING):
         a._shared.start()

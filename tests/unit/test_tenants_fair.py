@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.fair_queue import FairQueue
+from cluster.admission.gate_config import FairGateConfig
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.fair_queue import FairQueue
-from cluster.tenants.gate_config import FairGateConfig
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Tenant
+from cluster.router.generation import TokenChunk
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

@@ -11,12 +11,12 @@ import threading
 import pytest
 import yaml
 
+from cluster.admission.key_file import KeyFile
+from cluster.admission.key_start import keys_for
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, bearer_key, hash_key, new_key
+from cluster.admission.tenant import DEFAULT_TENANT, Quota, Tenant
 from cluster.errors import ApiError
-from cluster.tenants.key_file import KeyFile
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, bearer_key, hash_key, new_key
-from cluster.tenants.start import keys_for
-from cluster.tenants.tenant import DEFAULT_TENANT, Quota, Tenant
 from engine.errors import ConfigError
 from tests.openai_app import app_for, saying, served_model, serving
 
@@ -235,7 +235,7 @@ async def test_keys_rotate_under_load_without_a_false_401(tmp_path):
     """Old key, both keys, new key: requests with a key that is in every version since they began are let in."""
     import httpx
 
-    from cluster.tenants.tenancy import Tenancy
+    from cluster.admission.tenancy import Tenancy
 
     model = served_model(tmp_path)
     path = tmp_path / "keys.yaml"
@@ -274,7 +274,7 @@ async def test_keys_rotate_under_load_without_a_false_401(tmp_path):
 
 
 def squadron(*args):
-    code = "from deploy.cli import main; main()"
+    code = "from deploy.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False
     )

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.admission.quotas import Quotas
+from cluster.admission.tenant import Quota, Tenant
 from cluster.errors import ApiError
-from cluster.tenants.quotas import Quotas
-from cluster.tenants.tenant import Quota, Tenant
 from tests.unit.quotas_lab import set_clock
 
 

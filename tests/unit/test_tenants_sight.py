@@ -10,19 +10,19 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from cluster.admission.key_start import keys_for
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import FixedKeys, KeyRing
+from cluster.admission.tenancy import Tenancy
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, parse_config
-from cluster.figures.costs import account_metrics
-from cluster.figures.families import FAMILIES
-from cluster.message_parts import Costs, Usage
-from cluster.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.openai.gate import OPEN_PATHS, SCRAPED_PATHS
-from cluster.tenants.key_text import parse_keys
-from cluster.tenants.keys import FixedKeys, KeyRing
-from cluster.tenants.start import keys_for
-from cluster.tenants.tenancy import Tenancy
-from deploy.dry_run import describe_plans, make_plans
-from deploy.keys import looking_key, with_key_file
+from cluster.http.gate import OPEN_PATHS, SCRAPED_PATHS
+from cluster.telemetry.costs import account_metrics
+from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.wire.message_parts import Costs, Usage
+from deploy.cli.dry_run import describe_plans, make_plans
+from deploy.cli.keys import looking_key, with_key_file
 from deploy.status.command import fetch
 from deploy.status.report import FOR_ADMINS, Condition
 from deploy.status.view import lines
@@ -242,7 +242,7 @@ def test_a_dry_run_shows_no_key_and_is_a_file_that_can_be_used():
 
 
 def squadron(*args):
-    code = "from deploy.cli import main; main()"
+    code = "from deploy.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False
     )

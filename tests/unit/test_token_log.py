@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from cluster.errors import ApiError
-from cluster.generation import TokenChunk
-from cluster.token_log import TokenLog
+from cluster.router.generation import TokenChunk
+from cluster.router.token_log import TokenLog
 from engine.report import TokenLogprob
 from tests.unit.engine_driver import request
 

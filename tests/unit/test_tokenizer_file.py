@@ -15,9 +15,9 @@ MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content"
 
 ROUTER = """
 import sys
-import cluster.router
+import cluster.router.deployment
 from cluster.config import resolve_config
-from cluster.models.served import served_model
+from cluster.router.models.served import served_model
 
 served = served_model(resolve_config({"model": "demo", "tensor_parallel_size": 2}))
 assert served.tokenizer.encode("def main") and served.tokenizer.render_chat([{"role": "user", "content": "hi"}])

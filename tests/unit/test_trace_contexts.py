@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.message_parts import TraceContext
-from cluster.messages import decode_up, encode
-from cluster.tracing.call_trace import call_trace
-from cluster.tracing.ingress import RouterTracing, TracedApp
-from cluster.translation import submit_message
+from cluster.telemetry.tracing.call_trace import call_trace
+from cluster.telemetry.tracing.ingress import RouterTracing, TracedApp
+from cluster.wire.message_parts import TraceContext
+from cluster.wire.messages import decode_up, encode
+from cluster.wire.translation import submit_message
 from tests.unit.cluster_lab import long_request
 from tests.unit.tracing_lab import TRACE, TRACEPARENT, Spans, TracedLab
 

@@ -8,18 +8,18 @@ from contextlib import nullcontext, suppress
 import pytest
 from opentelemetry.trace import StatusCode
 
-from cluster.dispatch_config import DispatcherConfig
-from cluster.generation import CallContext
+from cluster.admission.keys import FixedKeys
+from cluster.admission.tenancy import Tenancy
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
-from cluster.tenants.keys import FixedKeys
-from cluster.tenants.tenancy import Tenancy
-from cluster.tracing import engine_spans
-from cluster.tracing import semantics as names
-from cluster.tracing.call_trace import call_trace
-from cluster.tracing.faults import is_fault
-from cluster.tracing.ingress import RouterTracing
+from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.generation import CallContext
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.tracing import engine_spans
+from cluster.telemetry.tracing import semantics as names
+from cluster.telemetry.tracing.call_trace import call_trace
+from cluster.telemetry.tracing.faults import is_fault
+from cluster.telemetry.tracing.ingress import RouterTracing
 from tests.grpc_client import grpc_services, refusal_of, running_grpc
 from tests.openai_app import MODEL, front_for, served_model
 from tests.unit.cluster_lab import long_request, until

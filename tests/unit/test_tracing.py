@@ -7,17 +7,17 @@ import asyncio
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from cluster.generation import CallContext
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.gate_config import FairGateConfig
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.member import LiveRequest
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.gate_config import FairGateConfig
-from cluster.token_log import TokenLog
-from cluster.tracing import semantics as names
-from cluster.tracing.call_trace import call_trace
-from cluster.tracing.ingress import RouterTracing
+from cluster.router.generation import CallContext
+from cluster.router.member import LiveRequest
+from cluster.router.models.registry import Models
+from cluster.router.token_log import TokenLog
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.tracing import semantics as names
+from cluster.telemetry.tracing.call_trace import call_trace
+from cluster.telemetry.tracing.ingress import RouterTracing
 from tests.grpc_client import gathered, grpc_services, refusal_of, running_grpc
 from tests.openai_app import MODEL, app_for, client_for, front_for, saying, served_model
 from tests.unit.cluster_lab import long_request, until

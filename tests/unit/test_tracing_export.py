@@ -28,15 +28,15 @@ from opentelemetry.semconv.attributes import (
 )
 
 from cluster.config import parse_config
-from cluster.message_parts import TraceContext
-from cluster.tracing import provider, semantics
-from cluster.tracing.call_trace import call_trace
-from cluster.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
-from cluster.tracing.engine_spans import EngineSpans
-from cluster.tracing.exporters import FileExporter, ForgivingExporter
-from cluster.tracing.ingress import RouterTracing
-from cluster.tracing.provider import exporter_to, tracing_to
-from cluster.tracing.start import replica_spans, router_tracing
+from cluster.telemetry.tracing import provider, semantics
+from cluster.telemetry.tracing.call_trace import call_trace
+from cluster.telemetry.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
+from cluster.telemetry.tracing.engine_spans import EngineSpans
+from cluster.telemetry.tracing.exporters import FileExporter, ForgivingExporter
+from cluster.telemetry.tracing.ingress import RouterTracing
+from cluster.telemetry.tracing.provider import exporter_to, tracing_to
+from cluster.telemetry.tracing.start import replica_spans, router_tracing
+from cluster.wire.message_parts import TraceContext
 from engine.errors import ConfigError
 from tests.openai_app import MODEL, app_for, saying, served_model, serving
 from tests.unit.cluster_lab import long_request
@@ -268,7 +268,7 @@ def test_off_is_off():
 SERVES_A_REQUEST = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from cluster.tracing.start import replica_spans, router_tracing
+from cluster.telemetry.tracing.start import replica_spans, router_tracing
 from tests.openai_app import app_for, client_for, served_model
 from tests.unit.cluster_lab import Lab
 

@@ -13,24 +13,24 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cluster.admission.fair_gate import FairGate
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.admission.start import fair_gate
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
 from cluster.config import ClusterConfig
 from cluster.errors import ApiError
-from cluster.flight_dump import MOST_DUMPS, dump_flight, log_folder
-from cluster.group_start import start_group
-from cluster.inquiries import PATIENCE, Inquiries, explanation
-from cluster.message_parts import Waited
-from cluster.messages import Explained
-from cluster.metrics import Metrics
-from cluster.models.registry import Models
-from cluster.openai.app import build_app
-from cluster.replica_host import ReplicaHost
-from cluster.tenants.fair_gate import FairGate
-from cluster.tenants.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.tenants.tenancy import Tenancy
-from cluster.tenants.tenant import Tenant
+from cluster.http.app import build_app
+from cluster.replica.flight_dump import MOST_DUMPS, dump_flight, log_folder
+from cluster.replica.group_start import start_group
+from cluster.replica.host import ReplicaHost
+from cluster.router.inquiries import PATIENCE, Inquiries, explanation
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import Metrics
+from cluster.wire.message_parts import Waited
+from cluster.wire.messages import Explained
+from deploy.cli.why import FOUND, NOTHING, UNREACHABLE, show_why
 from deploy.demo import demo_model_path
-from deploy.why import FOUND, NOTHING, UNREACHABLE, show_why
 from engine.telemetry.flight import FlightRecorder, Wait
 from tests.openai_app import client_for, front_for, served_model
 from tests.unit.cluster_lab import Lab, long_request, until
@@ -187,10 +187,10 @@ async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path
 
 
 async def test_replica_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr("cluster.inquiries.PATIENCE", 0.05)
+    monkeypatch.setattr("cluster.router.inquiries.PATIENCE", 0.05)
     async with Lab() as lab:
         await lab.start("a")
-        monkeypatch.setattr("cluster.inquiries.Inquiries.on_answer", lambda *_: None)
+        monkeypatch.setattr("cluster.router.inquiries.Inquiries.on_answer", lambda *_: None)
         assert (await lab.dispatcher.explain("r")).silent == ("a",)
 
 
@@ -223,7 +223,7 @@ BODY = {
 def answering(monkeypatch, status: int, body) -> None:
     transport = httpx.MockTransport(lambda request: httpx.Response(status, json=body))
     monkeypatch.setattr(
-        "deploy.why.client_for", lambda url, key: httpx.Client(base_url=url, transport=transport, timeout=5.0)
+        "deploy.cli.why.client_for", lambda url, key: httpx.Client(base_url=url, transport=transport, timeout=5.0)
     )
 
 
@@ -277,7 +277,7 @@ def test_record_is_dumped_and_old_dumps_go(tmp_path):
 
 async def test_replica_that_dies_leaves_its_record(tmp_path, monkeypatch):
     ended, reasons = asyncio.Event(), []
-    monkeypatch.setattr("cluster.replica_host._end_process", ended.set)
+    monkeypatch.setattr("cluster.replica.host._end_process", ended.set)
     config = ClusterConfig(model=str(demo_model_path()), max_model_len=256, num_kv_blocks=64)
     host = ReplicaHost("a", config, start_group(config), reasons.append, tmp_path)
     host.core.flight.note("cmpl-1@1.0", Wait.BLOCKS, "9 for its tokens so far")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.batch.prepare import Preparer
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.log_lines import JsonLines
+from cluster.telemetry.log_lines import JsonLines
 from engine.telemetry.wordless import wordless
 from engine.text.tokenizer import Tokenizer
 from tests.grpc_client import refusal_of, serving_grpc

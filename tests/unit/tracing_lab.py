@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster.openai.served_model import ServedModel
-from cluster.tracing.engine_spans import EngineSpans
-from cluster.tracing.ingress import RouterTracing
-from cluster.tracing.provider import Tracing, tracing_with
+from cluster.telemetry.tracing.engine_spans import EngineSpans
+from cluster.telemetry.tracing.ingress import RouterTracing
+from cluster.telemetry.tracing.provider import Tracing, tracing_with
 from tests.openai_app import MODEL, app_for, client_for
 from tests.unit.cluster_lab import Lab, LabReplica
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cluster.admission.tenant import Tenant, tenant_salt
 from cluster.batch.answers import Answers
 from cluster.batch.backlog import Backlog
 from cluster.batch.check import Checked, check_input
@@ -44,11 +45,10 @@ from cluster.batch.sources.lines import MAX_LINE_BYTES
 from cluster.batch.sources.source import FileSource
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError
-from cluster.metrics import ModelMetrics
 from cluster.openai.checking import MAX_PRIORITY
 from cluster.openai.served_model import ServedModel
 from cluster.private_files import make_folder
-from cluster.tenants.tenant import Tenant, tenant_salt
+from cluster.telemetry.metrics import ModelMetrics
 from engine.loader.fingerprint import weights_of
 
 logger = logging.getLogger(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from cluster.admission.quotas import Quotas
+from cluster.admission.tenant import OPEN, Tenant
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.prepare import Prepared
-from cluster.tenants.quotas import Quotas
-from cluster.tenants.tenant import OPEN, Tenant
 
 PAUSE = 1.0  # seconds between two looks at a quota: what was used at routers is heard of once a second
 

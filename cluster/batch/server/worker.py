@@ -15,6 +15,10 @@ from uuid import uuid4
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cluster.admission.key_start import keys_for
+from cluster.admission.keys import KeySource
+from cluster.admission.quotas import Quotas
+from cluster.admission.tenant import OPEN, Tenant
 from cluster.batch.backlog import Backlog
 from cluster.batch.bounds import Filler, whole_room
 from cluster.batch.decisive import decisive
@@ -30,19 +34,15 @@ from cluster.batch.server.turns import Turns
 from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
-from cluster.directory import ReplicaDirectory
-from cluster.dispatcher import Dispatcher
-from cluster.life.shared_quotas import SharedQuotas
-from cluster.logs import log_to_serve
-from cluster.metrics import ClusterFigures, Metrics
-from cluster.models.served import served_model
+from cluster.lifecycle.shared_quotas import SharedQuotas
 from cluster.openai.checking import unknown_model
-from cluster.orphans import watch_parent
-from cluster.start_error import ReplicaStartError
-from cluster.tenants.keys import KeySource
-from cluster.tenants.quotas import Quotas
-from cluster.tenants.start import keys_for
-from cluster.tenants.tenant import OPEN, Tenant
+from cluster.replica.orphans import watch_parent
+from cluster.replica.start_error import ReplicaStartError
+from cluster.router.directory import ReplicaDirectory
+from cluster.router.dispatcher import Dispatcher
+from cluster.router.models.served import served_model
+from cluster.telemetry.logs import log_to_serve
+from cluster.telemetry.metrics import ClusterFigures, Metrics
 from engine.errors import SquadronError
 from engine.heap import settle_heap
 from engine.loader.fingerprint import model_identity, vocabulary_fingerprint

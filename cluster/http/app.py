@@ -1,0 +1,212 @@
+"""The ASGI app: routes, health, readiness, metrics. Mounted by Ray Serve, or by any ASGI server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
+from importlib.metadata import version
+from typing import Any
+
+from msgspec import json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenant import Tenant
+from cluster.admission.tenant_figures import TenantCollector
+from cluster.batch.server.store import Store
+from cluster.errors import ApiError
+from cluster.http.base_endpoint import Services
+from cluster.http.batches import BatchRoutes
+from cluster.http.completions import GenerationEndpoint
+from cluster.http.embeddings import EmbeddingsEndpoint
+from cluster.http.files import FileRoutes
+from cluster.http.gate import Gate
+from cluster.http.off_loop import FileThreads, OffLoop
+from cluster.http.openapi import openapi
+from cluster.http.responses import ResponsesEndpoint
+from cluster.http.sites import Sites
+from cluster.http.storage import Stored
+from cluster.http.tokens import TokensEndpoint, detokenize, tokenize
+from cluster.http.ui.page import ui_route
+from cluster.openai.served_model import ServedModel
+from cluster.router.models.front import ModelFront
+from cluster.router.models.registry import Models
+from cluster.telemetry.metrics import CONTENT_TYPE, Metrics
+from cluster.telemetry.why import why
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+ReadyBody = Mapping[str, Any]
+
+
+def build_app(
+    models: Models,
+    metrics: Metrics,
+    ready: Callable[[], ReadyBody],
+    *,
+    tenancy: Tenancy | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    names_answers: bool = True,
+    store: Store | None = None,
+    sites: Sites | None = None,
+) -> ASGIApp:
+    """Return the OpenAI-compatible app.
+
+    models: what it serves, each by its name. metrics: of the app. ready: the body of `/ready`; its `ready` says
+    whether requests can be served (200, else 503 with `Retry-After`), the rest is for who runs the server. tenancy:
+    keys and quotas; None = open to all. max_body_bytes: larger requests get a 413 before they are held.
+    names_answers: False where what carries the app puts `x-request-id` on answers itself (Ray Serve does, and two
+    would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
+    sites: names that the server goes by, and sites whose pages may use it; None = as on loopback.
+    """
+    off_loop, file_threads = OffLoop(), FileThreads()
+    door = tenancy or Tenancy()
+    metrics.register(TenantCollector(door, models, metrics))
+    services = Services(models, off_loop, max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        watcher = asyncio.create_task(door.watch())
+        yield
+        watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await watcher
+        off_loop.close()
+        file_threads.close()
+
+    stored = Stored(store, file_threads)
+    routes = [
+        Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
+        Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingsEndpoint(services), methods=["POST"]),
+        Route("/v1/responses", ResponsesEndpoint(services), methods=["POST"]),
+        Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
+        Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
+        *FileRoutes(stored).routes(),
+        *BatchRoutes(stored, off_loop, max_body_bytes).routes(),
+        *_model_routes(models),
+        *_document_routes(door.keyed),
+        *_status_routes(metrics, models, ready),
+        Route("/why/{name}", partial(_why, models)),
+        ui_route(),
+    ]
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
+    app.router.redirect_slashes = False
+    return Gate(app, metrics, door, names_answers, sites)
+
+
+async def _why(models: Models, request: Request) -> Response:
+    return _json(await why(models, request.path_params["name"], _asker(request)))
+
+
+def _asker(request: Request) -> Tenant:
+    tenant: Tenant = request.state.tenant
+    return tenant
+
+
+def _model_routes(models: Models) -> list[Route]:
+    async def list_models(_: Request) -> Response:
+        cards = [_card(front.model, name) for front in models for name in front.model.names]
+        return _json({"object": "list", "data": cards})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        return _json(_card(models.named(name).model, name))
+
+    return [Route("/v1/models", list_models), Route("/v1/models/{name:path}", one_model)]
+
+
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "squadron",
+        "root": model.model_id,
+        "max_model_len": model.max_model_len,
+    }
+
+
+def _document_routes(keyed: bool) -> list[Route]:
+    @cache
+    def document() -> bytes:
+        return json.encode(openapi(keyed=keyed))
+
+    async def show_document(_: Request) -> Response:
+        return Response(document(), media_type="application/json")
+
+    async def show_version(_: Request) -> Response:
+        return _json({"version": version("squadron")})
+
+    return [Route("/openapi.json", show_document), Route("/version", show_version)]
+
+
+def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBody]) -> list[Route]:
+    async def health(_: Request) -> Response:
+        return _json({"status": "live"})
+
+    async def is_ready(request: Request) -> Response:
+        body, asked = ready(), request.query_params.get("model")
+        if asked is not None:
+            front = models.named(asked)
+            body = {**body, **_of_model(body, front)}
+        if not _asker(request).sees_figures:
+            body = {"ready": body["ready"]}
+        return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
+
+    async def show_metrics(request: Request) -> Response:
+        asker = _asker(request)
+        text = metrics.render(None if asker.sees_figures else asker.name)
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]
+
+
+def _of_model(body: ReadyBody, front: ModelFront) -> ReadyBody:
+    """What `/ready` says of one model."""
+    replicas = [replica for replica in body["replicas"] if replica["model"] == front.model_id]
+    cold = [name for name in body["cold"] if name == front.model_id]
+    ready = front.ready()
+    return {"ready": ready, "models": {front.model_id: ready}, "cold": cold, "replicas": replicas}
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    """A refusal of a route that is no endpoint."""
+    if not isinstance(error, ApiError):
+        raise error
+    return _error(request, error)
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    """Routing's own refusals (404, 405) in the shape that all our errors have."""
+    if not isinstance(error, HTTPException):
+        raise error
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{request.method} is not allowed here; use {allowed}"
+        return _error(request, ApiError("method_not_allowed", message), dict(error.headers or {}))
+    message = f"there is nothing at {request.url.path[:200]!r}; /openapi.json lists what there is, /ui is a page"
+    return _error(request, ApiError("not_found", message, status=error.status_code))
+
+
+def _inside_error(request: Request, _: Exception) -> Response:
+    """A failure that no endpoint expected; whoever runs the app is told of it as well, and logs it."""
+    return _error(request, ApiError("internal_error", "the server failed; its log has more"))
+
+
+_ERRORS = {HTTPException: _http_error, ApiError: _api_error, Exception: _inside_error}
+
+
+def _error(request: Request, error: ApiError, headers: Mapping[str, str] | None = None) -> Response:
+    error.request_id = request.scope["state"]["exchange"]["id"]
+    return _json(error.body(), error.status, headers)
+
+
+def _json(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.encode(body), status, headers, "application/json")

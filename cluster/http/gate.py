@@ -1,0 +1,177 @@
+"""What every request passes before any route sees it: an id, the key, the tenant's limits, one count per answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
+from cluster.admission.keys import as_bearer
+from cluster.admission.tenancy import Tenancy, Visit
+from cluster.admission.tenant import OPEN, Tenant
+from cluster.client_id import SERVERS_NAME, is_client_id
+from cluster.errors import ApiError
+from cluster.http.cors import answer_preflight, is_preflight, shared_with_pages
+from cluster.http.exchange import Answer
+from cluster.http.rate_headers import rate_headers
+from cluster.http.sites import Sites
+from cluster.openai.hints import HEADER as IGNORED
+from cluster.router.generation import CallContext
+from cluster.router.routing.session import HEADER as SESSION_HEADER
+from cluster.router.routing.session import checked_session
+from cluster.telemetry.log_lines import about
+from cluster.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from cluster.telemetry.tracing.call_trace import CallTrace
+
+OPEN_PATHS = frozenset({"/health"})
+SCRAPED_PATHS = frozenset({"/metrics", "/ready"})  # all that a key for scraping opens
+PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
+_ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
+log = logging.getLogger(__name__)
+
+
+class Gate:
+    """ASGI middleware around all routes; all but `OPEN_PATHS` need a key where there are any.
+
+    `scope["state"]["exchange"]` holds `id` (made here; a generation sets its own, which its answer shows),
+    `client_id` (what the client sent as `x-request-id`: only echoed and logged, "" when unfit for either),
+    `tenant` (a name) and, once they are known, `model` (the id) and `error` (the code of the answer that is one),
+    `ignored` (fields of the request, as `x-squadron-ignored` names them) and `trace_id` where it is traced;
+    `scope["state"]["tenant"]` is the `Tenant`.
+    names_answers: whether answers get `x-request-id` here; where the carrier of the app sets it, they get
+    `SERVERS_NAME`, by which `RouterLossGuard` puts it right.
+    Every POST is a request that counts: `scope["state"]["visit"]` is its `Visit`, open until the answer is complete.
+    sites: of which sites pages may use the server, and under which names; None = as on loopback.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        metrics: Metrics,
+        tenancy: Tenancy,
+        names_answers: bool = True,
+        sites: Sites | None = None,
+    ) -> None:
+        self._app = app
+        self._sites = sites or Sites(keyed=tenancy.keyed)
+        self._names_answers = names_answers
+        self._known = frozenset(r.path for r in app.routes if isinstance(r, Route) and not r.param_convertors)
+        self._metrics = metrics
+        self._tenancy = tenancy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on, or refuse it (ASGI)."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # refused before it is accepted
+            return
+        headers = Headers(scope=scope)
+        exchange = {"id": f"req-{secrets.token_hex(16)}", "client_id": _fit(headers.get("x-request-id", ""))}
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state["exchange"] = exchange
+        trace: CallTrace | None = state.get("trace")
+        if trace is not None:
+            exchange["trace_id"] = trace.trace_id
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                named = [self._name(exchange)]
+                if ignored := exchange.get("ignored"):
+                    named.append((IGNORED.encode(), ignored.encode()))
+                named += shared_with_pages(self._sites, headers)
+                message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
+                self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
+            await send(message)
+
+        try:
+            if is_preflight(scope, headers):
+                await answer_preflight(self._sites, headers, send_named)
+                return
+            if raw_path(scope) not in OPEN_PATHS:
+                self._sites.check(scope, headers, page=raw_path(scope) in PAGES)
+            tenant = state["tenant"] = self._tenant(scope, headers)
+            exchange["tenant"] = tenant.name
+            visit = await self._visit(tenant, headers, trace) if scope["method"] == "POST" else None
+        except ApiError as error:
+            asks = error.code == "unauthorized" and raw_path(scope) in PAGES
+            await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
+            return
+        if visit is None:
+            await self._app(scope, receive, send_named)
+            return
+        async with visit:
+            state["visit"] = visit
+            await self._app(scope, receive, send_named)
+
+    def _name(self, exchange: dict[str, str]) -> tuple[bytes, bytes]:
+        """The header that names the request; a carrier that sets its own is put right by the guard before it."""
+        if not self._names_answers:
+            return SERVERS_NAME.encode(), exchange["id"].encode()
+        return b"x-request-id", (exchange["client_id"] or exchange["id"]).encode()
+
+    async def _visit(self, tenant: Tenant, headers: Headers, trace: CallTrace | None) -> Visit:
+        seconds = timeout_of(headers.getlist(HEADER))
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + before_the_proxy(seconds)
+        context = CallContext(checked_session(headers.get(SESSION_HEADER, "")), trace=trace)
+        return await self._tenancy.visit(tenant, deadline, context)
+
+    def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
+        if raw_path(scope) in OPEN_PATHS:
+            return OPEN
+        given = headers.get("authorization", "")
+        # What a browser adds by itself counts only on the way to a page and from it: other sites' pages could have
+        # it sent as well. Source: W3C Fetch Metadata, which all browsers of today send and no page can forge.
+        if raw_path(scope) in PAGES or headers.get("sec-fetch-site") == "same-origin":
+            given = as_bearer(given)
+        tenant = self._tenancy.tenant_of(given)
+        if tenant.scrapes and raw_path(scope) not in SCRAPED_PATHS:
+            message = (
+                f"this key reads figures alone: it opens {' and '.join(sorted(SCRAPED_PATHS))}; use a tenant's key"
+            )
+            raise ApiError("permission_denied", message)
+        return tenant
+
+    def _route_label(self, scope: Scope) -> str:
+        """The route of a path without parameters: clients must not be able to make up labels."""
+        path = raw_path(scope)
+        return path if path in self._known else "other"
+
+    async def _rates(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        """The headers of the tenant's limits, on answers to what counts towards them."""
+        tenant: Tenant | None = scope["state"].get("tenant")
+        if tenant is None or scope["method"] != "POST":
+            return []
+        return rate_headers(await self._tenancy.quotas.states(tenant))
+
+
+async def _refuse(
+    error: ApiError, exchange: dict[str, str], send: Send, headers: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    error.request_id, exchange["error"] = exchange["id"], error.code
+    tenant = exchange.get("tenant", "unknown")
+    told = exchange["id"], tenant, error.code
+    log.info("request %s of tenant %s: refused at the door: %s", *told, extra=about(exchange))
+    await Answer(send).error(error, headers)
+
+
+def raw_path(scope: Scope) -> str:
+    """The raw path below the mount point, exactly as routing sees it."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _fit(client_id: str) -> str:
+    return client_id if is_client_id(client_id) else ""

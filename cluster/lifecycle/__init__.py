@@ -1,0 +1,1 @@
+"""The life of an app: starts and their failures, updates, rollback, autoscaling."""

@@ -1,1 +1,0 @@
-"""Transports of a link: in-process, TCP, and one that fails on purpose."""

@@ -1,0 +1,80 @@
+"""The replica deployment: one tensor-parallel group, one scheduler, one report stream to each router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.config import resolve_config
+from cluster.lifecycle.autoscaling.figures import replica_stats
+from cluster.lifecycle.start import Start
+from cluster.lifecycle.start_register import StartRegister, living_actors, version_of
+from cluster.lifecycle.stop_notice import call_when_told_to_stop, stop_flag
+from cluster.replica.flight_dump import log_folder
+from cluster.replica.group_start import start_group
+from cluster.replica.host import ReplicaHost
+from cluster.replica.orphans import watch_parent
+from cluster.replica.start_error import ReplicaStartError
+from cluster.telemetry.logs import log_to_serve, rank_fields
+from cluster.telemetry.serve_dashboard import show_to_dashboard
+from cluster.wire.announcement import Announcement
+from engine.errors import SquadronError
+from parallel.errors import ParallelError
+
+
+class Replica:
+    """Serve builds one per replica, in bundle 0 of its placement group. Everything in it ends with any rank of it.
+
+    title: what errors call its model, "" where there is no other.
+    """
+
+    def __init__(self, settings: dict[str, Any], title: str = "") -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        log_to_serve(log_format=settings["log_format"], process=rank_fields(name, settings))
+        watch_parent()
+        start = _start(name, settings)
+        start.hold_back()
+        try:
+            self._config = resolve_config(settings)
+            group = start_group(self._config, start.phase, name)
+            self._host = ReplicaHost(name, self._config, group, start.died, log_folder())
+        except (SquadronError, ParallelError) as error:
+            start.failed(str(error))
+            raise ReplicaStartError.of(error, title) from error
+        if self._config.metrics_compat is not None:
+            show_to_dashboard()
+        # Routers are told at once and by the replica itself: Serve's word of it takes the way by its controller.
+        notice = call_when_told_to_stop(self._host.core.drain, stop_flag())
+        self._stop_notice = asyncio.get_running_loop().create_task(notice)
+        start.ready()
+
+    async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:
+        """See `ReplicaHost.lease`. `watch` is for the router's side (`cluster.router.discovery`), and None here."""
+        async for announcement in self._host.lease(router_id, node):
+            yield announcement
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the autoscaling policy goes by (called by Serve)."""
+        core = self._host.core
+        return replica_stats(core.stats, self._config.max_num_seqs, core.prefill_wait, core.queue)
+
+    def __del__(self) -> None:
+        """Export what would be lost (called by Serve when all streams have ended, also where `__init__` failed)."""
+        host: ReplicaHost | None = getattr(self, "_host", None)
+        if host is not None:
+            host.close_traces()
+
+    def check_health(self) -> None:
+        """Raise `EngineDeadError` when the engine does not move (called by Serve)."""
+        self._host.check_health()
+
+
+def _start(replica_id: str, settings: dict[str, Any]) -> Start:
+    context = serve.get_replica_context()
+    register = StartRegister(context.app_name, context.deployment, version_of(settings))
+    actor = ray.get_runtime_context().get_actor_name() or replica_id
+    return Start(register, replica_id, actor, living_actors)

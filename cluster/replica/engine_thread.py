@@ -1,0 +1,320 @@
+"""The one thread that owns the engine: commands go in between steps, step reports come out on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from cluster.telemetry.log_lines import about_request
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.grammar.base import CompiledGrammar
+from engine.report import EngineStats, StepReport
+from engine.request import Request
+from engine.telemetry.flight import FlightRecorder
+from engine.telemetry.ledger import Costs
+from engine.telemetry.wordless import wordless
+
+logger = logging.getLogger(__name__)
+
+IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
+COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
+BEGIN_WAIT = 0.05  # seconds that a step waits at most until it is told what it tries again
+MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
+Command = Callable[[], object]
+
+
+class Core(Protocol):
+    """What the thread needs of `engine.core.EngineCore`; only the thread calls it."""
+
+    def call_on_begin(self, told: Callable[[list[Request]], None]) -> None:
+        """Have `told` called, before each step, with the requests that it is the first for."""
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Take in a request and the grammar that its output must match. Raises `InvalidRequestError`."""
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it is not live."""
+        ...
+
+    def finish_choice(self, request_id: str, choice: int) -> bool:
+        """End one choice of a request; False if it is not live."""
+        ...
+
+    def step(self) -> StepReport:
+        """Run one step. Raises `EngineDeadError`."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Return the present figures."""
+        ...
+
+    def costs(self) -> Costs:
+        """Return the present accounts."""
+        ...
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for. From any thread."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would have anything to do."""
+        ...
+
+    def close(self) -> None:
+        """End the workers and free everything."""
+
+
+class EngineListener(Protocol):
+    """Who hears of what the engine did. Called on the event loop."""
+
+    def on_begin(self, request_ids: list[str]) -> None:
+        """The step that is run now is the first that computes something for these requests."""
+
+    def on_report(self, report: StepReport) -> None:
+        """One step was run."""
+
+    def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
+        """The engine refused a request that was added."""
+
+    def on_dead(self, reason: str) -> None:
+        """The engine cannot go on; nothing else will be reported. Called once."""
+
+
+class Engine(Protocol):
+    """What a replica needs of whoever runs its engine: an `EngineThread`, or a simulated one."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures after the latest step or command."""
+
+    @property
+    def costs(self) -> Costs:
+        """Who has used what, as of a moment ago."""
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for."""
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since the engine last moved, or was seen idle and ready."""
+
+    def is_healthy(self, deadline: float) -> bool:
+        """Whether the engine lives and moved within the last `deadline` seconds."""
+
+    def start(self) -> None:
+        """Begin to run. Can be called once."""
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End and close the engine; return whether that was done within `timeout` seconds. From any thread."""
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Have the engine run `request`; `on_rejected` is called if it refuses."""
+
+    def abort(self, request_id: str) -> None:
+        """Have the engine end a request; unknown ids are passed over."""
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """Have the engine end one choice of a request; unknown ones are passed over."""
+
+
+EngineMaker = Callable[[Core, asyncio.AbstractEventLoop, EngineListener], Engine]
+
+
+class EngineThread:
+    """Runs the engine while there is work and parks when there is none.
+
+    Commands (`add`, `abort`, `finish_choice`) may come from any thread; they are carried out in order before the
+    next step, so an aborted request's blocks are free within two steps. Reports are handed over once, in order.
+    """
+
+    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
+        self._core = core
+        self._loop = loop
+        self._listener = listener
+        self._commands: deque[Command] = deque()
+        self._outcomes: deque[Command] = deque()
+        self._delivery_due = False
+        self._wake = threading.Event()
+        self._delivered = threading.Event()
+        self._stopping = False
+        self._dead = False
+        self._broken = False  # a report was lost on its way: nothing that follows is passed on
+        self._stats = core.stats()
+        self._costs = core.costs()
+        self._costs_due = 0.0
+        self._last_progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        core.call_on_begin(self._begin)
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures after the latest step or command."""
+        return self._stats
+
+    @property
+    def costs(self) -> Costs:
+        """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
+        return self._costs
+
+    @property
+    def flight(self) -> FlightRecorder:
+        """What requests had to wait for, also while a step hangs."""
+        return self._core.flight
+
+    @property
+    def last_progress(self) -> float:
+        """When the engine last finished a step, or was seen idle and ready (seconds, `time.monotonic`)."""
+        return self._last_progress
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since `last_progress`."""
+        return max(0.0, time.monotonic() - self._last_progress)
+
+    def is_healthy(self, deadline: float) -> bool:
+        """Whether the engine lives and moved within the last `deadline` seconds."""
+        return not self._dead and self._thread.is_alive() and self.progress_age <= deadline
+
+    def start(self) -> None:
+        """Begin to run. Can be called once."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End the thread and close the engine; return whether that was done within `timeout` seconds."""
+        self._stopping = True
+        self._wake.set()
+        self._delivered.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
+        """Have the engine run `request`; `on_rejected` is called if it refuses."""
+        self._command(lambda: self._add(request, grammar))
+
+    def abort(self, request_id: str) -> None:
+        """Have the engine end a request; unknown ids are passed over."""
+        self._command(lambda: self._core.abort(request_id))
+
+    def finish_choice(self, request_id: str, choice: int) -> None:
+        """Have the engine end one choice of a request; unknown ones are passed over."""
+        self._command(lambda: self._core.finish_choice(request_id, choice))
+
+    def _command(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._cycle()
+        except EngineDeadError as error:
+            self._die(str(error))
+        except Exception as error:
+            # The state of an engine that failed in the middle of a step cannot be trusted.
+            logger.exception("the engine failed")
+            self._die(f"the engine failed: {type(error).__name__}: {error}")
+        finally:
+            self._dead = True
+            self._core.close()
+
+    def _cycle(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._await_delivery()
+        if self._core.has_unfinished:
+            report = self._core.step()
+            self._stats = report.stats
+            self._publish(lambda: self._listener.on_report(report))
+        else:
+            self._stats = self._core.stats()
+            self._park()
+        self._last_progress = now = time.monotonic()
+        if now >= self._costs_due:
+            self._costs, self._costs_due = self._core.costs(), now + COSTS_AGE
+
+    def _park(self) -> None:
+        # A command that came before `clear` is seen by the check after it; one that comes later sets the event.
+        self._wake.clear()
+        if not self._commands and not self._stopping:
+            self._last_progress = time.monotonic()
+            self._wake.wait(IDLE_TICK)
+
+    def _await_delivery(self) -> None:
+        # As in `_park`: a delivery before `clear` is seen by the check after it, a later one sets the event.
+        while len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
+            self._delivered.clear()
+            if len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
+                self._delivered.wait(IDLE_TICK)
+
+    def _add(self, request: Request, grammar: CompiledGrammar | None) -> None:
+        try:
+            self._core.add(request, grammar)
+        except InvalidRequestError as error:
+            refusal = error
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            # One request's data must not end the others'.
+            request_id, cause = request.request_id, wordless(error)
+            extra = about_request(request_id)
+            logger.error("request %s could not be added", request_id, exc_info=cause, extra=extra)
+            refusal = InvalidRequestError("the request could not be started", None, "internal_error")
+        else:
+            return
+        self._publish(lambda: self._listener.on_rejected(request.request_id, refusal))
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Tell what the step at hand begins, before it is run.
+
+        With a request that is tried again, until it is told: that may be what ends the process at once, and who sent
+        it must know then that it had begun.
+        """
+        request_ids, told = [request.request_id for request in requests], threading.Event()
+
+        def tell() -> None:
+            self._listener.on_begin(request_ids)
+            told.set()
+
+        self._publish(tell)
+        if any(request.retried for request in requests):
+            told.wait(BEGIN_WAIT)
+
+    def _die(self, reason: str) -> None:
+        self._dead = True
+        self._publish(lambda: self._listener.on_dead(reason))
+
+    def _publish(self, outcome: Command) -> None:
+        self._outcomes.append(outcome)
+        if self._delivery_due:
+            return
+        self._delivery_due = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            # The loop is closed: nobody is left to run for.
+            logger.warning("the event loop is gone; the engine stops")
+            self._stopping = True
+
+    def _deliver(self) -> None:
+        # Cleared first: an outcome that is added while this runs either is taken below or schedules another run.
+        self._delivery_due = False
+        try:
+            while self._outcomes and not self._broken:
+                self._outcomes.popleft()()
+        except Exception as error:
+            # Rows were lost, and what follows would stand at the wrong places: others must go on from what was sent.
+            logger.exception("the engine's report could not be passed on")
+            self._broken = self._stopping = True
+            self._wake.set()
+            self._listener.on_dead(f"a step's report could not be passed on: {type(error).__name__}: {error}")
+        finally:
+            self._delivered.set()

@@ -1,0 +1,1 @@
+"""The router: remembers every live request, chooses its replica, and sees it through whatever that becomes."""

@@ -1,0 +1,199 @@
+"""The router deployment: the HTTP front end, the live requests and their token logs, links to all replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from cluster.admission.key_start import keys_for
+from cluster.admission.tenancy import Tenancy
+from cluster.batch.server.root import open_root
+from cluster.batch.server.store import Store
+from cluster.config import NO_KEYS, ClusterConfig, resolve_config
+from cluster.grpc_api.beside import BesideHttp
+from cluster.grpc_api.figures import GrpcFigures
+from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.service import GrpcServices
+from cluster.http.app import build_app
+from cluster.http.sites import Sites
+from cluster.ingress.check import IngressCheck
+from cluster.ingress.serve_mode import check_ingress
+from cluster.lifecycle.app_body import app_body
+from cluster.lifecycle.app_memory import AppMemory
+from cluster.lifecycle.app_watch import AppWatch, look
+from cluster.lifecycle.control_store import FAILURES
+from cluster.lifecycle.deployed_app import BuiltOf, DeployedApp
+from cluster.lifecycle.figures import StartCollector
+from cluster.lifecycle.other_routers import OtherRouters
+from cluster.lifecycle.rollback import Rollback
+from cluster.lifecycle.shared_quotas import SharedQuotas
+from cluster.lifecycle.start_gate import StartGate
+from cluster.openai.served_model import ServedModel
+from cluster.replica.orphans import watch_parent
+from cluster.replica.start_error import ReplicaStartError
+from cluster.router.models.live import LiveModel
+from cluster.router.models.registry import Models
+from cluster.router.models.served import served_model
+from cluster.router.readiness import app_ready_body
+from cluster.telemetry.families import Source
+from cluster.telemetry.logs import log_to_serve
+from cluster.telemetry.metrics import Metrics
+from cluster.telemetry.publishing import Publishing, on_loop
+from cluster.telemetry.ray_publisher import RayPublisher, publish_period
+from cluster.telemetry.tracing.start import router_tracing
+from engine.errors import SquadronError
+from engine.heap import settle_heap
+
+logger = logging.getLogger(__name__)
+
+
+@serve.ingress()
+class Router:
+    """Serve builds one per router copy. It holds no state that a client's retry could not rebuild.
+
+    settings / replicas: of each model, alike in all settings that concern the app. built_of: what `cluster.app` made
+    the app of. batches: runs what clients leave at `/v1/batches`; it finds it by itself.
+    """
+
+    def __init__(
+        self,
+        settings: list[dict[str, Any]],
+        replicas: list[DeploymentHandle[Any]],
+        built_of: BuiltOf,
+        batches: DeploymentHandle[Any] | None = None,
+    ) -> None:
+        self._router_id = uuid4().hex
+        log_to_serve(log_format=settings[0]["log_format"], process={"router": self._router_id})
+        watch_parent()
+        self._configs, self._served = zip(*[_resolved(one, len(settings) > 1) for one in settings], strict=True)
+        self._config = self._configs[0]
+        try:
+            check_ingress(self._config.ingress)
+            self._keys = keys_for(self._config.api_key, self._config.api_key_file, self._config.metrics_key)
+            self._store = _store(self._config)
+            self._tracing = router_tracing(self._config, self._router_id)
+        except SquadronError as error:
+            raise ReplicaStartError.of(error) from error
+        self._replicas = replicas
+        context = serve.get_replica_context()
+        self._others = OtherRouters(context.app_name, context.deployment)
+        deployed = DeployedApp(context.app_name, context.deployment, context.replica_id.unique_id, built_of)
+        memory = AppMemory(context.app_name)
+        self._rollback = Rollback(deployed, memory)
+        self._new = self._deployed_now(memory, built_of)
+        self._watch = AppWatch(partial(look, context.app_name), self._rollback.look)
+        self._watch.start()
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the front end (called by Serve on this replica's event loop)."""
+        config, tenancy = self._config, Tenancy(self._keys)
+        metrics = Metrics(vllm=config.metrics_compat is not None)
+        if config.api_key_file is not None:  # without one there are no quotas
+            quotas = SharedQuotas(self._others.app, self._router_id, tenancy.quotas, asyncio.get_running_loop())
+            quotas.start()
+        self._live = [
+            LiveModel(
+                self._router_id,
+                config,
+                served,
+                replicas,
+                metrics,
+                self._sharing,
+                partial(self._rouse, config, replicas.deployment_name),
+            )
+            for config, served, replicas in zip(self._configs, self._served, self._replicas, strict=True)
+        ]
+        models = Models([live.front for live in self._live])
+        metrics.register(StartCollector(self._deployments(), lambda: self._watch.picture))
+        app = build_app(
+            models,
+            metrics,
+            self._ready,
+            tenancy=tenancy,
+            max_body_bytes=config.max_body_bytes,
+            names_answers=False,
+            store=self._store,
+            sites=Sites(tenancy.keyed, config.host, config.allowed_hosts, config.allowed_origins),
+        )
+        publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
+        Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
+        self._ingress = IngressCheck(app if self._tracing is None else self._tracing.app(app))
+        settle_heap()
+        gate = StartGate(self._ingress, self._serving, self._others.count)
+        if config.grpc_port is None:
+            return gate
+        traced = None if self._tracing is None else self._tracing.rpc
+        services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes, traced)
+        return BesideHttp(gate, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+
+    def models(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
+        settings = [{**asdict(config), **NO_KEYS} for config in self._configs]
+        return [(one.deployment_name, own) for one, own in zip(self._replicas, settings, strict=True)]
+
+    def _deployed_now(self, memory: AppMemory, built_of: BuiltOf) -> set[str]:
+        """Return the deployments that may go without replicas, and whose first ones are yet to be started."""
+        new = set()
+        for config, replicas in zip(self._configs, self._replicas, strict=True):
+            name = replicas.deployment_name
+            try:
+                if config.scales_to_zero and memory.is_first(name, built_of.versions.get(name, ""), self._router_id):
+                    new.add(name)
+            except FAILURES as error:
+                logger.warning("it is not known whether %s was deployed just now: %r", name, error)
+        return new
+
+    def _rouse(self, config: ClusterConfig, deployment: str) -> bool:
+        """Whether to look for replicas although nobody asks: not where all were taken away since nobody did."""
+        if not config.scales_to_zero or deployment in self._new:
+            return True
+        picture = self._watch.picture
+        known = None if picture is None or picture.app is None else picture.app.deployments.get(deployment)
+        return known is not None and known.present > 0
+
+    def _deployments(self) -> list[tuple[str, str]]:
+        return [
+            (live.front.model_id, one.deployment_name) for live, one in zip(self._live, self._replicas, strict=True)
+        ]
+
+    def _serving(self) -> tuple[int, int]:
+        return sum(one.front.ready() for one in self._live), len(self._live)
+
+    def _sharing(self) -> int:
+        return self._others.sharing(self._watch.picture, self._config.routers)
+
+    def _ready(self) -> dict[str, Any]:
+        who = {"router": self._router_id, "guarded": self._ingress.guarded}
+        ready = app_ready_body([(one.front.model_id, one.ready()) for one in self._live])
+        views = [one.views() for one in self._live]
+        return who | ready | app_body(self._others.app, self._watch.picture, views, self._rollback.notice)
+
+
+def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfig, ServedModel]:
+    """Return what a model's settings come to on this machine; raises `ReplicaStartError`."""
+    try:
+        config = resolve_config(settings)
+        return config, served_model(config)
+    except SquadronError as error:
+        title = (settings["served_model_name"] or ("",))[0] if one_of_many else ""
+        raise ReplicaStartError.of(error, title) from error
+
+
+def _store(config: ClusterConfig) -> Store | None:
+    """Return where files and batches are kept; raises `ConfigError`."""
+    return None if config.batch_dir is None else Store(open_root(config.batch_dir), config.max_file_bytes)
+
+
+def _grpc_server(host: str, port: int, services: GrpcServices) -> GrpcServer:
+    try:
+        return GrpcServer(ListenAddress(host, port), services)
+    except SquadronError as error:
+        raise ReplicaStartError.of(error) from error

@@ -1,0 +1,239 @@
+"""Prometheus figures of one front end: what it sees of its requests, and what the replicas report.
+
+All families are those of `cluster.telemetry.families`. Each app has a registry of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from cluster.telemetry.engine import engine_metrics
+from cluster.telemetry.of_tenant import OfTenant
+from cluster.telemetry.samples import family_of, live_counter, live_histogram
+from cluster.telemetry.vllm import VllmNames
+from engine.report import EngineStats
+from engine.request import Request
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """The last report of one replica."""
+
+    replica: str
+    stats: EngineStats
+    ready: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFigures:
+    """What a router knows of a model's replicas. `migrations`: requests it moved to another one since it started."""
+
+    replicas: Sequence[ReplicaFigures] = field(default_factory=tuple)
+    migrations: int = 0
+
+
+class Metrics:
+    """All metrics of one app: one set of families, in which each model has its own label.
+
+    vllm: whether to show them under vLLM's names too. clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, vllm: bool = False) -> None:
+        self.clock = clock
+        self._started = time.time()
+        self.registry = CollectorRegistry()
+        self.families = Families(self.registry)
+        self._models: list[str] = []
+        self._collectors = _Collectors()
+        self.registry.register(self._collectors)
+        self._vllm = VllmNames(self.registry) if vllm else None
+
+    def of(self, model_name: str, figures: Callable[[], ClusterFigures] = ClusterFigures) -> ModelMetrics:
+        """Return the metrics of a model, which must be new. figures: of its replicas, asked at each scrape."""
+        if model_name in self._models:
+            raise ValueError(f"the model {model_name!r} has metrics already")
+        self._models.append(model_name)
+        self.register(_ReplicaCollector(model_name, figures, self._started))
+        return ModelMetrics(model_name, self.families, self.clock)
+
+    def label(self, model_name: str = "") -> str:
+        """Return the label of what was not asked of any model: with one model its name, else ""."""
+        return model_name or (self._models[0] if len(self._models) == 1 else "")
+
+    def render(self, tenant: str | None = None) -> bytes:
+        """Return the Prometheus text of all metrics, or of those of one tenant alone."""
+        if tenant is not None:
+            return generate_latest(OfTenant(self.registry, tenant))
+        return generate_latest(self.registry) + (b"" if self._vllm is None else generate_latest(self._vllm))
+
+    def answered(self, route: str, status: int, model_name: str = "") -> None:
+        """Count one HTTP answer. model_name: that was asked, "" where none was."""
+        self.families.answers.labels(route=route, status=str(status), model_name=self.label(model_name)).inc()
+
+    def register(self, collector: Collector) -> None:
+        """Show another collector's metrics with these. Several may tell of the same family, each of its own model."""
+        self._collectors.all.append(collector)
+
+
+class Families:
+    """What is counted and timed, each by `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.prompt_tokens = live_counter("prompt_tokens", registry)
+        self.generation_tokens = live_counter("generation_tokens", registry)
+        self.success = live_counter("request_success", registry)
+        self.answers = live_counter("http_responses", registry)
+        self.time_to_first_token = live_histogram("time_to_first_token_seconds", registry)
+        self.inter_token_latency = live_histogram("inter_token_latency_seconds", registry)
+        self.time_per_output_token = live_histogram("request_time_per_output_token_seconds", registry)
+        self.e2e_latency = live_histogram("e2e_request_latency_seconds", registry)
+        self.request_prompt_tokens = live_histogram("request_prompt_tokens", registry)
+        self.request_generation_tokens = live_histogram("request_generation_tokens", registry)
+        self.params_n = live_histogram("request_params_n", registry)
+        self.params_max_tokens = live_histogram("request_params_max_tokens", registry)
+
+
+class ModelMetrics:
+    """The metrics of one model, ready to count."""
+
+    def __init__(self, model_name: str, families: Families, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        label = {"model_name": model_name}
+        self.prompt_tokens = families.prompt_tokens.labels(**label)
+        self.generation_tokens = families.generation_tokens.labels(**label)
+        self.finished = {
+            reason: families.success.labels(finished_reason=reason, **label)
+            for reason in ("stop", "length", "abort", "error")
+        }
+        self.time_to_first_token = families.time_to_first_token.labels(**label)
+        self.inter_token_latency = families.inter_token_latency.labels(**label)
+        self.time_per_output_token = families.time_per_output_token.labels(**label)
+        self.e2e_latency = families.e2e_latency.labels(**label)
+        self.request_prompt_tokens = families.request_prompt_tokens.labels(**label)
+        self.request_generation_tokens = families.request_generation_tokens.labels(**label)
+        self.params_n = families.params_n.labels(**label)
+        self.params_max_tokens = families.params_max_tokens.labels(**label)
+
+    def track(self, requests: Sequence[Request], on_output: Callable[[int], None] | None = None) -> RequestTrack:
+        """Start to follow a call, whose choices are those of its requests, in order.
+
+        on_output: told the tokens of each choice, whichever way it ends.
+        """
+        return RequestTrack(self, requests, on_output)
+
+    def served(self, request: Request) -> None:
+        """Count what a request asked for, which got something."""
+        params = request.params
+        self.prompt_tokens.inc(len(request.prompt_token_ids))
+        self.request_prompt_tokens.observe(len(request.prompt_token_ids))
+        self.params_n.observe(params.n)
+        if params.max_tokens is not None and request.pooling is None:
+            self.params_max_tokens.observe(params.max_tokens)
+
+
+class RequestTrack:
+    """The times of one call while it runs. Call `ended` exactly once for each choice, or `close` for the rest."""
+
+    __slots__ = ("_arrival", "_choices", "_first", "_last", "_metrics", "_on_output", "_requests", "_tokens")
+
+    def __init__(
+        self, metrics: ModelMetrics, requests: Sequence[Request], on_output: Callable[[int], None] | None = None
+    ) -> None:
+        choices = sum(request.params.n for request in requests)
+        self._metrics = metrics
+        self._on_output = on_output
+        self._requests = requests  # none once they were counted
+        self._arrival = metrics.clock()
+        self._first = [0.0] * choices
+        self._last = [0.0] * choices
+        self._tokens = [0] * choices
+        self._choices = set(range(choices))
+
+    def tokens(self, choice: int, count: int) -> None:
+        """Note `count` (at least one) new tokens of a choice."""
+        now = self._metrics.clock()
+        if self._tokens[choice]:
+            self._metrics.inter_token_latency.observe((now - self._last[choice]) / count)
+        else:
+            self._served()
+            self._first[choice] = now
+            self._metrics.time_to_first_token.observe(now - self._arrival)
+        self._last[choice] = now
+        self._tokens[choice] += count
+        self._metrics.generation_tokens.inc(count)
+
+    def ended(self, choice: int, reason: str) -> None:
+        """Note the end of a choice: `stop`, `length`, `abort` or `error`."""
+        if choice not in self._choices:
+            return
+        self._choices.remove(choice)
+        tokens, metrics = self._tokens[choice], self._metrics
+        metrics.finished[reason].inc()
+        if tokens:
+            metrics.request_generation_tokens.observe(tokens)
+        if self._on_output is not None:
+            self._on_output(tokens)
+        if reason in ("abort", "error"):
+            return
+        self._served()  # of a pooled state there are no tokens
+        if tokens > 1:
+            metrics.time_per_output_token.observe((self._last[choice] - self._first[choice]) / (tokens - 1))
+        metrics.e2e_latency.observe(metrics.clock() - self._arrival)
+
+    def close(self, reason: str) -> None:
+        """End every choice that is still open: `abort` (client gone) or `error`."""
+        for choice in tuple(self._choices):
+            self.ended(choice, reason)
+
+    def _served(self) -> None:
+        """Count what was asked for, once there is an answer to it."""
+        requests, self._requests = self._requests, ()
+        for request in requests:
+            self._metrics.served(request)
+
+
+class _Collectors(Collector):
+    """Asks all others when Prometheus asks us, and puts together what they say of the same family."""
+
+    def __init__(self) -> None:
+        self.all: list[Collector] = []
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance, so that registering asks nobody."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield each family once."""
+        families: dict[str, Metric] = {}
+        for collector in self.all:
+            for found in collector.collect():
+                family = families.setdefault(found.name, found)
+                if family is not found:
+                    family.samples.extend(found.samples)
+        return families.values()
+
+
+class _ReplicaCollector(Collector):
+    """Asks for the replicas' figures when Prometheus asks us."""
+
+    def __init__(self, model_name: str, figures: Callable[[], ClusterFigures], started: float) -> None:
+        self._model_name = model_name
+        self._figures = figures
+        self._started = started
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield what replicas told, one sample for each, and what the router knows of them and of itself."""
+        figures, model = self._figures(), self._model_name
+        yield from engine_metrics(model, {one.replica: one.stats for one in figures.replicas})
+        ready = sum(1 for one in figures.replicas if one.ready)
+        yield family_of("replicas", {(model, "ready"): ready, (model, "not_ready"): len(figures.replicas) - ready})
+        yield family_of("migrations", {(model,): figures.migrations})
+        yield family_of("router_start_time_seconds", {(model,): self._started})

@@ -1,0 +1,278 @@
+"""What routers and replicas say to each other: one tagged msgpack array per message, checked against its schema.
+
+A *stream key* is an integer that a router gives to one choice of one attempt to run a request. Keys rise over the
+router's life and are never used twice, so a late word about a former attempt cannot be taken for the present one.
+Going up (router to replica): Hello, Submit, Abort, FinishChoice, Ping, Resync, Explain. Coming down: Welcome, Report,
+Rejected, Heartbeat, Draining, Explained, Begun.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from cluster.wire.message_parts import (
+    MAX_COUNT,
+    BlockUpdate,
+    Choice,
+    Costs,
+    Count,
+    FinishRow,
+    Load,
+    LogprobRow,
+    Name,
+    Packed,
+    PooledRow,
+    PromptRow,
+    Text,
+    TraceContext,
+    Waited,
+)
+from engine.errors import SquadronError
+
+PROTOCOL_VERSION = 10
+
+
+class DamagedMessageError(SquadronError):
+    """Bytes on a link that are no message of the protocol: the link must be closed."""
+
+
+class DamagedSubmitError(DamagedMessageError):
+    """A `Submit` that cannot be read, but for its stream key: that request must be refused, and the link goes on."""
+
+    def __init__(self, message: str, stream: int) -> None:
+        super().__init__(message)
+        self.stream = stream
+
+
+class Hello(Packed, tag=1, frozen=True):
+    """First message of a router on a new link."""
+
+    router_id: Name
+    protocol: Count = PROTOCOL_VERSION
+
+
+class Submit(Packed, tag=2, frozen=True):
+    """Run a request. Choice c of it reports under the key `stream + c`.
+
+    `stream` is above every key the link has carried before: a submit that arrives twice is known by that.
+    params: `SamplingParams` as msgpack, read apart from the message so that a bad value harms only its request.
+    resume: choice -> output tokens so far, for a request that ran elsewhere before (see `Request.resume`).
+    scored: prompt tokens whose log-probabilities are known from there.
+    timeout: seconds that are left to it; None = as long as it takes. A span, since clocks differ between machines.
+    tenant: whose account it is charged to. story: what it has waited for in the router, earlier attempts included.
+    trace: of the attempt, where the router traces it. retried: whether it is not the first attempt.
+    """
+
+    stream: Count
+    request_id: Name
+    prompt: tuple[int, ...]
+    params: msgspec.Raw
+    seed: int
+    priority: int = 0
+    cache_salt: bytes = b""
+    resume: dict[Choice, tuple[int, ...]] | None = None
+    pooling: Literal["last", "mean"] | None = None
+    scored: Count = 0
+    timeout: Annotated[float, Meta(ge=0)] | None = None
+    tenant: Name = ""
+    story: tuple[Waited, ...] = ()
+    trace: TraceContext | None = None
+    retried: bool = False
+
+
+class Abort(Packed, tag=3, frozen=True):
+    """End the attempt submitted under `stream`. Unknown or finished attempts are passed over."""
+
+    stream: Count
+
+
+class FinishChoice(Packed, tag=4, frozen=True):
+    """End one choice of the attempt submitted under `stream`; its other choices go on."""
+
+    stream: Count
+    choice: Choice
+
+
+class Ping(Packed, tag=5, frozen=True):
+    """The router is alive, and this waits in it: see `QueueFigures`.
+
+    submitted: no submit that follows on the link has a stream key below; one that did not come by now was lost.
+    """
+
+    queued_requests: Count = 0
+    queued_tokens: Count = 0
+    queue_age: Annotated[float, Meta(ge=0)] = 0.0
+    drain_rate: Annotated[float, Meta(ge=0)] = 0.0
+    submitted: Count = 0
+
+
+class Resync(Packed, tag=6, frozen=True):
+    """Tell again all that the prefix cache holds: an update of it did not arrive."""
+
+
+class Explain(Packed, tag=7, frozen=True):
+    """Tell what a request waited for; the answer bears the same ticket.
+
+    name: of the request, to its client. tenant: whose it must be, None = anybody's.
+    """
+
+    ticket: Count
+    name: Name
+    tenant: Name | None
+
+
+class Welcome(Packed, tag=11, frozen=True):
+    """First message of a replica: who it is and what it runs. `num_kv_blocks` excludes the null block.
+
+    fingerprint: of the model and its arithmetic (`engine.loader.fingerprint.replica_fingerprint`).
+    """
+
+    replica_id: Name
+    incarnation: Count
+    model: Text
+    max_model_len: Count
+    vocab_size: Count
+    block_size: Count
+    num_kv_blocks: Count
+    eos_token_ids: tuple[int, ...] = ()
+    draining: bool = False
+    fingerprint: Name = ""
+    protocol: Count = PROTOCOL_VERSION
+
+
+class Report(Packed, tag=12, frozen=True):
+    """One engine step as one router sees it. `sequence` counts the reports of one link from 0, without gaps.
+
+    Columns, one row per token: streams (stream key), indices (output position in its choice), tokens.
+    cached: (stream key, prompt tokens found in the prefix cache) with the first token of an attempt, where not 0.
+    others: requests of other routers here. costs: now and then, on whatever message comes next.
+    """
+
+    sequence: Count
+    incarnation: Count
+    step: Count
+    streams: list[int]
+    indices: list[int]
+    tokens: list[int]
+    load: Load
+    finishes: list[FinishRow] = field(default_factory=list)
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    cached: list[tuple[int, int]] = field(default_factory=list)
+    blocks: BlockUpdate | None = None
+    prompts: list[PromptRow] = field(default_factory=list)
+    pooled: list[PooledRow] = field(default_factory=list)
+    others: Count = 0
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        rows = len(self.streams)
+        if len(self.indices) != rows or len(self.tokens) != rows:
+            raise ValueError("the columns of a report differ in length")
+        if any(row.row >= rows for row in self.logprobs):
+            raise ValueError("log-probabilities for a row that the report does not have")
+
+
+class Rejected(Packed, tag=13, frozen=True):
+    """A submit that the replica does not run, and no other would."""
+
+    stream: Count
+    code: Name
+    message: Text
+    param: Name | None = None
+
+
+class Heartbeat(Packed, tag=14, frozen=True):
+    """The replica is alive, and this runs there for the router, whether or not there is anything to report.
+
+    block_updates: those sent on this link so far. others: as in `Report`. running: stream keys of the choices that
+    have not ended. submitted: all submits with stream keys below have come here, or never will; what of them is not
+    in `running` has ended, and all that was to be said of it went before this message.
+    """
+
+    incarnation: Count
+    load: Load
+    block_updates: Count = 0
+    others: Count = 0
+    costs: Costs | None = None
+    submitted: Count = 0
+    running: list[int] = field(default_factory=list)
+
+
+class Draining(Packed, tag=15, frozen=True):
+    """The replica is to go: it finishes what it has, and should get nothing new."""
+
+
+class Explained(Packed, tag=16, frozen=True):
+    """What the replica knows of a request's waiting, the oldest first; nothing of one that did not have to wait."""
+
+    ticket: Count
+    events: list[Waited]
+
+
+class Begun(Packed, tag=17, frozen=True):
+    """The step that is run now is the first that computes something for the attempts submitted under `streams`.
+
+    Said before the step is run: what it was run for is then known even if the replica does not live to report it.
+    """
+
+    streams: list[Count]
+
+
+Up = Hello | Submit | Abort | FinishChoice | Ping | Resync | Explain
+Down = Welcome | Report | Rejected | Heartbeat | Draining | Explained | Begun
+Message = Up | Down
+
+# How msgpack begins an array of so many elements (here: bytes of its header), and unsigned integers.
+_ARRAY_HEADERS = dict.fromkeys(range(145, 160), 1) | {0xDC: 3, 0xDD: 5}
+_FIXINT = 0x7F
+_UINT_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_SUBMIT = b"\x02"
+
+_ENCODER = msgspec.msgpack.Encoder()
+_UP: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(Up)
+_DOWN: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(Down)
+
+
+def encode(message: Message) -> bytes:
+    """Return the message as one frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_up(frame: bytes) -> Up:
+    """Return the message that a router sent. Raises `DamagedMessageError` or, of a submit, `DamagedSubmitError`."""
+    try:
+        return _UP.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        reason, stream = f"damaged message from a router: {error}", _stream_of_submit(frame)
+        if stream is not None:
+            raise DamagedSubmitError(reason, stream) from error
+        raise DamagedMessageError(reason) from error
+
+
+def _stream_of_submit(frame: bytes) -> int | None:
+    """Return the stream key of what begins as a submit does, None of anything else.
+
+    By hand: what follows may be nested too deep for any reader, or end too soon.
+    """
+    array = _ARRAY_HEADERS.get(frame[0]) if frame else None
+    if array is None or frame[array : array + 1] != _SUBMIT:
+        return None
+    key = frame[array + 1 :]
+    if key and key[0] <= _FIXINT:
+        return key[0]
+    size = _UINT_BYTES.get(key[0]) if key else None
+    if size is None or len(key) <= size:
+        return None
+    stream = int.from_bytes(key[1 : 1 + size], "big")
+    return stream if stream <= MAX_COUNT else None
+
+
+def decode_down(frame: bytes) -> Down:
+    """Return the message that a replica sent. Raises `DamagedMessageError`."""
+    try:
+        return _DOWN.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise DamagedMessageError(f"damaged message from a replica: {error}") from error

@@ -1,0 +1,1 @@
+"""The `squadron` command: its flags, and what all commands share."""

@@ -1,0 +1,260 @@
+"""Command-line flags made from `ClusterConfig`: one flag per setting, so that there is one source of truth."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, fields
+from operator import getitem
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import typer
+import yaml
+from typer.core import TyperCommand
+
+from cluster.app_config import AppConfig, parse_app
+from cluster.config import FAILURE_ACTIONS, INGRESSES, LOG_FORMATS, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
+from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.openai.tools.formats import TOOL_PARSERS
+from cluster.router.dispatch_config import MIGRATIONS
+from cluster.router.routing.policies import POLICIES
+from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
+from deploy.cli.vllm_flags import INSTEAD, join_sizes
+from engine.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    SCHEDULING_POLICIES,
+)
+from engine.errors import ConfigError
+
+SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "quantization": ("-q",)}
+POSITIONAL = "model"
+CHOICES = {
+    "dtype": DTYPES,
+    "quantization": QUANTIZATIONS,
+    "device": DEVICES,
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+    "scheduling_policy": SCHEDULING_POLICIES,
+    "attention_backend": ATTENTION_BACKENDS,
+    "tool_call_parser": TOOL_PARSERS.names(),
+    "reasoning_parser": REASONING_PARSERS.names(),
+    "embedding_pooling": POOLINGS,
+    "routing_policy": tuple(POLICIES),
+    "stream_migration": MIGRATIONS,
+    "ingress": INGRESSES,
+    "update_failure_action": FAILURE_ACTIONS,
+    "metrics_compat": METRICS_COMPATS,
+    "log_format": LOG_FORMATS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of `ClusterConfig` as a flag. `shown` is its default in words; `kind` is int, float, str or bool."""
+
+    name: str
+    kind: type
+    shown: str
+    panel: str
+    help: str
+
+
+# Flags of `squadron batch` that are no settings.
+OF_A_BATCH = (
+    "params",
+    "max_tokens",
+    "temperature",
+    "template",
+    "chat",
+    "system",
+    "prompt_column",
+    "messages_column",
+    "id_column",
+    "answer_column",
+    "stdin_suffix",
+    "format",
+    "output_format",
+    "app",
+)
+QUOTED = r"(?<!\w)(['\"])(?:\\.|(?!\1).)*\1(?!\w)"  # of a message; the first group is its quotation mark
+# Flags of `squadron plan` that are no settings, and the settings that change what a model needs of a GPU.
+OF_A_PLAN = ("gpu", "rps", "ttft", "tpot", "input_len", "output_len", "roofline_share")
+PLANNED = (
+    "tensor_parallel_size",
+    "dtype",
+    "quantization",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_kv_blocks",
+    "kv_cache_dtype",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+)
+# What concerns clients and copies of a service, of which a batch has none.
+OF_A_SERVICE = (
+    *HELP["HTTP"],
+    *HELP["Batches"],
+    *HELP["Observability"],
+    "routers",
+    "min_replicas",
+    "max_replicas",
+    "upscale_delay_s",
+    "downscale_delay_s",
+    "downscale_to_zero_delay_s",
+    "cold_start_timeout",
+    "no_replica_timeout",
+    "stream_migration",
+    "drain_timeout",
+    "max_surge_percent",
+    "update_failure_action",
+)
+
+
+class ServeCommand(TyperCommand):
+    """A command that says of an unknown flag what to do here, if it is one of vLLM's, or else asks "did you mean"."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as usual, sizes in vLLM's spelling too; say what helps when a flag is unknown."""
+        try:
+            return super().parse_args(ctx, join_sizes(args))
+        except Exception as error:
+            # Typer exports no class for unknown options; these attributes are what tells them from other errors.
+            near = getattr(error, "possibilities", None)
+            instead = INSTEAD.get(getattr(error, "option_name", ""))
+            if instead:
+                error.message = f"{error.message}. {instead}."  # type: ignore[attr-defined]  # see above
+                error.possibilities = None  # type: ignore[attr-defined]
+            elif near:
+                error.message = f"{error.message}. Did you mean {near[0]}?"  # type: ignore[attr-defined]  # see above
+                error.possibilities = None  # type: ignore[attr-defined]
+            raise
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return every setting but the model, in the order of the help page."""
+    hints = get_type_hints(ClusterConfig)
+    defaults = {f.name: f.default for f in fields(ClusterConfig)}
+    return tuple(
+        Setting(name, _plain(hints[name]), _shown(name, defaults[name]), panel, text)
+        for panel, texts in HELP.items()
+        for name, text in texts.items()
+    )
+
+
+def with_settings(function: Callable[..., None], left_out: Collection[str] = ()) -> Callable[..., None]:
+    """Give a command one flag per setting; its `**chosen` gets those that were on the command line.
+
+    left_out: settings that mean nothing to it.
+    """
+    offered = [setting for setting in settings() if setting.name not in left_out]
+    names = {setting.name for setting in offered}
+
+    def command(**values: Any) -> None:
+        chosen = {key: value for key, value in values.items() if key in names and value is not None}
+        function(**{key: value for key, value in values.items() if key not in names}, **chosen)
+
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    made = [_parameter(setting) for setting in offered]
+    command.__name__ = function.__name__
+    command.__doc__ = function.__doc__
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *made)}
+    command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]  # read by typer
+    return command
+
+
+def all_but(kept: Collection[str]) -> tuple[str, ...]:
+    """Return the names of the settings that are not among `kept`."""
+    return tuple(setting.name for setting in settings() if setting.name not in kept)
+
+
+def load_settings(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings. Raises `ConfigError` naming the file where it is no mapping or not readable."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}", "config") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{path}: must hold settings such as `replicas: 2`, one a line", "config")
+    return {key.replace("-", "_"): value for key, value in values.items()}
+
+
+def merge_settings(path: Path | None, chosen: Mapping[str, Any]) -> AppConfig:
+    """Return the configuration of file and command line, which wins: over each of `models`, too.
+
+    Raises `ConfigError`.
+    """
+    loaded = {} if path is None else load_settings(path)
+    try:
+        return parse_app(_overridden(loaded, chosen))
+    except ConfigError as error:
+        in_file = error.flag in loaded or "models" in loaded
+        if path is not None and in_file and error.flag not in chosen:
+            raise ConfigError(f"{path}: {error}", error.flag) from None
+        raise
+
+
+def _overridden(loaded: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    values = {**loaded, **chosen}
+    if isinstance(models := values.get("models"), list):
+        values["models"] = [_without(entry, chosen) if isinstance(entry, dict) else entry for entry in models]
+    return values
+
+
+def _without(entry: Mapping[Any, Any], chosen: Mapping[str, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in entry.items() if str(key).replace("-", "_") not in chosen}
+
+
+def in_flags(message: str) -> str:
+    """Spell the settings in an engine's message as flags: `raise num_kv_blocks` -> `raise --num-kv-blocks`.
+
+    A setting of one plain word, such as port, is taken for one only before `=`, or at the head of the message before
+    `:`, "must be" or "is for". What stands in quotes is a value, and stays as it is.
+    """
+    words = [f.name for f in fields(ClusterConfig) if f.name != POSITIONAL] + [*OF_A_BATCH, *OF_A_PLAN]
+    compound = "|".join(name for name in words if "_" in name)
+    plain = "|".join(name for name in words if "_" not in name)
+    found = rf"{QUOTED}|(?<![-\w./])({compound})(?!\w)|(?<![-\w./])({plain})(?==)|^({plain})(?=:| must be | is for )"
+    return re.sub(found, lambda match: match[0] if match[1] else flag(match[0]), message)
+
+
+def _parameter(setting: Setting) -> inspect.Parameter:
+    spelt = flag(setting.name)
+    names = [spelt] if setting.kind is not bool else [f"{spelt}/--no-{spelt[2:]}"]
+    if setting.name in SHORT:
+        names.extend(SHORT[setting.name])
+    option = typer.Option(
+        *names,
+        help=f"{setting.help} (default: {setting.shown})",
+        show_default=False,
+        metavar="|".join(CHOICES.get(setting.name, ())) or None,
+        rich_help_panel=setting.panel,
+    )
+    annotation = getitem(Annotated, (setting.kind | None, option))  # made, not written: mypy need not know it
+    return inspect.Parameter(setting.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain(hint: Any) -> type:
+    """Return int, float, str or bool from an annotation such as `Annotated[int, ...] | None`."""
+    if get_origin(hint) is Annotated:
+        return _plain(get_args(hint)[0])
+    if get_origin(hint) is tuple:
+        return str  # names apart by commas
+    if get_origin(hint) in (Union, UnionType):
+        return _plain(next(part for part in get_args(hint) if part is not NoneType))
+    kind: type = hint
+    return kind
+
+
+def _shown(name: str, default: Any) -> str:
+    if default is None or default is MISSING:
+        return OPEN_DEFAULTS[name]
+    return f"{default:,}" if type(default) is int and default >= 10**6 else str(default)

@@ -1,0 +1,85 @@
+"""`squadron keys`: entries for the file of `--api-key-file`, and what `squadron serve` needs of that file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from cluster.admission.key_file import KeyFile
+from cluster.admission.key_text import parse_keys
+from cluster.admission.keys import hash_key, new_key
+from cluster.app_config import AppConfig
+from cluster.config import ClusterConfig
+from engine.errors import ConfigError
+
+keys = typer.Typer(name="keys", help="API keys.", no_args_is_help=True)
+
+
+@keys.callback()
+def about() -> None:
+    """API keys for the file of `squadron serve --api-key-file`."""
+
+
+@keys.command()
+def new(
+    tenant: Annotated[str, typer.Option(help="Who gets the key; keys of one tenant share quotas and cache.")],
+    expires: Annotated[str | None, typer.Option(help="Last moment, such as 2027-01-31T12:00:00Z.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests in a minute.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+    max_stored_bytes: Annotated[int | None, typer.Option(help="Bytes of all files at /v1/files.")] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It sees all tenants: figures, replicas, `squadron why`.")
+    ] = False,
+    scrape: Annotated[
+        bool, typer.Option("--scrape", help="It reads all figures at /metrics and /ready, and can do nothing else.")
+    ] = False,
+) -> None:
+    """Make a random key. It is shown once, on stderr; its entry for the key file, with its hash alone, on stdout.
+
+    So `squadron keys new --tenant team-a >> keys.yaml` adds the key to the file.
+    """
+    key = new_key()
+    entry = {
+        "tenant": tenant,
+        "key_sha256": hash_key(key).hex(),
+        "expires": expires,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "max_concurrent": max_concurrent,
+        "max_stored_bytes": max_stored_bytes,
+        "admin": admin or None,
+        "scrape": scrape or None,
+    }
+    text = yaml.safe_dump([{name: value for name, value in entry.items() if value is not None}], sort_keys=False)
+    try:
+        parse_keys(text, "the new key")
+    except ConfigError as error:
+        said = str(error).partition(": ")[2]  # without the line
+        raise ConfigError(said, said.partition(" ")[0]) from None
+    print(f"The key, shown this once: {key}", file=sys.stderr)
+    print(text, end="")
+
+
+def with_key_file(app: AppConfig, local: bool) -> AppConfig:
+    """Return `app` ready to serve with its key file, if it has one.
+
+    The path is made absolute, and the command gets a key of its own, unless one is set, to see the replicas.
+    local: routers run on this machine, so that the file can be checked now. Raises `ConfigError`.
+    """
+    config = app.shared
+    if config.api_key_file is None:
+        return app
+    path = Path(config.api_key_file).absolute()
+    if local:
+        KeyFile(path)
+    return app.with_shared(api_key_file=str(path), metrics_key=config.metrics_key or new_key())
+
+
+def looking_key(config: ClusterConfig) -> str | None:
+    """Return the key with which whoever serves looks at the server's replicas, None where there are no keys."""
+    return config.metrics_key or config.api_key

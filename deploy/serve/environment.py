@@ -1,0 +1,125 @@
+"""The one place where environment variables are read and set."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE
+from cluster.private_files import close_to_others
+from deploy.serve.private_ray import private_ray
+from engine.errors import ConfigError
+
+# What a Ray of our own is started with; a variable that is set already is left alone.
+# Ray has no switch of its own for "this machine only": the flag of its macOS and Windows builds, which puts all its
+# servers on 127.0.0.1, does the same on Linux. Serve's replicas listen on every interface all the same, so that
+# tokens stay on: nothing on those ports is answered without one.
+# Ranks, routers and Ray share this machine's cores: a thread that spins in OpenMP's barrier keeps the core from the
+# one that it waits for, and one that never spins is slow to wake. Measured with the demo model on 2 cores, a token
+# beside one busy process and a product of 1024 x 1024 by one row on a quiet machine: spinning for long (libgomp's
+# default) 2.7 to 6 ms and 21 us, not at all (OMP_WAIT_POLICY=PASSIVE) 1.9 ms and 74 us, 1,000 turns 2 ms and 45 us.
+# Ray runs its workers at niceness 15, where a busy process of somebody else's gets 28 times their share of a core.
+# Measured with 2 replicas x 2 ranks on 2 cores beside two busy processes, so and without: ready after 228 and 19 s;
+# 200 tokens of one stream in 38.6 and 2.7 s. Started under `nice`, workers are as nice as that. In pods nothing else
+# shares their cores, and Ray's own processes keep the precedence that it gives them.
+# A replica that no longer answers its health checks is killed at once: it cannot finish anything, its streams have
+# gone elsewhere, and until it is dead its GPUs are not free for the one in its place (Serve would ask it to stop and
+# wait 30 s). On a cluster that is joined, whoever starts Ray sets this.
+# A proxy that hangs holds the connections of all its clients, which hear of it when it is dead: three checks of 1.5 s
+# find it, and Ray waits a second for a process that does not end itself; 8 s in all, where the defaults take 50. One
+# that is dead already is replaced after 2 s, not 30.
+LOCAL_RAY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "GOMP_SPINCOUNT": "1000",
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "20",
+    "RAY_SERVE_PROXY_GRACEFUL_SHUTDOWN_TIMEOUT_S": "0.5",
+    "RAY_kill_worker_timeout_milliseconds": "1000",
+    CALLBACK_VARIABLE: CALLBACK,
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+# Nothing of ours travels through Ray's object store: the least that Ray likes is plenty.
+OBJECT_STORE_BYTES = 128 * 2**20
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the commands take from the environment.
+
+    ray_address: `RAY_ADDRESS`, the Ray cluster to join; None = start one.
+    api_key: `SQUADRON_API_KEY`, for `--api-key`, so that the key need not stand on a command line.
+    metrics_key: `SQUADRON_METRICS_KEY`, for `--metrics-key`.
+    source_date_epoch: `SOURCE_DATE_EPOCH`, seconds since 1970 that stand for now in what is written; None = the
+    clock. Source: reproducible-builds.org, "SOURCE_DATE_EPOCH".
+    ray_tmpdir: `RAY_TMPDIR`, where Ray keeps its files; None = with the system's temporary files.
+    """
+
+    ray_address: str | None = None
+    api_key: str | None = None
+    metrics_key: str | None = None
+    source_date_epoch: int | None = None
+    ray_tmpdir: str | None = None
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """Read `variables`, by default this process's. An empty variable counts as unset."""
+        variables = os.environ if variables is None else variables
+        return cls(
+            ray_address=variables.get("RAY_ADDRESS") or None,
+            api_key=variables.get("SQUADRON_API_KEY") or None,
+            metrics_key=variables.get("SQUADRON_METRICS_KEY") or None,
+            source_date_epoch=_seconds(variables.get("SOURCE_DATE_EPOCH") or None),
+            ray_tmpdir=variables.get("RAY_TMPDIR") or None,
+        )
+
+
+def _seconds(text: str | None) -> int | None:
+    if text is not None and not text.isdecimal():
+        raise ConfigError(f"SOURCE_DATE_EPOCH must be seconds since 1970, such as 1700000000, not {text!r}", "")
+    return None if text is None else int(text)
+
+
+def prepare_local_ray() -> None:
+    """Pin what Ray would take from the machine. Must come before the first import of ray, which reads some of it."""
+    for name, value in LOCAL_RAY.items():
+        os.environ.setdefault(name, value)
+    if os.environ["RAY_AUTH_MODE"] == "token" and not any(os.environ.get(name) for name in TOKEN_VARIABLES):
+        _ensure_token(Path.home() / ".ray" / "auth_token")
+
+
+def prepare_ray(address: str | None) -> str | None:
+    """Make ready for the Ray that RAY_ADDRESS names, None = one of our own; return the address to join it by.
+
+    Must come before the first import of ray. Raises `ConfigError`.
+    """
+    private = None if address is None else private_ray(address)
+    if address is None or private is not None:
+        # Also to join a Ray on loopback: without the switch, Ray would look for it at the machine's other address.
+        prepare_local_ray()
+    return private or address
+
+
+def _ensure_token(path: Path) -> None:
+    """Make the file that Ray looks for, its owner's alone to read (Ray lets everybody read the one that it makes)."""
+    if path.is_file():
+        close_to_others(path)
+        return
+    token = secrets.token_hex(32)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        # A home that cannot be written to: this process and its children share the token in their environment.
+        os.environ["RAY_AUTH_TOKEN"] = token
+        return
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(token)

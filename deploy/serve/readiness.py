@@ -1,0 +1,105 @@
+"""Watches an app come up through Serve's status and the router's /ready, and says why when it does not."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from tempfile import gettempdir
+from typing import Any
+
+import httpx
+from ray import serve
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+from cluster.config import flag
+from cluster.replica.start_error import StartFailure, find_start_failure
+from deploy.cli.client import client_for
+from deploy.serve.environment import Environment
+from engine.errors import SquadronError
+
+POLL_SECONDS = 0.2
+NOTE_SECONDS = 30.0
+FAILED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+
+
+class StartError(SquadronError):
+    """The app did not come up; one sentence says why."""
+
+
+class Readiness:
+    """Waits for the ready replicas of the app `name` whose HTTP endpoint is at `url`.
+
+    wanted: id of each model -> how many there should be.
+    note: called now and then with what Serve waits for, when it takes long.
+    """
+
+    def __init__(
+        self, name: str, url: str, key: str | None, wanted: Mapping[str, int], note: Callable[[str], None]
+    ) -> None:
+        self._client = client_for(url, key)
+        self._name = name
+        self._wanted = wanted
+        self._note = note
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Return what /ready says of each replica once all are ready. Raises `StartError`."""
+        next_note = time.monotonic() + NOTE_SECONDS
+        with self._client:
+            while True:
+                status = serve.status().applications.get(self._name)
+                if status is None:
+                    raise StartError(f"the app {self._name} was deleted while it started")
+                refuse_failed(status)
+                bodies = self._ready_replicas()
+                if not Counter(self._wanted) - Counter([str(body.get("model")) for body in bodies]):
+                    return bodies
+                if time.monotonic() > next_note:
+                    self._note(_pending(status))
+                    next_note += NOTE_SECONDS
+                time.sleep(POLL_SECONDS)
+
+    def _ready_replicas(self) -> list[dict[str, Any]]:
+        try:
+            answer = self._client.get("/ready")
+            body = answer.json()
+        except (httpx.HTTPError, ValueError):
+            return []  # nobody listens yet, or Serve's proxy does not know the app yet
+        if answer.status_code == 401:
+            raise StartError("another server answers at this address: it refuses the API key; give another --port")
+        if not isinstance(body, dict) or not body.get("ready"):
+            return []
+        if "replicas" not in body:
+            raise StartError(
+                "the key file lists the metrics key without scrape: true, so replicas are not shown to it"
+            )
+        return [replica for replica in body["replicas"] if replica.get("phases")]
+
+
+def refuse_failed(status: ApplicationStatusOverview) -> None:
+    """Raise `StartError` when a deployment gave its reason for not starting, or Serve gave up."""
+    messages = [status.message, *(deployment.message for deployment in status.deployments.values())]
+    for message in messages:
+        failure = find_start_failure(message)
+        if failure is not None:
+            raise StartError(_sentence(failure))
+    if status.status in FAILED:
+        logs = f"{Environment.read().ray_tmpdir or gettempdir()}/ray/session_latest/logs/serve"
+        raise StartError(f"{_last_line(messages)} (Ray's logs have more: {logs})")
+
+
+def _sentence(failure: StartFailure) -> str:
+    if not failure.flag or failure.flag in failure.message:
+        return failure.message
+    return f"{failure.message}; set {flag(failure.flag)}"
+
+
+def _last_line(messages: list[str]) -> str:
+    """Return the last line of the longest message: a traceback ends with the error itself."""
+    lines = [line.strip() for line in max(messages, key=len).splitlines() if line.strip()]
+    return lines[-1] if lines else "Serve gave up without a reason"
+
+
+def _pending(status: ApplicationStatusOverview) -> str:
+    texts = (f"{name}: {d.message.splitlines()[0]}" for name, d in status.deployments.items() if d.message)
+    return next(texts, f"the app is {status.status.value}")
