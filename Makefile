@@ -12,7 +12,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
-ALONGSIDE := tests/unit tests/parity tests/helm
+ALONGSIDE := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm)
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
 .PHONY: install serve test lint bench soak fuzz-http advisories clean

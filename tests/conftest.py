@@ -15,7 +15,7 @@ if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if TYPE_CHECKING:
-    from tests.cluster.harness import App
+    from tests.e2e.harness import App
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, which the tests of Ctrl-C would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,7 +32,7 @@ def serve_port() -> Iterator[int]:
     import ray
     from ray import serve
 
-    from tests.cluster.harness import start_ray, start_serve
+    from tests.e2e.harness import start_ray, start_serve
 
     start_ray()
     try:
@@ -45,7 +45,7 @@ def serve_port() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def demo_app(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> App:
     """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
-    from tests.cluster.harness import deploy
+    from tests.e2e.harness import deploy
 
     kept = tmp_path_factory.mktemp("kept")
     traces = tmp_path_factory.mktemp("told") / "traces.jsonl"

@@ -37,7 +37,7 @@ from parallel.tuning import choose_quantised
 META = torch.device("meta")
 LAYERS_RUN = 2  # all layers of a decoder take as much; the second has what the first one leaves behind
 # Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are told, as
-# tests/unit/test_footprint.py measures.
+# tests/engine/worker/test_footprint.py measures.
 SAMPLER_BYTES = 44
 
 

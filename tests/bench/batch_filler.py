@@ -23,7 +23,7 @@ from rich.table import Table
 from tests.bench.machine import provenance
 from tests.chaos.batch import write_rows
 from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all
-from tests.cluster.harness import App, deploy, eventually, start_ray, start_serve
+from tests.e2e.harness import App, deploy, eventually, start_ray, start_serve
 
 START_SECONDS = 30.0
 

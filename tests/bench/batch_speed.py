@@ -30,7 +30,7 @@ from engine.sampling_params import SamplingParams
 from tests.bench.machine import provenance
 from tests.bench.random_model import VOCAB, make_load, save_random_model
 from tests.chaos.batch import BatchProcess, write_rows
-from tests.cluster.harness import deploy, start_ray, start_serve
+from tests.e2e.harness import deploy, start_ray, start_serve
 
 
 def plain_rows(count: int, tokens: int) -> list[dict[str, Any]]:

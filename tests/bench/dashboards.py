@@ -26,7 +26,7 @@ from deploy.chart.monitoring import DASHBOARDS
 from tests.bench.all_kinds import Target, load
 from tests.bench.panels import Answer, draw
 from tests.bench.prometheus import Line, Prometheus
-from tests.cluster.harness import APP, eventually, free_port, kill, replica_processes, start_ray, start_serve
+from tests.e2e.harness import APP, eventually, free_port, kill, replica_processes, start_ray, start_serve
 from tests.promql import filled
 
 EVERY = "30s"  # for Grafana's rate interval

@@ -32,7 +32,7 @@ from tests.bench.machine import provenance
 from tests.bench.siege import SAME, Siege
 from tests.bench.wild_requests import WildRequest, ordinary_request, wild_request
 from tests.chaos.streams import Stream, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import App
+from tests.e2e.harness import App
 
 PATIENCE = 30.0  # seconds that a stranger reads; a whole context of 2,048 tokens takes about as long
 LEAST = 1.0  # seconds over which a pace is taken: fewer hold a handful of steps

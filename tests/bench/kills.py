@@ -36,7 +36,7 @@ from tests.bench.random_kills import RandomKiller
 from tests.bench.siege import DIFFERS, SAME, until_back, verdict
 from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
-from tests.cluster.harness import App, deploy, kill, replica_processes, start_ray, start_serve
+from tests.e2e.harness import App, deploy, kill, replica_processes, start_ray, start_serve
 
 KILL_AFTER = 1.0  # seconds
 BACK_AT_MOST = 20.0  # seconds until all replicas serve again

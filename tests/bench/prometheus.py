@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 import yaml
 
-from tests.cluster.harness import eventually, free_port
+from tests.e2e.harness import eventually, free_port
 
 EVERY, STEP = 1, 1  # seconds between two scrapes, and between two points
 

@@ -11,7 +11,7 @@ from random import Random
 
 from tests.bench.siege import VICTIMS, Siege, until_back
 from tests.bench.switchboard import Switchboard
-from tests.cluster.harness import App, router_processes
+from tests.e2e.harness import App, router_processes
 
 KILL, STALL, CUT = "kill", "stall", "cut"
 KINDS = (KILL, STALL, CUT)

@@ -16,7 +16,7 @@ from tests.bench.random_faults import KILL, RandomFaults
 from tests.bench.siege import BACK, SAME, Siege
 from tests.bench.switchboard import Switchboard
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import App
+from tests.e2e.harness import App
 
 DISTINCT = 48  # requests to choose from: each is run undisturbed once
 

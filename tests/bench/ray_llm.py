@@ -36,7 +36,7 @@ from tests.bench.kills import KILL_AFTER, Comparison, compare_once, comparison_t
 from tests.bench.machine import provenance
 from tests.bench.siege import DIFFERS, SAME, verdict
 from tests.chaos.streams import BROKEN, ERROR, HANG, SHORT, WHOLE, client_of, greedy_or_seeded, read_all
-from tests.cluster.harness import free_port
+from tests.e2e.harness import free_port
 
 START = 600.0  # seconds for Ray, Serve and two engines
 BACK = 300.0  # after which it counts as not recovered

@@ -205,7 +205,7 @@ def serve_and_ask(rounds: int, ingress: str, pipe: Connection) -> None:
     import ray
     from ray import serve
 
-    from tests.cluster.harness import deploy, start_ray, start_serve
+    from tests.e2e.harness import deploy, start_ray, start_serve
 
     start_ray()
     try:

@@ -16,7 +16,7 @@ import httpx
 
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import WHOLE, Stream, client_of
-from tests.cluster.harness import App, kill, replica_processes, worker_processes
+from tests.e2e.harness import App, kill, replica_processes, worker_processes
 
 BACK = 120.0  # seconds after which a service counts as not recovered
 SAME, DIFFERS = "same", "differs"

@@ -32,7 +32,7 @@ from tests.bench.kills import figures_table, served_demo
 from tests.bench.machine import provenance
 from tests.bench.siege import BACK, SAME, Siege
 from tests.chaos.streams import ERROR, Stream, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import APP, App, processes
+from tests.e2e.harness import APP, App, processes
 
 DISTINCT = 32
 ABORTED = "aborted"

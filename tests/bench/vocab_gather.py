@@ -23,7 +23,7 @@ from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import draw_apart, pack_draws
 from parallel.embedding import ParallelLMHead
 from parallel.group import Group
-from tests.unit.parallel_ranks import crew
+from tests.parallel.parallel_ranks import crew
 
 VOCAB = 32_768
 HIDDEN = 64  # small: the product is the same with and without

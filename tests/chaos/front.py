@@ -26,9 +26,9 @@ from cluster.wire.local import connect_local
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.chaos.streams import Stream, client_of, read_stream
+from tests.cluster.cluster_lab import CheckedCore, until
 from tests.fake_executor import FakeExecutor
 from tests.openai_app import MODEL, app_for, served_model, serving
-from tests.unit.cluster_lab import CheckedCore, until
 
 BLOCK = 16
 CONTEXT = 8000

@@ -18,7 +18,7 @@ from cluster.wire import tcp
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.chaos.tcp_proxy import TcpProxy
-from tests.unit.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, until
+from tests.cluster.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, until
 
 # Of the product's seconds: stall_timeout 3, ping 1, heartbeat 0.5, router_timeout 10, no_replica_timeout 30.
 SCALE = 0.1

@@ -21,7 +21,7 @@ from deploy.serve.local_ray import descendants, kill_all
 from tests.chaos.invariants import Invariants, alive
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, answers, deploy, eventually, free_port, kill, replica_processes
+from tests.e2e.harness import App, answers, deploy, eventually, free_port, kill, replica_processes
 
 STREAMS = 12
 TOKENS = 160

@@ -7,7 +7,7 @@ import pytest
 
 from tests.bench.batch_kills import MODEL, Besieger
 from tests.chaos.batch import DRIVER, FULL, RANK, REPLICA, TORN, BatchProcess, rows, until, write_rows
-from tests.cluster.harness import gone
+from tests.e2e.harness import gone
 
 
 @pytest.mark.timeout(600)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos.front import Front, body, raw_request, reset
 from tests.chaos.streams import ERROR, WHOLE, check_exact
-from tests.unit.cluster_lab import until
+from tests.cluster.cluster_lab import until
 
 IDLE = 2000  # connections
 LAST_CHUNK = b"\r\n0\r\n\r\n"

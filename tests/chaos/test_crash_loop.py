@@ -14,7 +14,7 @@ from ray import serve
 from deploy.demo import demo_model_path
 from deploy.status.command import fetch
 from deploy.status.report import Condition, ReplicaLine, Report
-from tests.cluster.harness import App, deploy, eventually, kill, processes
+from tests.e2e.harness import App, deploy, eventually, kill, processes
 
 NAME = "loop"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.bench.fuzz_http import Fuzz
-from tests.cluster.harness import App
+from tests.e2e.harness import App
 
 
 @pytest.mark.timeout(300)

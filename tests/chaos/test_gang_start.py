@@ -13,7 +13,7 @@ from ray.util.placement_group import PlacementGroup
 from cluster.replica import worker_actor
 from cluster.replica.worker_actor import RayGang
 from engine.errors import EngineDeadError
-from tests.cluster.harness import eventually, processes
+from tests.e2e.harness import eventually, processes
 
 BUNDLES = ({"CPU": 0.5}, {"CPU": 0.5}, {"CPU": 0.25})
 

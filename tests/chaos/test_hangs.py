@@ -13,7 +13,7 @@ from ray import serve
 
 from tests.chaos.strike import Strike
 from tests.chaos.test_kills import stream_all
-from tests.cluster.harness import App, deploy, eventually, gone, kill, router_processes
+from tests.e2e.harness import App, deploy, eventually, gone, kill, router_processes
 
 NAME = "hangs"
 CHUNKS = 200  # over all streams, before a process is stopped

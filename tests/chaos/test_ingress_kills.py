@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
-from tests.cluster.harness import App, eventually, proxy_processes, replica_processes, router_processes
+from tests.e2e.harness import App, eventually, proxy_processes, replica_processes, router_processes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, eventually, gone, kill, replica_processes, worker_processes
+from tests.e2e.harness import App, eventually, gone, kill, replica_processes, worker_processes
 
 STREAMS = 16
 TOKENS = 120

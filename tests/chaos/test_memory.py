@@ -20,7 +20,7 @@ from parallel.launcher import launch
 from parallel.memory_deaths import COUNTERS, MemoryDeaths
 from tests.chaos.hungry import take_all
 from tests.chaos.lab import TIMES, NetLab, long_request
-from tests.unit.cluster_lab import GatedExecutor, Lab, LabReplica, oracle, until
+from tests.cluster.cluster_lab import GatedExecutor, Lab, LabReplica, oracle, until
 
 REQUESTS = 32
 

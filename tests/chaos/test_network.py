@@ -16,7 +16,7 @@ from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Report, Submit
 from tests.bench.switchboard import PORT, Switchboard, reroute
 from tests.chaos.lab import SCALE, NetLab, long_request
-from tests.unit.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, oracle, until
+from tests.cluster.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, oracle, until
 
 REQUESTS = 16
 FEW_STEPS = 15  # in which no request of 20 tokens can end

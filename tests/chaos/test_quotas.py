@@ -11,7 +11,7 @@ from ray import serve
 
 from cluster.app import build
 from cluster.lifecycle.shared_quotas import EXCHANGE_SECONDS
-from tests.cluster.harness import eventually, gone, kill, router_processes
+from tests.e2e.harness import eventually, gone, kill, router_processes
 
 NAME = "quotas"
 FREE, BOUND = "sk-free-0123456789abcdef", "sk-bound-0123456789abcdef"

@@ -24,7 +24,7 @@ from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor
 from parallel.errors import ChannelError
 from parallel.packing import Buffer
-from tests.unit.parallel_ranks import crew
+from tests.parallel.parallel_ranks import crew
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_TIMEOUT = 20.0  # seconds: what is noticed at once must not need them

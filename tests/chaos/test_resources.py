@@ -19,7 +19,7 @@ from engine.errors import CheckpointError
 from engine.loader.checksums import SUMS_FILE, check_sums
 from engine.worker.executor_start import CHECKSUMS, build_executor, prepare_model
 from tests.chaos.lab import NetLab, long_request
-from tests.unit.cluster_lab import oracle
+from tests.cluster.cluster_lab import oracle
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")

@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 
 from cluster.lifecycle.app_memory import AppMemory
-from tests.cluster.harness import App, apply_file, eventually, processes
+from tests.e2e.harness import App, apply_file, eventually, processes
 
 NAME = "rollback"
 ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_timeout": 10}

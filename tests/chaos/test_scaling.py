@@ -14,7 +14,7 @@ from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Draining, Ping
 from cluster.wire.tcp import connect
 from tests.chaos.traffic import Traffic
-from tests.cluster.harness import App, apply_file, eventually, gone, processes, router_processes
+from tests.e2e.harness import App, apply_file, eventually, gone, processes, router_processes
 
 NAME = "scaling"
 STREAMS = 6

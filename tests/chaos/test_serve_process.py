@@ -14,8 +14,8 @@ import pytest
 
 from tests.chaos.streams import WHOLE, client_of, greedy_or_seeded, read_all, read_stream
 from tests.chaos.strike import Strike
-from tests.cluster.command import Command, url_of
-from tests.cluster.harness import answers, eventually, gone
+from tests.e2e.command import Command, url_of
+from tests.e2e.harness import answers, eventually, gone
 
 STREAMS = 4
 TOKENS = 1200  # so that they run for longer than it takes to close the door

@@ -9,7 +9,7 @@ import pytest
 from ray import serve
 
 from tests.chaos.batch import rows, write_rows
-from tests.cluster.harness import (
+from tests.e2e.harness import (
     App,
     deploy,
     eventually,

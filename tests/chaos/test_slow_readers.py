@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests import tiny_tokenizer
 from tests.chaos.raw_http import last_error, stalled
 from tests.chaos.streams import check_exact, client_of, greedy_or_seeded, read_all
-from tests.cluster.harness import App, deploy, eventually, proxy_processes, router_processes
+from tests.e2e.harness import App, deploy, eventually, proxy_processes, router_processes
 
 NAME = "slow-readers"
 CONTEXT = 16384

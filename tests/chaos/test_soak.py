@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.bench.siege import SAME
 from tests.bench.soak import ABORTED, Soak, slope_of
-from tests.cluster.harness import App
+from tests.e2e.harness import App
 
 
 async def test_streams_aborts_and_random_kills_break_no_promise(demo_app: App) -> None:

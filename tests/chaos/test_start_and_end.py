@@ -16,7 +16,7 @@ import pytest
 from tests.chaos.invariants import Invariants
 from tests.chaos.streams import ERROR, Stream, check_exact, client_of, greedy_or_seeded, read_all, read_stream
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, eventually, gone, kill, processes, replica_processes, worker_processes
+from tests.e2e.harness import App, eventually, gone, kill, processes, replica_processes, worker_processes
 
 STREAMS = 16
 pytestmark = pytest.mark.timeout(300)  # replicas are started anew, on a machine that others may use as well

@@ -22,7 +22,7 @@ from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
 from tests.chaos.streams import WHOLE, Stream, check_exact, client_of, greedy_or_seeded, read_all, read_stream
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, deploy, eventually, kill, processes
+from tests.e2e.harness import App, deploy, eventually, kill, processes
 
 NAME = "two-models"
 TOKENS = 120

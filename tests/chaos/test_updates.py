@@ -19,7 +19,7 @@ from cluster.lifecycle.app_memory import AppMemory
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
 from tests.chaos.traffic import Traffic
-from tests.cluster.harness import App, deploy, eventually, kill, processes
+from tests.e2e.harness import App, deploy, eventually, kill, processes
 
 NAME = "updates"
 STREAMS = 8

@@ -13,7 +13,7 @@ import ray
 from cluster.replica.flight_dump import PREFIX
 from deploy.cli.why import FOUND, show_why
 from tests.chaos.strike import Strike
-from tests.cluster.harness import App, kill, worker_processes
+from tests.e2e.harness import App, kill, worker_processes
 
 STREAMS = 8
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from tests.chaos.streams import WHOLE, Stream, client_of, greedy_or_seeded, read_all, read_stream
-from tests.cluster.harness import App
+from tests.e2e.harness import App
 
 Said = tuple[tuple[int, ...], str, str | None]
 

@@ -1,0 +1,1 @@
+"""Routers, replicas and their front ends, without Ray."""

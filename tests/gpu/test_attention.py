@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.kernels.base import TorchKernels
-from tests.unit.paged_lab import Lab, spec
+from tests.engine.paged_lab import Lab, spec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,7 @@ from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepB
 from engine.worker.forward import Forward
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
 from engine.worker.runner import ModelRunner
-from tests.unit.graph_lab import CPU, WatchedCopies
+from tests.engine.worker.graph_lab import CPU, WatchedCopies
 
 
 class Recording(TorchDispatchMode):

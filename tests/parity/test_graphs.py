@@ -15,10 +15,10 @@ from engine.worker.graph_sizes import NO_SIZES, GraphSizes
 from engine.worker.local_executor import SoloExecutor
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
+from tests.engine.worker.graph_lab import RerunDevice
 from tests.parity.graph_lab import use_graphs
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import CONFIGS, VOCAB, check_against, make, prompts
-from tests.unit.graph_lab import RerunDevice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

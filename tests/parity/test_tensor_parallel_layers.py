@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from parallel.group import Group
+from tests.parallel.parallel_ranks import Crew, crew
 from tests.parity import tensor_parallel_checks as checks
-from tests.unit.parallel_ranks import Crew, crew
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from engine.worker.invariance import check_invariance, fix_products
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from parallel.linear import ParallelLinear
+from tests.engine.paged_lab import spec
 from tests.interpreter import exact_halves
+from tests.parallel.parallel_ranks import FakeGroup
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
-from tests.unit.paged_lab import spec
-from tests.unit.parallel_ranks import FakeGroup
 
 BF16 = {"dtype": torch.bfloat16, "head_dim": 64}
 

@@ -1,0 +1,1 @@
+"""What needs Ray: one cluster for the whole run, with apps as users deploy them."""

@@ -1,0 +1,127 @@
+"""A Ray head of its own, as an operator starts one: with a dashboard, which takes jobs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from deploy.serve.local_ray import kill_all
+from tests.e2e.harness import eventually, free_port
+
+REPOSITORY = Path(__file__).parents[2]
+START_SECONDS = 90.0
+JOB_SECONDS = 240.0
+GRACE_SECONDS = 3.0  # that its processes have: nobody reads what they would still write
+
+
+class RayHead:
+    """`ray start --head --block` on loopback, with more variables. Leaving it ends all its processes."""
+
+    def __init__(self, **environment: str) -> None:
+        self._port, self.dashboard, self.agent = free_port(), free_port(), free_port()
+        self._folder = tempfile.TemporaryDirectory(prefix="head-", ignore_cleanup_errors=True)
+        self.log = Path(self._folder.name) / "head.log"
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
+        } | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **environment}
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    @property
+    def jobs_url(self) -> str:
+        return f"http://127.0.0.1:{self.dashboard}"
+
+    def __enter__(self) -> Self:
+        options = {
+            "port": self._port,
+            "dashboard-port": self.dashboard,
+            "dashboard-agent-listen-port": self.agent,
+            "node-ip-address": "127.0.0.1",
+            "num-cpus": 8,
+            "object-store-memory": 100 * 2**20,
+            "temp-dir": self._folder.name,
+            "include-dashboard": "true",
+        }
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(Path(sys.executable).with_name("ray")),
+                    "start",
+                    "--head",
+                    "--block",
+                    *(f"--{name}={value}" for name, value in options.items()),
+                ],
+                env=self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self.client: JobSubmissionClient = eventually(self._connected, "the head takes jobs", START_SECONDS)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.terminate()
+        _, alive = psutil.wait_procs([*children, psutil.Process(self._process.pid)], timeout=GRACE_SECONDS)
+        kill_all(alive)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def _connected(self) -> JobSubmissionClient | None:
+        if self._process.poll() is not None:
+            raise RuntimeError(self.log.read_text())
+        try:
+            return JobSubmissionClient(self.jobs_url)
+        except (ConnectionError, RuntimeError):
+            return None
+
+    def serve(self, config: dict[str, Any]) -> None:
+        """Hand a Serve config to the head over its REST API, as KubeRay and `serve deploy` do, until its app runs."""
+        url = f"{self.jobs_url}/api/serve/applications/"
+        (name,) = [one["name"] for one in config["applications"]]
+        with httpx.Client(trust_env=False, timeout=30) as client:
+            client.put(url, json=config).raise_for_status()
+
+            def running() -> bool:
+                found = client.get(url).raise_for_status().json()["applications"].get(name, {})
+                return bool(found.get("status") == "RUNNING")
+
+            eventually(running, f"the app {name} runs", 90)
+
+    def submit(self, folder: Path, *arguments: str) -> str:
+        """Submit `squadron batch` with a working directory, as `ray job submit --working-dir` does; return its id."""
+        command = [str(Path(sys.executable).with_name("squadron")), "batch", *arguments]
+        variables = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": "1700000000"}
+        environment = {"working_dir": str(folder), "env_vars": variables}
+        return self.client.submit_job(entrypoint=" ".join(command), runtime_env=environment)
+
+    def until_ended(self, job: str) -> JobStatus:
+        """Wait for a job, and return how it ended."""
+        eventually(lambda: self.client.get_job_status(job).is_terminal(), f"{job} ends", JOB_SECONDS)
+        return self.client.get_job_status(job)
+
+    def processes(self, job: str) -> list[psutil.Process]:
+        """Processes of a job's driver."""
+        found = psutil.Process(self._process.pid).children(recursive=True)
+        return [one for one in found if "squadron" in " ".join(_command(one)) and "batch" in _command(one)]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,0 +1,202 @@
+"""`squadron serve --ingress haproxy`: what it listens on, what passes through it, kills under load, Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+
+from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
+from deploy.serve.local_ray import kill_all
+from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
+from tests.chaos.raw_http import last_error, stalled
+from tests.e2e.command import LEAK_SECONDS, Command, url_of
+from tests.e2e.harness import answers, eventually
+
+KEY = "sk-haproxy"
+BEARER = {"Authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    """The demo model behind two routers, two replicas of one rank each."""
+    command = Command(
+        *("serve", "demo", "--ingress", "haproxy", "--port", "0", "--grpc-port", "0", "--api-key", KEY),
+        *(
+            "--replicas",
+            "2",
+            "--routers",
+            "2",
+            "--cpus-per-worker",
+            "0.5",
+            "--device",
+            "cpu",
+            "--drain-timeout",
+            "20",
+        ),
+        home=tmp_path_factory.mktemp("home"),
+    )
+    try:
+        command.wait_for("Ctrl-C stops it")
+        yield command
+    finally:
+        command.kill()
+
+
+def port_of(command: Command) -> int:
+    return int(url_of(command).rpartition(":")[2])
+
+
+def running(command: Command, title: str) -> list[psutil.Process]:
+    """Its processes with `title` in their command lines, oldest first."""
+    found = [one for one, words in answers(command.descendants(), psutil.Process.cmdline) if title in " ".join(words)]
+    return sorted(found, key=lambda one: (one.create_time(), one.pid))
+
+
+def listeners(process: psutil.Process) -> list[str]:
+    """Addresses on which it listens; none of one that ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        listening = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+        if "ServeReplica" not in " ".join(process.cmdline()):
+            return [f"{one.laddr.ip.removeprefix('::ffff:')}:{one.laddr.port}" for one in listening]
+    return []
+
+
+def statistics(command: Command) -> re.Match[str]:
+    """Addresses of HAProxy's statistics and of its metrics, as told at the start."""
+    told = r"^HAProxy's statistics at (\S+), its metrics at (\S+), without a key$"
+    return re.search(told, command.text, re.MULTILINE)
+
+
+def unfinished(command: Command) -> float:
+    """Sequences that the replicas run, as whichever router answers sees them."""
+    lines = httpx.get(f"{url_of(command)}/metrics", headers=BEARER, timeout=10).text.splitlines()
+    found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("squadron_num_requests_running{")]
+    assert found
+    return sum(found)
+
+
+def routers(command: Command) -> set[str]:
+    """Names of the routers to which HAProxy sends requests."""
+    rows = csv.DictReader(httpx.get(f"{statistics(command)[1]};csv", timeout=10).text.splitlines())
+    return {row["svname"] for row in rows if "-Router-" in row["svname"] and row["status"] == "UP"}
+
+
+def whole_again(command: Command, before: set[str] = frozenset(), lost: int = 0) -> None:
+    """Wait for both replicas, and for both routers at HAProxy: `before` but for as many others as were `lost`."""
+
+    def whole() -> bool:
+        body = httpx.get(f"{url_of(command)}/ready", headers=BEARER, timeout=10).json()
+        now = routers(command)
+        known = not before or len(before & now) == 2 - lost
+        return body.get("ready") and len(body["replicas"]) == 2 and len(now) == 2 and known
+
+    eventually(whole, "both replicas and both routers are ready", 60)
+
+
+def test_it_says_what_listens_and_only_loopback_does(served: Command) -> None:
+    """But for the one port of each replica that Serve guards with Ray's token, as without HAProxy."""
+    told = statistics(served)
+    assert "Statistics Report for HAProxy" in httpx.get(told[1], timeout=10).text
+    assert "haproxy_process_" in httpx.get(told[2], timeout=10).text
+    assert "Warning" not in served.text
+    addresses = [address for process in served.descendants() for address in listeners(process)]
+    assert len(addresses) > 3
+    assert all(address.startswith("127.") for address in addresses), addresses
+    assert not httpx.get(f"{url_of(served)}/health", timeout=10).is_error
+
+
+def test_keys_ids_page_and_grpc_are_as_behind_serves_proxy(served: Command) -> None:
+    url = url_of(served)
+    assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 401
+    answer = httpx.get(f"{url}/v1/models", headers=BEARER | {"x-request-id": "mine"}, timeout=10)
+    assert answer.status_code == 200
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+    assert len(httpx.get(f"{url}/health", timeout=10).headers.get_list("x-request-id")) == 1
+    assert "<title>Squadron</title>" in httpx.get(f"{url}/ui", auth=("any", KEY), timeout=10).text
+    assert httpx.get(f"{url}/ready", headers=BEARER, timeout=10).json()["guarded"] is True
+    address = re.search(r"^gRPC: (127\.0\.0\.1:\d+)", served.text, re.MULTILINE)[1]
+    with grpc.insecure_channel(address) as channel:
+        metadata = (("authorization", f"Bearer {KEY}"),)
+        assert InferenceStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10, metadata=metadata).model
+
+
+async def test_every_answer_survives_a_replica(served: Command) -> None:
+    victim = running(served, "ServeReplica:squadron:Replica")[0]
+    got, _ = await exchanges(port_of(served), victim.kill, KEY)
+    assert outcomes(got) == {"whole": len(ALL)}
+    whole_again(served)
+
+
+async def test_a_reader_that_stops_is_told_and_no_router_holds_its_answer(served: Command) -> None:
+    """HAProxy holds little; the router's own server takes all that it is given, unless somebody waits for it."""
+    asked = {"model": "demo", "prompt": "x", "ignore_eos": True, "max_tokens": 1900, "logprobs": 20, "n": 16}
+    reader, writer = await stalled(port_of(served), asked, key=KEY)  # 50 MB of them
+    try:
+        beside, _ = await exchanges(port_of(served), lambda: None, KEY)
+        assert outcomes(beside) == {"whole": len(ALL)}
+        await asyncio.to_thread(eventually, lambda: not unfinished(served), "it is not generated for", 120)
+        error = await last_error(reader, writer)
+        assert (error["code"], error["retryable"]) == ("slow_consumer", False)
+    finally:
+        writer.transport.abort()
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_no_answer_is_silently_short_when_a_router_dies(served: Command, sign: signal.Signals) -> None:
+    victim, before = running(served, "ServeReplica:squadron:Router")[0], routers(served)
+    got, struck = await exchanges(port_of(served), lambda: os.kill(victim.pid, sign), KEY)
+    counts = outcomes(got)
+    assert set(counts) <= {"whole", "cut", "router_lost", "no_router"}, counts
+    assert counts["cut"], "the dead router's streams must be cut"
+    assert not late(got, struck)
+    whole_again(served, before, lost=1)
+
+
+def test_the_openai_client_raises_when_its_router_dies(served: Command) -> None:
+    whole_again(served)
+    before = routers(served)
+    with openai.OpenAI(base_url=f"{url_of(served)}/v1", api_key=KEY, max_retries=0) as client:
+        stream = client.completions.create(
+            model="demo", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        kill_all(running(served, "ServeReplica:squadron:Router"))
+        # Cut, or told by Serve's proxy: HAProxy's way to routers that have only just come back.
+        with pytest.raises(openai.APIError):
+            for _ in stream:
+                pass
+    whole_again(served, before, lost=2)
+
+
+async def test_a_killed_haproxy_cuts_and_comes_back(served: Command) -> None:
+    got, struck = await exchanges(port_of(served), running(served, "haproxy -db")[-1].kill, KEY)
+    counts = outcomes(got)
+    assert set(counts) <= {"whole", "cut"}, counts
+    assert counts["cut"]
+    assert not late(got, struck)
+    whole_again(served)
+
+
+def test_ctrl_c_leaves_no_haproxy_and_no_folder_behind(served: Command) -> None:
+    """The last test of this file: it ends what the others use."""
+    started = served.descendants()
+    (proxy, *_) = running(served, "haproxy -db")
+    folder = Path(proxy.cmdline()[proxy.cmdline().index("-f") + 1]).parents[1]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert served.ctrl_c() == 0
+    assert "Traceback" not in served.text
+    eventually(lambda: not any(process.is_running() for process in started), "all processes gone", LEAK_SECONDS)
+    assert not folder.exists()

@@ -1,0 +1,61 @@
+"""Launches every attention kernel once, at real shapes, for the compiler: run by test_triton_attention.py."""
+
+from dataclasses import replace
+
+import torch
+
+from engine.attention.paged_varlen import unfit_for_paged_varlen
+from engine.attention.triton import TritonAttention
+from engine.attention.tuned import LEAST_SHARED, SHARED, shared_bytes, unmeasured
+from engine.attention.whole_prompts import TorchPrompts
+from tests.engine.paged_lab import Lab, spec
+from tests.triton_compiler import instead_of_launching, show
+
+# What is told of them lies at addresses that divide by 16, and at others.
+STEPS = [[(500, 1), (30, 40)], [(500, 1), (600, 1), (3, 1), (90, 41)], [(160, 1), (400, 1)]]
+QWEN3 = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+GEMMA = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "softcap": 50.0, "windows": (64,)}
+CASES = [
+    ("bf16", 90, QWEN3),
+    ("batch invariant", 90, QWEN3 | {"batch_invariant": True}),
+    ("window and softcap", 90, QWEN3 | GEMMA),
+    ("fp8 cache", 90, QWEN3 | {"fp8_cache": True}),
+    ("fp32", 90, QWEN3 | {"dtype": torch.float32}),
+    ("largest group", 90, QWEN3 | {"num_heads": 128, "num_kv_heads": 1}),
+    ("bf16 elsewhere", 86, QWEN3),
+    ("wide head elsewhere", 86, QWEN3 | GEMMA),
+    ("largest head in fp32", 86, QWEN3 | {"head_dim": 256, "dtype": torch.float32}),
+    ("odd head", 80, QWEN3 | {"num_heads": 14, "num_kv_heads": 2, "head_dim": 80, "block_size": 256}),
+]
+
+
+def why_not_torch(wanted):
+    """Return why whole prompts are not torch's, as on a GPU."""
+    return unfit_for_paged_varlen(replace(wanted, device=torch.device("cuda")))
+
+
+def launch(case, capability, values):
+    with instead_of_launching(capability) as kernels:
+        wanted, target = spec(**values), divmod(capability, 10)
+        tuning = unmeasured(wanted, target)
+        backend = TritonAttention(wanted, tuning)
+        window = backend.spec.windows[0]
+        for shapes in STEPS:
+            lab = Lab(backend.spec, shapes)
+            for programs in (1, 100):  # keys of a decode in one piece, and split
+                backend._processors = programs
+                backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window)
+            backend.forward_merged(lab.heads(True, True), lab.cache, backend.prepare(lab.step), window)
+        if why_not_torch(wanted) is None:
+            torchs = TorchPrompts(wanted)
+            torchs._attention, torchs._into = None, lambda *ragged, **settings: None
+            backend, lab = TritonAttention(wanted, tuning, torchs), Lab(wanted, [(0, 40)])
+            backend.forward_merged(lab.heads(True, True), lab.cache, backend.prepare(lab.step), window)
+    for name, kernel in {kernel.hash: (name, kernel) for name, kernel in kernels}.values():
+        most = max(shared_bytes(tile, wanted, target) for tile in (tuning.decode, tuning.prefill))
+        show(case, name, kernel, foretold=most, room=SHARED.get(target, LEAST_SHARED))
+
+
+if __name__ == "__main__":
+    for one in CASES:
+        launch(*one)
