@@ -79,7 +79,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
 
 
 def logging_config(log_format: str) -> LoggingConfig:
-    """Return how Serve writes its own lines, until our processes take its handlers over (`cluster.telemetry.logs`)."""
+    """Return how Serve writes its lines, until our processes take its handlers over (`cluster.telemetry.logs`)."""
     return LoggingConfig(enable_access_log=False, encoding="JSON" if log_format == JSON else "TEXT")
 
 

@@ -40,7 +40,7 @@ class StepInputs:
     pooled: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
     draws: Ints = field(default_factory=lambda: NO_DRAWS)
-    # [num_logits, 5]  how each rank draws from its share of the vocabulary (`engine.sampling.sharded_draw`); [0, 5] = from all
+    # [num_logits, 5]  how each rank draws from its share of the vocabulary (`sharded_draw`); [0, 5] = from all
     carried: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))

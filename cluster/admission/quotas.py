@@ -43,7 +43,8 @@ class RateStates:
 class Quotas:
     """What every tenant has used. One for each router; state is two pairs of numbers for each tenant and limit.
 
-    What counts is what was used at this router and, once they are `add`ed, at others (`cluster.lifecycle.shared_quotas`).
+    What counts is what was used at this router and, once they are `add`ed, at others
+    (`cluster.lifecycle.shared_quotas`).
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:

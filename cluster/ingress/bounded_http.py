@@ -1,8 +1,8 @@
 """What a connection to Serve's own proxy may take before a request is there: time, bytes, and other connections.
 
 uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. HAProxy has limits for
-that, and these are the same (`deploy.serve.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101 of them
-or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.http.exchange`).
+that, and these are the same (`deploy.serve.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101
+of them or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.http.exchange`).
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ class Announcement:
 
     phases: seconds that each phase of its start took. kv_tokens: tokens that its KV cache holds.
     engine: what serves, in a line (`engine.worker.executor_start.ModelInfo.words`).
-    pids: process ids by rank, on their own nodes. vocabulary: `engine.loader.fingerprint.vocabulary_fingerprint`; only a
-    router of the same may send requests, since tokens mean something else elsewhere.
+    pids: process ids by rank, on their own nodes. vocabulary: `vocabulary_fingerprint` of its tokenizer; only
+    a router of the same may send requests, since tokens mean something else elsewhere.
     """
 
     replica_id: str

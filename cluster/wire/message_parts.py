@@ -25,7 +25,7 @@ class Packed(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
 
 
 class Waited(Packed, frozen=True):
-    """An event of a request's life that began `age` seconds ago (`engine.telemetry.flight`). Ages, since clocks differ."""
+    """An event of a request's life that began `age` seconds ago (`engine.telemetry.flight`): clocks differ."""
 
     age: Seconds
     what: Wait

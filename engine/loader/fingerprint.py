@@ -50,8 +50,8 @@ SOURCES = (".py", ".c", ".h")
 def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
     """Return what a replica is told from others by: `WEIGHTS.DRAWING.ARITHMETIC`.
 
-    weights: its `model_fingerprint`. arithmetic: `engine.worker.arithmetic.arithmetic_of` it. Where all three are equal a
-    stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
+    weights: its `model_fingerprint`. arithmetic: `engine.worker.arithmetic.arithmetic_of` it. Where all three are
+    equal a stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
     """
     arithmetic_digest = hashlib.blake2b(_canonical(dict(arithmetic)), digest_size=8).hexdigest()
     return f"{weights}.{sources_digest(DRAWING)}.{arithmetic_digest}"

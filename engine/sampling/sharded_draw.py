@@ -2,7 +2,8 @@
 
 Two exchanges of some bytes per row take the place of the whole logits: the best of each share (with its k best, where
 a row is limited to those), then the score of each share's winner in the race. Every value that decides is computed as
-`engine.sampling.sampler` computes it from whole rows, so the tokens are the same, ties included, and so are they on all ranks.
+`engine.sampling.sampler` computes it from whole rows, so the tokens are the same, ties included, and so are they on
+all ranks.
 """
 
 from __future__ import annotations

@@ -36,13 +36,15 @@ class Scheduler:
     """One token budget per step: decodes first, then prompt chunks in running order, then whoever may join.
 
     A step's way: `schedule`, then `advance` when the device has it, then `land` with its tokens; the next step may be
-    scheduled and advanced in between (`engine.scheduler.holds` says when not). `add` and `abort` come whenever nothing else
-    does. Nothing counts as computed before `advance`, so a schedule that was not run may simply be asked for again.
+    scheduled and advanced in between (`engine.scheduler.holds` says when not). `add` and `abort` come whenever
+    nothing else does. Nothing counts as computed before `advance`, so a schedule that was not run may simply be asked
+    for again.
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
     A host-side exception on one sequence's account ends its request with ERROR and touches nobody else; where it may
-    have (`engine.scheduler.boundary`), everything is checked, and `schedule` and `land` raise `IntegrityError` if it did.
+    have (`engine.scheduler.boundary`), everything is checked, and `schedule` and `land` raise `IntegrityError` if it
+    did.
     """
 
     def __init__(

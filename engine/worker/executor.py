@@ -62,8 +62,8 @@ class Executor(ABC):
         """Give back the memory of the KV cache and of the weights, no step being on its way.
 
         level: 1 keeps the weights in the host's memory, 2 has them read again at waking. Nothing may be launched
-        until each of `engine.worker.sleep.TAGS` was woken. Raises `StepMemoryError` where the host has no room for the
-        weights, after which a group of one is awake, or `EngineDeadError`.
+        until each of `engine.worker.sleep.TAGS` was woken. Raises `StepMemoryError` where the host has no room for
+        the weights, after which a group of one is awake, or `EngineDeadError`.
         """
         raise ConfigError(f"{type(self).__name__} cannot sleep", "level")
 

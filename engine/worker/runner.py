@@ -158,7 +158,7 @@ class ModelRunner:
 
     @on_own_device
     def wake(self, tag: str) -> None:
-        """Take the memory of one of `engine.worker.sleep.TAGS` again; see `Executor.wake`. Returns when all ranks have.
+        """Take the memory of one of `sleep.TAGS` again, as `Executor.wake` says; returns when all ranks have.
 
         Graphs are captured anew by the steps that want them.
         """

@@ -10,7 +10,10 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[3]
-CHILD = "import time; from cluster.replica.orphans import watch_parent; watch_parent(); print(1, flush=True); time.sleep(60)"
+CHILD = (
+    "import time; from cluster.replica.orphans import watch_parent; "
+    "watch_parent(); print(1, flush=True); time.sleep(60)"
+)
 PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}]); sys.stdin.read()"
 
 

@@ -41,7 +41,8 @@ def squadron(*args, **environment):
 
 
 def test_help_does_not_wait_for_ray_and_torch():
-    code = "import sys, deploy.cli.main; print([m for m in ('ray', 'torch', 'transformers', 'httpx') if m in sys.modules])"
+    heavy = ("ray", "torch", "transformers", "httpx")
+    code = f"import sys, deploy.cli.main; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
 
