@@ -15,15 +15,15 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from cluster.app_config import parse_app
-from cluster.batch.server.worker import Batches
 from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
+from cluster.deployments.batches import Batches
+from cluster.deployments.replica import Replica
+from cluster.deployments.router import Router
 from cluster.lifecycle.autoscaling.serve_policy import autoscaling_config
 from cluster.lifecycle.deployed_app import BuiltOf
 from cluster.lifecycle.surge import fits, surge_percent
 from cluster.model_names import resolve_model
 from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
-from cluster.replica.deployment import Replica
-from cluster.router.deployment import Router
 from cluster.router.discovery import LeaseRequestRouter
 from cluster.router.models.deployments import deployment_names
 from cluster.telemetry.logs import JSON

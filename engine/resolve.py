@@ -10,9 +10,9 @@ import torch
 
 from engine.attention.choice import check_attention_on_cpu
 from engine.config import EngineConfig
+from engine.device.machine import cores
 from engine.errors import ConfigError
 from engine.kv.room import fit_given_blocks
-from engine.machine import cores
 from engine.models.spec import DecoderSpec
 from engine.quantization.layers import check_capability, check_device, quantization_of
 

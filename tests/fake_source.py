@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from engine.report import TokenLogprob
 from engine.request import Request
 

@@ -13,7 +13,7 @@ from cluster.admission.keys import KeySource, bearer_key
 from cluster.admission.quotas import Quotas
 from cluster.admission.tenant import OPEN, Tenant, tenant_salt
 from cluster.errors import ApiError
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.request import Request
 
 

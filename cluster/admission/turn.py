@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Protocol, cast
 
 from cluster.errors import ApiError
-from cluster.router.generation import CallContext, TokenChunk, TokenSource
+from cluster.token_source import CallContext, TokenChunk, TokenSource
 from engine.request import Request
 
 

@@ -20,8 +20,8 @@ from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel
 from cluster.openai.whole import whole_body
-from cluster.router.generation import TokenSource
 from cluster.telemetry.metrics import ModelMetrics, RequestTrack
+from cluster.token_source import TokenSource
 from engine.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.batch.errors import BatchError
 from cluster.batch.replica_actor import BatchReplica
 from cluster.config import ClusterConfig
+from cluster.lifecycle.start_error import find_start_failure
 from cluster.lifecycle.starts import SHORT_LIFE, pause
-from cluster.replica.start_error import find_start_failure
 from cluster.router.dispatcher import Dispatcher
 from cluster.wire.link import LinkError
 from cluster.wire.tcp import connect

@@ -8,10 +8,10 @@ from typing import Any
 import ray
 
 from cluster.config import resolve_config
+from cluster.lifecycle.start_error import ReplicaStartError
 from cluster.replica.group_start import start_group
 from cluster.replica.host import ReplicaHost
 from cluster.replica.orphans import watch_parent
-from cluster.replica.start_error import ReplicaStartError
 from cluster.wire.announcement import Announcement
 from engine.errors import SquadronError
 from parallel.errors import ParallelError

@@ -12,8 +12,8 @@ from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Progress
 from cluster.batch.ledger.token_file import ChoiceTokens
 from cluster.batch.ticks import Ticks
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.router.token_log import ChoiceLog, TokenLog
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.report import TokenLogprob
 from engine.request import Request
 

@@ -20,7 +20,7 @@ from cluster.batch.prepare import Prepared, Preparer
 from cluster.batch.rows import Source, SourceRow, Task
 from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError, as_api_error
-from cluster.http.off_loop import OffLoop
+from cluster.openai.off_loop import OffLoop
 from cluster.tasks import first_error, is_cancelled
 from engine.errors import InvalidRequestError
 from engine.telemetry.wordless import wordless

@@ -18,18 +18,18 @@ from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_
 from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Responses, usage_message
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.http.embeddings import embedded, embedding_call
-from cluster.http.off_loop import OffLoop
 from cluster.openai.call import Call
 from cluster.openai.deltas import Usage
 from cluster.openai.generation import Generation
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.prompts import build_requests
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion
 from cluster.router.fleet import ReplicaView
-from cluster.router.generation import CallContext
 from cluster.router.models.front import ModelFront
 from cluster.router.models.registry import Models
 from cluster.router.routing.session import checked_session
+from cluster.token_source import CallContext
 from engine.errors import InvalidRequestError
 from engine.request import Request
 

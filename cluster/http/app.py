@@ -19,7 +19,6 @@ from starlette.types import ASGIApp
 
 from cluster.admission.tenancy import Tenancy
 from cluster.admission.tenant import Tenant
-from cluster.admission.tenant_figures import TenantCollector
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
 from cluster.http.base_endpoint import Services
@@ -28,18 +27,19 @@ from cluster.http.completions import GenerationEndpoint
 from cluster.http.embeddings import EmbeddingsEndpoint
 from cluster.http.files import FileRoutes
 from cluster.http.gate import Gate
-from cluster.http.off_loop import FileThreads, OffLoop
 from cluster.http.openapi import openapi
 from cluster.http.responses import ResponsesEndpoint
 from cluster.http.sites import Sites
 from cluster.http.storage import Stored
 from cluster.http.tokens import TokensEndpoint, detokenize, tokenize
 from cluster.http.ui.page import ui_route
+from cluster.openai.off_loop import FileThreads, OffLoop
 from cluster.openai.served_model import ServedModel
 from cluster.router.models.front import ModelFront
 from cluster.router.models.registry import Models
+from cluster.router.tenant_metrics import TenantCollector
+from cluster.router.why import why
 from cluster.telemetry.metrics import CONTENT_TYPE, Metrics
-from cluster.telemetry.why import why
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 ReadyBody = Mapping[str, Any]

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.admission.tenancy import Visit
 from cluster.errors import ApiError, as_api_error
 from cluster.http.exchange import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
-from cluster.http.off_loop import OffLoop
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_json
 from cluster.router.models.front import ModelFront

@@ -12,17 +12,17 @@ from starlette.routing import Route
 
 from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.store import NewBatch
-from cluster.http.exchange import read_body
-from cluster.http.off_loop import OffLoop
-from cluster.http.storage import ByMethod, Call, Stored, listed, page_asked, query_of
-from cluster.openai.batch_fields import (
+from cluster.http.batch_fields import (
     MOST_BATCHES,
     USUAL_BATCHES,
     BatchFields,
     BatchListFields,
     NoFields,
 )
+from cluster.http.exchange import read_body
+from cluster.http.storage import ByMethod, Call, Stored, listed, page_asked, query_of
 from cluster.openai.checking import checked_fields
+from cluster.openai.off_loop import OffLoop
 from cluster.openai.validation import parse_json
 
 

@@ -22,9 +22,9 @@ from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Prompt
 from cluster.openai.hints import Hints
 from cluster.openai.served_model import ServedModel
-from cluster.router.generation import TokenSource
 from cluster.tasks import first_error
 from cluster.telemetry.metrics import RequestTrack
+from cluster.token_source import TokenSource
 from engine.errors import InvalidRequestError, PromptTooLongError, context_words
 from engine.request import Request
 from engine.sampling_params import SamplingParams

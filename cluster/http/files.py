@@ -14,14 +14,14 @@ from cluster.batch.server.ids import FILE_IDS
 from cluster.batch.server.objects import StoredFile
 from cluster.batch.server.store import storage_full
 from cluster.errors import ApiError
+from cluster.http.batch_fields import MOST_FILES, ExpiresAfter, FileFields, FileListFields
 from cluster.http.exchange import body_blocks, disconnected, refuse_encoded, until_disconnect
 from cluster.http.multipart import UploadForm, boundary_of, too_large_file
-from cluster.http.off_loop import FileThreads
 from cluster.http.storage import ByMethod, Call, Stored, listed, page_asked, query_of
 from cluster.http.under_way import UnderWay
 from cluster.ingress.guard import WINDOWED
-from cluster.openai.batch_fields import MOST_FILES, ExpiresAfter, FileFields, FileListFields
 from cluster.openai.checking import checked_fields
+from cluster.openai.off_loop import FileThreads
 
 BLOCK_BYTES = 1 << 18  # that an upload or a download holds at a time, and a thread handles at once
 FORM_BYTES = 1 << 16  # of an upload beside the content of its file

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from pydantic.json_schema import models_json_schema
 
 from cluster.batch.server.objects import Status
-from cluster.openai.batch_fields import BatchFields, BatchListFields, FileFields, FileListFields
+from cluster.http.batch_fields import BatchFields, BatchListFields, FileFields, FileListFields
 from cluster.openai.embedding_fields import EmbeddingFields
 from cluster.openai.field_types import Fields
 from cluster.openai.responses.fields import ResponseRequest

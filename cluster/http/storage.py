@@ -17,9 +17,9 @@ from cluster.batch.server.store import Store
 from cluster.errors import ApiError
 from cluster.http.base_endpoint import Responder
 from cluster.http.exchange import Answer
-from cluster.http.off_loop import FileThreads
 from cluster.openai.checking import checked_fields
 from cluster.openai.field_types import Fields
+from cluster.openai.off_loop import FileThreads
 from engine.errors import InvalidRequestError
 
 T = TypeVar("T")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
+from cluster.lifecycle.start_error import find_start_failure
 from cluster.lifecycle.starts import MAX_REASON
-from cluster.replica.start_error import find_start_failure
 
 FAILED = "DEPLOY_FAILED"
 RUNNING = "RUNNING"

@@ -13,8 +13,8 @@ from cluster.openai.deltas import Delta, PlacedLogprob, Usage
 from cluster.openai.echo import Opening, PromptResult, openings
 from cluster.openai.tools.answer import AnswerParser
 from cluster.openai.tools.deltas import merged
-from cluster.router.generation import TokenChunk, TokenSource
 from cluster.telemetry.metrics import RequestTrack
+from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
 from engine.text.detokenizer import TextStream
 from engine.text.tokenizer import Tokenizer

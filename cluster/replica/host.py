@@ -15,18 +15,18 @@ from cluster.replica.core import ReplicaCore
 from cluster.replica.facts import ReplicaFacts
 from cluster.replica.flight_dump import dump_flight
 from cluster.replica.group_start import StartedGroup, listening_host
+from cluster.replica.process_metrics import replica_metrics
 from cluster.telemetry.families import Source
 from cluster.telemetry.publishing import Publishing, on_loop
 from cluster.telemetry.ray_publisher import RayPublisher, publish_period
-from cluster.telemetry.replica_process import replica_metrics
 from cluster.telemetry.tracing.start import replica_spans
 from cluster.wire.announcement import Announcement
 from cluster.wire.link import LinkAddress
 from cluster.wire.tcp import LinkServer
 from engine.core import EngineCore
+from engine.device.heap import settle_heap
 from engine.errors import EngineDeadError
 from engine.grammar.process import GrammarService
-from engine.heap import settle_heap
 from engine.loader.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
 from engine.text.tokenizer import Tokenizer
 

@@ -7,21 +7,21 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
-from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
 from cluster.admission.figures import QueueFigures, together
 from cluster.admission.room import ReplicaRoom
 from cluster.errors import ApiError
 from cluster.router.attempts import Attempts
 from cluster.router.blame import Blame
 from cluster.router.counters import DispatcherCounters
+from cluster.router.deadline import DeadlineTimers, deadline_exceeded
 from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.fleet import Fleet, ReplicaView
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.router.inquiries import Explanation, Inquiries, explanation
 from cluster.router.member import LiveRequest, Member
 from cluster.router.progress import Progress
 from cluster.router.routing.cache_reports import CacheReports
 from cluster.router.token_log import TokenLog
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from cluster.wire.link import CLOSED, DAMAGED, DETOURS, ReplicaLink
 from cluster.wire.messages import Begun, Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
 from cluster.wire.translation import waited

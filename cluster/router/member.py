@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass
 
 from cluster.router.counters import DispatcherCounters
-from cluster.router.generation import NO_CONTEXT, CallContext
 from cluster.router.routing.prompt_keys import PromptKeys
 from cluster.router.token_log import ChoiceLog, TokenLog
+from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.link import ReplicaLink
 from cluster.wire.message_parts import Costs, Load, Usage
 from cluster.wire.messages import Report

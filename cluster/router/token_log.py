@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.errors import ApiError
-from cluster.router.generation import TokenChunk
+from cluster.token_source import TokenChunk
 from engine.report import TokenLogprob
 from engine.request import Request
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.tasks import first_error
 from deploy.cli.interrupts import SIGNALS, Interrupted, end_now
-from engine.heap import settle_heap
+from engine.device.heap import settle_heap
 
 
 def run_until_told(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -16,8 +16,8 @@ import psutil
 
 from cluster.config import ClusterConfig
 from deploy.serve.address import free_port, is_loopback
+from engine.device.machine import cores
 from engine.errors import ConfigError
-from engine.machine import cores
 
 # HAProxy's sockets lie below, in a folder named by the node, and a path of a socket has 107 characters at most.
 MOST_FOLDER_CHARACTERS = 28

@@ -14,8 +14,8 @@ import ray
 from cluster.placement import AppPlacement
 from deploy.serve.environment import OBJECT_STORE_BYTES
 from deploy.serve.orphans import OrphanWatch
+from engine.device.machine import cores
 from engine.errors import ConfigError
-from engine.machine import cores
 
 EXIT_SECONDS = 5.0
 RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray

@@ -23,7 +23,7 @@ from engine.attention.base import (
 from engine.attention.tiles import cut
 from engine.attention.tuned import Tile, Tuning, padded, tuning_of, unmeasured
 from engine.attention.whole_prompts import TorchPrompts, WholePrompts
-from engine.inputs.upload import upload
+from engine.device.upload import upload
 from engine.kernels.handles import ceil_div
 from engine.kernels.triton_attend import attend
 from engine.kernels.triton_splits import combine, share_out

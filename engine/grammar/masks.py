@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
+from engine.device.machine import cores
 from engine.errors import GrammarError, InvalidRequestError
-from engine.machine import cores
 from engine.report import Ints
 from engine.request import Sequence as Choice
 from engine.telemetry.wordless import wordless

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.inputs.upload import upload
+from engine.device.upload import upload
 from engine.report import Ints
 from parallel.group import Group
 

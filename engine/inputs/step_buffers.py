@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepLayout, StepTensors
-from engine.inputs.host_copies import HostCopies, HostPair
+from engine.device.host_copies import HostCopies, HostPair
 from engine.inputs.table_mirror import TableMirror
 from engine.report import Ints, StepInputs
 

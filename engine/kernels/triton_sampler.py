@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.inputs.upload import upload
+from engine.device.upload import upload
 from engine.kernels import triton_draw, triton_filters
 from engine.kernels.handles import ceil_div, next_power_of_2
 from engine.report import Floats, SamplingInputs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from engine.config import EngineConfig
+from engine.device.machine import free_memory
 from engine.errors import ConfigError
-from engine.machine import free_memory
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from engine.device.machine import cores
 from engine.loader.safetensors_file import TensorOnDisk
-from engine.machine import cores
 from parallel.parameter import Transfer
 
 CHUNK_BYTES = 8 << 20  # read at a time; two buffers of it per thread are all the memory that reading takes

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import CheckpointError
-from engine.kv.scales import KV_SCALE
+from engine.loader.kv_scales import KV_SCALE
 from engine.loader.model_folder import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import fill

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.inputs.upload import upload
+from engine.device.upload import upload
 from engine.report import Floats, Ints, SamplingInputs
+from engine.sampling.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 from engine.sampling.draws import TokenDraws
 from engine.sampling.logit_rules import NEVER, apply_rules, changes_logits, column, forbid
 from engine.sampling.noise import row_keys
 from engine.sampling.race import RUN, best_values, first_best, log_sum_exp, run_race
 from engine.sampling_params import MAX_LOGPROBS
-from engine.worker.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
 
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
 CANDIDATES = 64

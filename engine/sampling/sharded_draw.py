@@ -18,11 +18,11 @@ from torch import Tensor
 
 from engine.models.spec import DecoderSpec
 from engine.report import Floats, Ints, SamplingInputs
+from engine.sampling.device_outputs import FAILED
 from engine.sampling.draws import TokenDraws
 from engine.sampling.logit_rules import changes_logits, column
 from engine.sampling.noise import row_keys
 from engine.sampling.race import RUN, best_values, first_best, run_race
-from engine.worker.device_outputs import FAILED
 from parallel.group import Group
 
 MOST = 256  # largest top-k whose candidates are exchanged

@@ -17,6 +17,7 @@ from engine.attention.choice import attention_spec
 from engine.attention.flash import unfit_for_flash
 from engine.attention.triton_fit import unfit_for_triton
 from engine.config import EngineConfig
+from engine.device.live_bytes import LiveBytes
 from engine.inputs.step_tensors import dummy_step
 from engine.kv.cache import block_bytes
 from engine.loader.model_folder import check_sharding
@@ -28,7 +29,6 @@ from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
-from engine.worker.live_bytes import LiveBytes
 from parallel.fp8 import E4M3
 from parallel.group import Group
 from parallel.linear import ParallelLinear

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
 from engine.config import EngineConfig
+from engine.device.upload import upload
 from engine.inputs.carry import Carry
 from engine.inputs.step_buffers import StepBuffers
 from engine.inputs.step_tensors import split_step, to_device
-from engine.inputs.upload import upload
 from engine.kv.cache import KVCache, opened_blocks
 from engine.models.decoder import Decoder
 from engine.report import StepInputs

@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
+from engine.device.out_of_memory import out_of_memory_told
 from engine.errors import EngineDeadError
 from engine.inputs.step_messages import StepWriter
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import ThreadShare
 from engine.sampling.sharded_draw import pack_draws
 from engine.worker.executor import Executor, Pending
-from engine.worker.out_of_memory import out_of_memory_told
 from engine.worker.parking import give_back
 from engine.worker.runner import ModelRunner
 from engine.worker.worker import pack_sleep, pack_wake

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine.heap import collect_garbage
+from engine.device.heap import collect_garbage
 from engine.models.rope import RotaryTable
 from parallel.methods import LinearMethod
 

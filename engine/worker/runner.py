@@ -14,15 +14,16 @@ from engine.attention.base import AttentionBackend
 from engine.attention.choice import attention_spec
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
+from engine.device.current_device import current, on_own_device
+from engine.device.host_copies import CudaCopies
 from engine.inputs.carry import Carry
-from engine.inputs.host_copies import CudaCopies
 from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
 from engine.inputs.step_tensors import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
 from engine.kernels.base import TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv.cache import KVCache, block_bytes, cuda_budget
 from engine.kv.room import cpu_budget, fit_cache
-from engine.kv.scales import read_kv_scales
+from engine.loader.kv_scales import read_kv_scales
 from engine.loader.model_folder import ModelFolder, open_model
 from engine.loader.weights import load_model
 from engine.models.decoder import Decoder
@@ -30,9 +31,8 @@ from engine.models.spec import DecoderSpec
 from engine.quantization.layers import quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
+from engine.sampling.device_outputs import DeviceOutputs, HostSide
 from engine.sampling.sharded_draw import draw_apart
-from engine.worker.current_device import current, on_own_device
-from engine.worker.device_outputs import DeviceOutputs, HostSide
 from engine.worker.executor import Pending
 from engine.worker.forward import Forward, Passed, logit_rows
 from engine.worker.graph_pool import CudaGraphDevice, GraphPool

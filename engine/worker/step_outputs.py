@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from engine.device.out_of_memory import out_of_memory_told
+from engine.device.upload import upload
 from engine.errors import StepMemoryError
-from engine.inputs.upload import upload
 from engine.report import Ints, PromptScores, SamplingInputs
+from engine.sampling.device_outputs import DeviceLogprobs, DeviceOutputs
 from engine.sampling.draws import TokenDraws
 from engine.sampling.sampler import sample, score
-from engine.worker.device_outputs import DeviceLogprobs, DeviceOutputs
-from engine.worker.out_of_memory import out_of_memory_told
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.heap import settle_heap
+from engine.device.heap import settle_heap
 from engine.inputs.step_messages import StepReader
 from engine.resolve import ThreadShare
 from engine.telemetry.times import RankTimes

@@ -37,9 +37,9 @@ from cluster.batch.tasks import kind_of, task_maker
 from cluster.batch.ticks import Ticks
 from cluster.config import resolve_config
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
 from cluster.router.models.served import served_model
 from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.bench.machine import provenance
 

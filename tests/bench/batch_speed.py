@@ -24,8 +24,8 @@ from ray import serve
 from rich.console import Console
 from rich.table import Table
 
+from engine.device.machine import cores
 from engine.llm import LLM
-from engine.machine import cores
 from engine.sampling_params import SamplingParams
 from tests.bench.machine import provenance
 from tests.bench.random_model import VOCAB, make_load, save_random_model

@@ -20,7 +20,7 @@ from pathlib import Path
 import grpc
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.bench.openai_stream import SteppingSource
 from tests.grpc_client import serving_grpc

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine.machine import cores
+from engine.device.machine import cores
 
 
 def provenance() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvicorn
 
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.openai_app import MODEL, app_for, served_model
 

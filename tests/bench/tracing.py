@@ -14,13 +14,13 @@ from pathlib import Path
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from cluster.router.generation import NO_CONTEXT, CallContext
 from cluster.router.member import LiveRequest
 from cluster.router.token_log import TokenLog
 from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.engine_spans import EngineSpans
 from cluster.telemetry.tracing.exporters import FileExporter
 from cluster.telemetry.tracing.provider import Tracing, tracing_with
+from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.message_parts import TraceContext
 from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, Finish, StepReport

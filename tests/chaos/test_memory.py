@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cluster.errors import ApiError
+from engine.device.out_of_memory import out_of_memory_told
 from engine.errors import StepMemoryError
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
-from engine.worker.out_of_memory import out_of_memory_told
 from parallel.launcher import launch
 from parallel.memory_deaths import COUNTERS, MemoryDeaths
 from tests.chaos.hungry import take_all

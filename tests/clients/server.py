@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from cluster.admission.start import dispatcher_config, fair_gate
 from cluster.config import ClusterConfig, resolve_config
 from cluster.http.app import build_app
 from cluster.replica.core import ReplicaCore
 from cluster.replica.facts import ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.gate_start import dispatcher_config, fair_gate
 from cluster.router.models.front import ModelFront
 from cluster.router.models.registry import Models
 from cluster.router.models.served import served_model

@@ -11,9 +11,10 @@ import pytest
 from cluster.batch.check import _Ids
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Progress
-from cluster.batch.server import batches, files, lease, worker
+from cluster.batch.server import batches, files, lease
 from cluster.batch.server.local_root import DRAFTS, OURS, LocalRoot
 from cluster.batch.sources.standard_input import spooled
+from cluster.deployments import batches as worker
 from cluster.private_files import close_to_others
 from cluster.replica.flight_dump import dump_flight
 from cluster.telemetry.tracing.exporters import FileExporter

@@ -7,8 +7,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm import LLM
+from engine.sampling.device_outputs import FAILED, DeviceLogprobs, DeviceOutputs, HostSide
 from engine.sampling_params import SamplingParams
-from engine.worker.device_outputs import FAILED, DeviceLogprobs, DeviceOutputs, HostSide
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests import tiny_tokenizer

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.sampling.device_outputs import HostSide
 from engine.sampling.sampler import sample
-from engine.worker.device_outputs import HostSide
 from engine.worker.step_outputs import outputs_of
 from tests.parity.stepping import sampling
 

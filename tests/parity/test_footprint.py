@@ -9,13 +9,13 @@ from deploy.demo import demo_model_path
 from engine.attention.base import AttentionContext
 from engine.attention.choice import attention_spec
 from engine.config import EngineConfig
+from engine.device.live_bytes import LiveBytes
 from engine.loader.model_folder import open_model
 from engine.loader.weights import load_model
 from engine.models.decoder import Attention
 from engine.quantization.layers import quantization_of
 from engine.resolve import resolve
 from engine.worker.footprint import META, BlueprintAttention, build_blueprint, footprint_of
-from engine.worker.live_bytes import LiveBytes
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, make

@@ -13,7 +13,7 @@ from engine.attention.select import select_backend
 from engine.attention.triton_fit import why_not_triton
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.kv.scales import read_kv_scales
+from engine.loader.kv_scales import read_kv_scales
 from engine.loader.model_folder import open_model
 from engine.loader.weights import load_model
 from engine.worker.footprint import footprint_of

@@ -10,8 +10,8 @@ from cluster.config import ClusterConfig
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
+    from cluster.http.tracing import RouterTracing
     from cluster.telemetry.tracing.engine_spans import EngineSpans
-    from cluster.telemetry.tracing.ingress import RouterTracing
 
 EXTRA = "pip install 'squadron[otel]'"
 
@@ -24,7 +24,7 @@ def router_tracing(config: ClusterConfig, router_id: str) -> RouterTracing | Non
     if config.otlp_traces_endpoint is None:
         return None
     with _explained(config.otlp_traces_endpoint):
-        from cluster.telemetry.tracing.ingress import RouterTracing
+        from cluster.http.tracing import RouterTracing
         from cluster.telemetry.tracing.provider import exporter_to, tracing_to
 
         return RouterTracing(tracing_to(exporter_to(config.otlp_traces_endpoint), "router", router_id))

@@ -16,16 +16,16 @@ from cluster.admission.fair_queue import FairQueue
 from cluster.admission.gate_config import FairGateConfig
 from cluster.admission.output_length import OutputLength
 from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
-from cluster.admission.start import fair_gate
 from cluster.admission.tenant import OPEN
 from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.generation import TokenChunk
+from cluster.router.gate_start import fair_gate
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
+from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams

@@ -13,8 +13,8 @@ from cluster.admission.fair_gate import FairGate
 from cluster.admission.fair_queue import FairQueue
 from cluster.admission.gate_config import FairGateConfig
 from cluster.errors import ApiError
-from cluster.router.generation import NO_CONTEXT, TokenChunk
 from cluster.simulator.virtual_time import run_virtually
+from cluster.token_source import NO_CONTEXT, TokenChunk
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.cluster.cluster_lab import Lab, until

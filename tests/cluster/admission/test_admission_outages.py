@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 
-from cluster.admission.start import dispatcher_config, fair_gate
 from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.gate_start import dispatcher_config, fair_gate
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.step_time import StepTimes
 from cluster.simulator.virtual_time import run_virtually

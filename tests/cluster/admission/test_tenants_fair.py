@@ -15,7 +15,7 @@ from cluster.admission.gate_config import FairGateConfig
 from cluster.admission.tenancy import Tenancy
 from cluster.admission.tenant import Tenant
 from cluster.errors import ApiError
-from cluster.router.generation import TokenChunk
+from cluster.token_source import TokenChunk
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 

@@ -20,8 +20,8 @@ from cluster.batch.rows import COMPLETIONS, SourceRow, Task
 from cluster.batch.run import BatchRun, RunLimits
 from cluster.batch.ticks import Ticks
 from cluster.openai.served_model import ServedModel
-from cluster.router.generation import TokenSource
 from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.token_source import TokenSource
 from tests.cluster.cluster_lab import Lab
 
 CREATED = 1_700_000_000

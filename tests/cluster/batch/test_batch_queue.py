@@ -21,8 +21,8 @@ from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
 from cluster.batch.server.sweeper import Sweeper
 from cluster.batch.server.windows import Windows
-from cluster.batch.server.worker import ledger_folder, tenants_of
 from cluster.config import ClusterConfig
+from cluster.deployments.batches import ledger_folder, tenants_of
 from cluster.openai.checking import MAX_PRIORITY
 from cluster.router.dispatcher import Dispatcher
 from tests.cluster.batch.batch_lab import cut_off
@@ -110,7 +110,7 @@ async def test_ledgers_among_other_users_files_are_for_their_own_alone(model, st
 
 
 def test_ledgers_lie_in_the_directory_or_behind_a_url_in_a_folder_of_ours(tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.worker.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("cluster.deployments.batches.tempfile.gettempdir", lambda: str(tmp_path))
     assert ledger_folder(str(tmp_path / "kept")) == tmp_path / "kept" / "ledgers"
     folder = ledger_folder("s3://bucket/squadron")
     assert (folder.parent, mode(folder)) == (tmp_path, 0o700)

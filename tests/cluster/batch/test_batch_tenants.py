@@ -15,7 +15,7 @@ from cluster.batch.server.row_quotas import RowQuotas
 from cluster.batch.server.runner import REVOKED_SECONDS, Runner, by_turns
 from cluster.batch.server.store import Store
 from cluster.batch.server.windows import Windows
-from cluster.batch.server.worker import holders_of
+from cluster.deployments.batches import holders_of
 from cluster.router.dispatcher import Dispatcher
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.batch.batch_server_lab import PATIENT, TENANT, Server, at_work, created, lines, rows, told

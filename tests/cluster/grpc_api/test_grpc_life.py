@@ -15,9 +15,9 @@ from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
-from cluster.router.generation import NO_CONTEXT, TokenChunk
 from cluster.router.models.registry import Models
 from cluster.telemetry.metrics import Metrics
+from cluster.token_source import NO_CONTEXT, TokenChunk
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer

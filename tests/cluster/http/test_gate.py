@@ -20,7 +20,7 @@ from cluster.admission.tenant import OPEN, Tenant, tenant_salt
 from cluster.client_id import SERVERS_NAME
 from cluster.http.gate import OPEN_PATHS, Gate
 from cluster.http.rate_headers import duration
-from cluster.router.generation import TokenChunk
+from cluster.token_source import TokenChunk
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.fake_executor import FakeExecutor

@@ -16,8 +16,8 @@ from cluster.config import POOLINGS, parse_config
 from cluster.errors import ApiError
 from cluster.http.embeddings import MAX_AT_ONCE
 from cluster.openai.served_model import matryoshka_of
-from cluster.router.generation import TokenChunk
 from cluster.telemetry.metrics import Metrics
+from cluster.token_source import TokenChunk
 from engine.errors import ConfigError, PromptTooLongError
 from engine.request import Pooling
 from tests.openai_app import MODEL, app_for, client_for, served_model, serving

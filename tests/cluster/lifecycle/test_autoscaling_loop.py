@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.admission.start import fair_gate
 from cluster.config import parse_config, scaling_settings
 from cluster.errors import ApiError
 from cluster.lifecycle.autoscaling.figures import read_stats, replica_stats
 from cluster.lifecycle.autoscaling.policy import Scaler
 from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.gate_start import fair_gate
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.replica import SimulatedModel, simulated_replica
 from cluster.simulator.virtual_time import run_virtually

@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from cluster.lifecycle.app_body import OLD_SECONDS
 from cluster.lifecycle.app_status import AppState, DeploymentState
 from cluster.lifecycle.app_watch import AppPicture
-from cluster.lifecycle.other_routers import OtherRouters
+from cluster.router.app_body import OLD_SECONDS
+from cluster.router.other_routers import OtherRouters
 
 ROUTERS = OtherRouters("squadron", "Router")
 

@@ -11,13 +11,13 @@ import pytest
 from ray.exceptions import RpcError
 
 from cluster.lifecycle import control_store, start_register
-from cluster.lifecycle.app_body import OLD_SECONDS
 from cluster.lifecycle.app_watch import AppPicture
-from cluster.lifecycle.figures import StartCollector
-from cluster.lifecycle.replica_states import replica_states
 from cluster.lifecycle.start import Start
 from cluster.lifecycle.start_register import StartRegister, living_actors
 from cluster.lifecycle.starts import LONGEST_PAUSE, StartRecord, failed_before, failures_in_a_row, pause
+from cluster.router.app_body import OLD_SECONDS
+from cluster.router.replica_states import replica_states
+from cluster.router.start_metrics import StartCollector
 
 
 class Store:

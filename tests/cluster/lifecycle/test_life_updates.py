@@ -14,10 +14,10 @@ from cluster.config import ClusterConfig
 from cluster.lifecycle import app_watch, start_gate
 from cluster.lifecycle.app_status import one_line
 from cluster.lifecycle.app_watch import AppPicture, AppWatch
+from cluster.lifecycle.start_error import ReplicaStartError
 from cluster.lifecycle.start_gate import StartGate, UpdateFailedError
 from cluster.lifecycle.surge import fits, surge_percent
 from cluster.placement import plan_app
-from cluster.replica.start_error import ReplicaStartError
 from engine.errors import CheckpointError
 
 

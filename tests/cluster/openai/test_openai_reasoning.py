@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from cluster.openai.generation import Choice
 from cluster.openai.reasoning.parsers import REASONING_PARSERS, DeepSeekR1Parser, Qwen3Parser
 from cluster.openai.tools.answer import AnswerParser
-from cluster.router.generation import TokenChunk
+from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from cluster.errors import ApiError
 from cluster.replica.facts import ReplicaTimes
 from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.fleet import MESSAGES_PER_TURN
-from cluster.router.generation import TokenChunk
+from cluster.token_source import TokenChunk
 from cluster.wire.messages import Report
 from engine.errors import ConfigError
 from tests.cluster.cluster_lab import Lab, long_request, oracle, until

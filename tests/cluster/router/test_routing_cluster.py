@@ -15,12 +15,12 @@ import cluster.replica.cached_blocks
 import cluster.router.routing.prompt_keys
 from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.generation import CallContext
 from cluster.router.routing.figures import RoutingCollector
 from cluster.simulator.cluster import SimulatedCluster
 from cluster.simulator.executor import simulated_tokens
 from cluster.simulator.replica import SimulatedModel
 from cluster.simulator.virtual_time import run_virtually
+from cluster.token_source import CallContext
 from cluster.wire.faulty import FaultPlan, FaultyLink
 from cluster.wire.local import connect_local
 from engine.request import Request

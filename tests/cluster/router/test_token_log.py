@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from cluster.errors import ApiError
-from cluster.router.generation import TokenChunk
 from cluster.router.token_log import TokenLog
+from cluster.token_source import TokenChunk
 from engine.report import TokenLogprob
 from tests.engine.engine_driver import request
 

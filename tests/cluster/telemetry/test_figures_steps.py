@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.telemetry.replica_process import replica_metrics
+from cluster.replica.process_metrics import replica_metrics
 from cluster.telemetry.steps import StepFigures
 from engine.errors import StepMemoryError
 from engine.report import SamplingInputs, StepInputs, StepOutputs

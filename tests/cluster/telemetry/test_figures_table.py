@@ -8,15 +8,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant_figures import TenantCollector
 from cluster.config import parse_config
 from cluster.grpc_api.figures import GrpcFigures
 from cluster.router.counters import DispatcherCounters
 from cluster.router.models.registry import Models
+from cluster.router.request_metrics import RequestCollector
+from cluster.router.tenant_metrics import TenantCollector
 from cluster.telemetry.families import FAMILIES, PREFIX, TABLE, Family, Kind, Source
 from cluster.telemetry.histogram import Histogram
 from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.telemetry.requests import RequestCollector
 from cluster.telemetry.samples import histogram_of
 from cluster.telemetry.vllm import vllm_samples
 from deploy.metrics_page import PAGE, page

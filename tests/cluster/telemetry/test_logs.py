@@ -16,11 +16,11 @@ from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 from rich.text import Text
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.router.generation import CallContext
+from cluster.router.request_log import LoggedSource
 from cluster.telemetry.log_lines import JsonLines, about, about_request
 from cluster.telemetry.logs import OUR_PACKAGES, log_to_serve, log_to_stderr, rank_fields
-from cluster.telemetry.request_log import LoggedSource
 from cluster.telemetry.tracing.call_trace import call_trace
+from cluster.token_source import CallContext
 from deploy.cli.terminal import JsonConsole, terminal
 from engine.errors import ConfigError
 from tests.cluster.cluster_lab import Lab, long_request
@@ -174,7 +174,7 @@ def test_text_stays_as_serve_writes_it(our_loggers):
     logging.getLogger("ray.serve").handlers = [handler]
     log_to_serve(log_format="text", process={"replica": "a"})
     before = list(logging.getLogger().handlers)
-    logging.getLogger("cluster.router.deployment").info("as ever", extra=about({"id": "r"}))
+    logging.getLogger("cluster.deployments.router").info("as ever", extra=about({"id": "r"}))
     assert out.getvalue() == "TEXT as ever\n"
     assert logging.getLogger().handlers == before
 

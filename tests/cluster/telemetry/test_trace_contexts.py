@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.http.tracing import RouterTracing, TracedApp
 from cluster.telemetry.tracing.call_trace import call_trace
-from cluster.telemetry.tracing.ingress import RouterTracing, TracedApp
 from cluster.wire.message_parts import TraceContext
 from cluster.wire.messages import decode_up, encode
 from cluster.wire.translation import submit_message

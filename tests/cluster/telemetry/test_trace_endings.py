@@ -11,15 +11,15 @@ from opentelemetry.trace import StatusCode
 from cluster.admission.keys import FixedKeys
 from cluster.admission.tenancy import Tenancy
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
+from cluster.http.tracing import RouterTracing
 from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.generation import CallContext
 from cluster.router.models.registry import Models
 from cluster.telemetry.metrics import Metrics
 from cluster.telemetry.tracing import engine_spans
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.faults import is_fault
-from cluster.telemetry.tracing.ingress import RouterTracing
+from cluster.token_source import CallContext
 from tests.cluster.cluster_lab import long_request, until
 from tests.cluster.telemetry.tracing_lab import TRACE, TRACEPARENT, Spans, TracedLab, post, traced_client
 from tests.engine.engine_driver import VOCAB

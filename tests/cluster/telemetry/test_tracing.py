@@ -10,14 +10,14 @@ from opentelemetry.trace import SpanKind, StatusCode
 from cluster.admission.fair_gate import FairGate
 from cluster.admission.gate_config import FairGateConfig
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.generation import CallContext
+from cluster.http.tracing import RouterTracing
 from cluster.router.member import LiveRequest
 from cluster.router.models.registry import Models
 from cluster.router.token_log import TokenLog
 from cluster.telemetry.metrics import Metrics
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.call_trace import call_trace
-from cluster.telemetry.tracing.ingress import RouterTracing
+from cluster.token_source import CallContext
 from tests.cluster.cluster_lab import long_request, until
 from tests.cluster.telemetry.tracing_lab import (
     BODY,

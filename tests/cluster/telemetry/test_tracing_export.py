@@ -28,12 +28,12 @@ from opentelemetry.semconv.attributes import (
 )
 
 from cluster.config import parse_config
+from cluster.http.tracing import RouterTracing
 from cluster.telemetry.tracing import provider, semantics
 from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
 from cluster.telemetry.tracing.engine_spans import EngineSpans
 from cluster.telemetry.tracing.exporters import FileExporter, ForgivingExporter
-from cluster.telemetry.tracing.ingress import RouterTracing
 from cluster.telemetry.tracing.provider import exporter_to, tracing_to
 from cluster.telemetry.tracing.start import replica_spans, router_tracing
 from cluster.wire.message_parts import TraceContext

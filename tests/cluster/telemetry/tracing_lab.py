@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from cluster.http.tracing import RouterTracing
 from cluster.openai.served_model import ServedModel
 from cluster.telemetry.tracing.engine_spans import EngineSpans
-from cluster.telemetry.tracing.ingress import RouterTracing
 from cluster.telemetry.tracing.provider import Tracing, tracing_with
 from tests.cluster.cluster_lab import Lab, LabReplica
 from tests.openai_app import MODEL, app_for, client_for

@@ -15,7 +15,6 @@ import pytest
 
 from cluster.admission.fair_gate import FairGate
 from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.admission.start import fair_gate
 from cluster.admission.tenancy import Tenancy
 from cluster.admission.tenant import Tenant
 from cluster.config import ClusterConfig
@@ -24,6 +23,7 @@ from cluster.http.app import build_app
 from cluster.replica.flight_dump import MOST_DUMPS, dump_flight, log_folder
 from cluster.replica.group_start import start_group
 from cluster.replica.host import ReplicaHost
+from cluster.router.gate_start import fair_gate
 from cluster.router.inquiries import PATIENCE, Inquiries, explanation
 from cluster.router.models.registry import Models
 from cluster.telemetry.metrics import Metrics

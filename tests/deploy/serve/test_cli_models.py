@@ -11,7 +11,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 import deploy.serve.command
 import deploy.serve.readiness
 from cluster.app_config import AppConfig, parse_app
-from cluster.replica.start_error import ReplicaStartError, find_start_failure
+from cluster.lifecycle.start_error import ReplicaStartError, find_start_failure
 from deploy.serve.command import Options, Server
 from deploy.serve.readiness import Readiness, StartError, refuse_failed
 from deploy.serve.replica_log import ReplicaLog

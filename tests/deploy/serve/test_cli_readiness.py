@@ -12,7 +12,7 @@ from ray.serve.schema import (
 )
 from rich.console import Console
 
-from cluster.replica.start_error import ReplicaStartError
+from cluster.lifecycle.start_error import ReplicaStartError
 from deploy.cli.phases import PhaseLog
 from deploy.serve.readiness import StartError, refuse_failed
 from engine.errors import CheckpointError, ConfigError

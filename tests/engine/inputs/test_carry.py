@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from engine.inputs.carry import Carry
-from engine.worker.device_outputs import FAILED, STUCK
+from engine.sampling.device_outputs import FAILED, STUCK
 from parallel.group import SoloGroup
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from engine.inputs.host_copies import HostPair
+from engine.device.host_copies import HostPair
 from engine.inputs.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
 from engine.inputs.table_mirror import TableMirror
 from engine.report import StepInputs

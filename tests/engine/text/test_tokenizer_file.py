@@ -15,7 +15,7 @@ MESSAGES = [{"role": "system", "content": "be kind"}, {"role": "user", "content"
 
 ROUTER = """
 import sys
-import cluster.router.deployment
+import cluster.deployments.router
 from cluster.config import resolve_config
 from cluster.router.models.served import served_model
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.device.live_bytes import LiveBytes
 from engine.inputs.step_tensors import dummy_step, fullest_sampling
 from engine.models.registry import architecture_of
 from engine.resolve import resolve_for
 from engine.worker import footprint
 from engine.worker.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, graph_bytes, step_bytes
 from engine.worker.forward import LOGIT_ROWS, SCORED_BYTES, logit_rows
-from engine.worker.live_bytes import LiveBytes
 from engine.worker.step_outputs import outputs_of
 
 LLAMA_70B = {

@@ -10,8 +10,8 @@ from typing import Any
 
 from cluster.lifecycle.app_status import AppState
 from cluster.lifecycle.app_watch import AppPicture
-from cluster.lifecycle.replica_states import replica_states
 from cluster.router.fleet import ReplicaView
+from cluster.router.replica_states import replica_states
 
 OLD_SECONDS = 15.0  # from which on a picture says nothing of now
 

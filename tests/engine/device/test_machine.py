@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.machine import NO_LIMIT, ControlGroups, cores, free_memory
+from engine.device.machine import NO_LIMIT, ControlGroups, cores, free_memory
 
 V1 = "5:memory:{0}\n4:cpu,cpuacct:{0}\n0::/\n"
 

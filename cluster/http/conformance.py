@@ -1,6 +1,6 @@
 """The table of fields in docs/api.md, made from the request models and the list of refusals.
 
-python -m cluster.openai.conformance > docs/api.md
+python -m cluster.http.conformance > docs/api.md
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from msgspec import json
 
-from cluster.http.tokens import REFUSED_TOKENIZE
-from cluster.openai.batch_fields import (
+from cluster.http.batch_fields import (
     BatchFields,
     BatchListFields,
     FileFields,
     FileListFields,
 )
+from cluster.http.tokens import REFUSED_TOKENIZE
 from cluster.openai.embedding_fields import REFUSED_EMBEDDING, EmbeddingFields
 from cluster.openai.field_types import Fields
 from cluster.openai.refusals import REFUSED_CHAT, REFUSED_COMPLETION, Refusal
@@ -55,7 +55,7 @@ OPENAI_RESPONSE = frozenset(
 _HEAD = """\
 # The HTTP API
 
-Made by `python -m cluster.openai.conformance > docs/api.md`; a test keeps it up to date. The same, for machines, is
+Made by `python -m cluster.http.conformance > docs/api.md`; a test keeps it up to date. The same, for machines, is
 at `/openapi.json`.
 
 - Every field is honoured, or the request is refused with 400, and `error.param` names the field. A field that is null

@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.worker.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs, HostSide
+from engine.sampling.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs, HostSide
 
 
 def fetched(outputs):

@@ -35,16 +35,16 @@ from cluster.batch.server.windows import Windows
 from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
 from cluster.lifecycle.shared_quotas import SharedQuotas
+from cluster.lifecycle.start_error import ReplicaStartError
 from cluster.openai.checking import unknown_model
 from cluster.replica.orphans import watch_parent
-from cluster.replica.start_error import ReplicaStartError
 from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.models.served import served_model
 from cluster.telemetry.logs import log_to_serve
 from cluster.telemetry.metrics import ClusterFigures, Metrics
+from engine.device.heap import settle_heap
 from engine.errors import SquadronError
-from engine.heap import settle_heap
 from engine.loader.fingerprint import model_identity, vocabulary_fingerprint
 
 logger = logging.getLogger(__name__)

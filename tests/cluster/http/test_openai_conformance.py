@@ -13,7 +13,7 @@ from openai.types import (
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from cluster.openai import conformance
+from cluster.http import conformance
 
 DOCS = Path(__file__).parents[3] / "docs" / "api.md"
 
@@ -24,7 +24,7 @@ def fields_of(params) -> set[str]:
 
 
 def test_the_page_is_what_the_code_says():
-    assert DOCS.read_text() == conformance.document(), "run: python -m cluster.openai.conformance > docs/api.md"
+    assert DOCS.read_text() == conformance.document(), "run: python -m cluster.http.conformance > docs/api.md"
 
 
 def test_every_field_of_openais_api_is_in_the_table():

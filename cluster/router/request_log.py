@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 
-from cluster.router.generation import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from cluster.telemetry.log_lines import FIELDS
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer

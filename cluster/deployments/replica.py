@@ -12,13 +12,13 @@ from ray import serve
 from cluster.config import resolve_config
 from cluster.lifecycle.autoscaling.figures import replica_stats
 from cluster.lifecycle.start import Start
+from cluster.lifecycle.start_error import ReplicaStartError
 from cluster.lifecycle.start_register import StartRegister, living_actors, version_of
 from cluster.lifecycle.stop_notice import call_when_told_to_stop, stop_flag
 from cluster.replica.flight_dump import log_folder
 from cluster.replica.group_start import start_group
 from cluster.replica.host import ReplicaHost
 from cluster.replica.orphans import watch_parent
-from cluster.replica.start_error import ReplicaStartError
 from cluster.telemetry.logs import log_to_serve, rank_fields
 from cluster.telemetry.serve_dashboard import show_to_dashboard
 from cluster.wire.announcement import Announcement

@@ -26,31 +26,31 @@ from cluster.http.app import build_app
 from cluster.http.sites import Sites
 from cluster.ingress.check import IngressCheck
 from cluster.ingress.serve_mode import check_ingress
-from cluster.lifecycle.app_body import app_body
 from cluster.lifecycle.app_memory import AppMemory
 from cluster.lifecycle.app_watch import AppWatch, look
 from cluster.lifecycle.control_store import FAILURES
 from cluster.lifecycle.deployed_app import BuiltOf, DeployedApp
-from cluster.lifecycle.figures import StartCollector
-from cluster.lifecycle.other_routers import OtherRouters
 from cluster.lifecycle.rollback import Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
+from cluster.lifecycle.start_error import ReplicaStartError
 from cluster.lifecycle.start_gate import StartGate
 from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_parent
-from cluster.replica.start_error import ReplicaStartError
+from cluster.router.app_body import app_body
 from cluster.router.models.live import LiveModel
 from cluster.router.models.registry import Models
 from cluster.router.models.served import served_model
+from cluster.router.other_routers import OtherRouters
 from cluster.router.readiness import app_ready_body
+from cluster.router.start_metrics import StartCollector
 from cluster.telemetry.families import Source
 from cluster.telemetry.logs import log_to_serve
 from cluster.telemetry.metrics import Metrics
 from cluster.telemetry.publishing import Publishing, on_loop
 from cluster.telemetry.ray_publisher import RayPublisher, publish_period
 from cluster.telemetry.tracing.start import router_tracing
+from engine.device.heap import settle_heap
 from engine.errors import SquadronError
-from engine.heap import settle_heap
 
 logger = logging.getLogger(__name__)
 

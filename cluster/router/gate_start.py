@@ -11,7 +11,7 @@ from cluster.admission.room import Room, RoomConfig
 from cluster.config import ClusterConfig
 from cluster.router.dispatch_config import ADMISSION_WAIT, DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.generation import TokenSource
+from cluster.token_source import TokenSource
 
 
 def dispatcher_config(config: ClusterConfig) -> DispatcherConfig:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.lifecycle.app_body import fresh
 from cluster.lifecycle.app_watch import AppPicture
 from cluster.lifecycle.starts import failed_before
+from cluster.router.app_body import fresh
 from cluster.telemetry.samples import family_of
 
 

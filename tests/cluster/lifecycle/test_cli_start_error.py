@@ -2,7 +2,7 @@
 
 import traceback
 
-from cluster.replica.start_error import ReplicaStartError, StartFailure, find_start_failure
+from cluster.lifecycle.start_error import ReplicaStartError, StartFailure, find_start_failure
 from engine.errors import CheckpointError, ConfigError
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from cluster.errors import ApiError
-from cluster.http.off_loop import LONG_BODY, OffLoop
+from cluster.openai.off_loop import LONG_BODY, OffLoop
 
 
 class Jobs:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from cluster.lifecycle.app_body import fresh
 from cluster.lifecycle.app_status import app_state
 from cluster.lifecycle.app_watch import AppPicture
 from cluster.lifecycle.start_gate import UpdateFailedError
+from cluster.router.app_body import fresh
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What Ray Serve runs: the router, the replica, and the runner of a server's batches."""
