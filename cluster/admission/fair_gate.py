@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.drain_rate import DrainRate
 from cluster.admission.fair_queue import FairQueue
 from cluster.admission.figures import QueueFigures
@@ -17,7 +18,6 @@ from cluster.admission.room import UNBOUNDED
 from cluster.admission.turn import Turn
 from cluster.admission.turned_away import TurnedAway
 from cluster.errors import ApiError
-from cluster.router.deadline import deadline_exceeded
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.request import Request
 from engine.telemetry.flight import is_of

@@ -14,8 +14,8 @@ from cluster.batch.prepare import Prepared
 from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
 from cluster.errors import ApiError, as_api_error
-from cluster.http.embeddings import EmbeddingCall, answer_body, embedded
 from cluster.openai.call import Call
+from cluster.openai.embeddings import EmbeddingCall, answer_body, embedded
 from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel

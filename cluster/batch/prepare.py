@@ -9,8 +9,8 @@ from hashlib import blake2b
 
 from cluster.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Task
 from cluster.errors import ApiError
-from cluster.http.embeddings import EmbeddingCall, embedding_call
 from cluster.openai.call import Call
+from cluster.openai.embeddings import EmbeddingCall, embedding_call
 from cluster.openai.prompts import Parse, build_requests
 from cluster.openai.served_model import ServedModel
 from cluster.openai.validation import parse_chat, parse_completion

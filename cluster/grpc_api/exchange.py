@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from cluster.admission.deadline import HEADER, timeout_of
 from cluster.client_id import is_client_id
 from cluster.errors import ApiError, as_api_error
 from cluster.grpc_api.requests import renamed
 from cluster.grpc_api.status import status_code, status_message, trailing_metadata
 from cluster.openai.hints import HEADER as IGNORED
-from cluster.router.deadline import HEADER, timeout_of
 from cluster.router.routing.session import HEADER as SESSION_HEADER
 from cluster.telemetry.log_lines import about
 from cluster.telemetry.tracing import semantics as names

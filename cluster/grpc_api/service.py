@@ -17,9 +17,9 @@ from cluster.grpc_api.live_calls import LiveCalls
 from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_fields, parsed, shown
 from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Responses, usage_message
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.http.embeddings import embedded, embedding_call
 from cluster.openai.call import Call
 from cluster.openai.deltas import Usage
+from cluster.openai.embeddings import embedded, embedding_call
 from cluster.openai.generation import Generation
 from cluster.openai.off_loop import OffLoop
 from cluster.openai.prompts import build_requests

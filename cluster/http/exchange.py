@@ -10,9 +10,9 @@ from msgspec import json
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.errors import ApiError
 from cluster.openai.frames import error_frame
-from cluster.router.deadline import deadline_exceeded
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 BODY_TIMEOUT = 60.0  # seconds for a client to send its body

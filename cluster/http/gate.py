@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.admission.keys import as_bearer
 from cluster.admission.tenancy import Tenancy, Visit
 from cluster.admission.tenant import OPEN, Tenant
@@ -23,7 +24,6 @@ from cluster.http.exchange import Answer
 from cluster.http.rate_headers import rate_headers
 from cluster.http.sites import Sites
 from cluster.openai.hints import HEADER as IGNORED
-from cluster.router.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.router.routing.session import HEADER as SESSION_HEADER
 from cluster.router.routing.session import checked_session
 from cluster.telemetry.log_lines import about

@@ -7,13 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
+from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.figures import QueueFigures, together
 from cluster.admission.room import ReplicaRoom
 from cluster.errors import ApiError
 from cluster.router.attempts import Attempts
 from cluster.router.blame import Blame
 from cluster.router.counters import DispatcherCounters
-from cluster.router.deadline import DeadlineTimers, deadline_exceeded
+from cluster.router.deadline_timers import DeadlineTimers
 from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.fleet import Fleet, ReplicaView
 from cluster.router.inquiries import Explanation, Inquiries, explanation

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import httpx
 
+from cluster.admission.deadline import HEADER
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from cluster.router.deadline import HEADER
 
 SYSTEM = "You answer questions on the standard library of Python, briefly and with an example where that helps. "
 WORDS = ("os", "re", "json", "ast", "abc", "cmd", "csv", "dis", "io", "math", "time", "types", "queue", "heapq")

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import httpx
 
-from cluster.router.deadline import HEADER
+from cluster.admission.deadline import HEADER
 from deploy.alerts.table import alerts
 from deploy.chart.monitoring import DASHBOARDS
 from deploy.top.picture import NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from cluster.router.deadline import HEADER
+from cluster.admission.deadline import HEADER
 from tests.e2e.harness import App, eventually
 from tests.openai_app import events
 

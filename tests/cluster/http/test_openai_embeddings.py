@@ -14,7 +14,7 @@ from openai.types import CreateEmbeddingResponse
 
 from cluster.config import POOLINGS, parse_config
 from cluster.errors import ApiError
-from cluster.http.embeddings import MAX_AT_ONCE
+from cluster.openai.embeddings import MAX_AT_ONCE
 from cluster.openai.served_model import matryoshka_of
 from cluster.telemetry.metrics import Metrics
 from cluster.token_source import TokenChunk

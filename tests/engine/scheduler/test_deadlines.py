@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.admission.deadline import HEADER, LONGEST, before_the_proxy, timeout_of
 from cluster.admission.fair_gate import FairGate
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.deadline import HEADER, LONGEST, before_the_proxy, timeout_of
 from cluster.wire.messages import Submit, decode_up, encode
 from cluster.wire.translation import submit_message, submitted_request
 from engine.request import FinishReason

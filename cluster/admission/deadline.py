@@ -1,4 +1,4 @@
-"""How long a client is willing to wait, and the timers that end what takes longer.
+"""How long a client is willing to wait.
 
 A deadline is a moment on the event loop's clock, which never jumps; between processes only the remaining seconds
 travel.
@@ -6,12 +6,10 @@ travel.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cluster.errors import ApiError
-from cluster.router.member import LiveRequest
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
 
 HEADER = "x-request-timeout-seconds"
@@ -46,24 +44,3 @@ def before_the_proxy(seconds: float) -> float:
 def deadline_exceeded(message: str = "the request's deadline passed before it was complete") -> ApiError:
     """Return the error of a request that ran out of the time that its client gave it."""
     return ApiError(DEADLINE_EXCEEDED, message)
-
-
-class DeadlineTimers:
-    """One timer for each live request that has a deadline; `expire` is called when it passes. On one event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[LiveRequest], None]) -> None:
-        self._loop = loop
-        self._expire = expire
-        self._timers: dict[LiveRequest, asyncio.TimerHandle] = {}
-
-    def watch(self, live: LiveRequest) -> None:
-        """Follow a request, if it has a deadline."""
-        deadline = live.log.request.deadline
-        if deadline is not None:
-            self._timers[live] = self._loop.call_at(deadline, self._expire, live)
-
-    def forget(self, live: LiveRequest) -> None:
-        """Follow a request no longer."""
-        timer = self._timers.pop(live, None)
-        if timer is not None:
-            timer.cancel()
