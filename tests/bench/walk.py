@@ -54,14 +54,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = ("engine/models/", "engine/attention/", "engine/kernels/")
 SEQUENCES = BLOCK = 8
 STEPS_BEFORE = 20  # of decoding, until one is walked
-REQUESTS = 3  # that are walked, after one that is not
-CHAT = {
-    "messages": [{"role": "user", "content": "What is a queue?"}],
-    "stream": True,
-    "max_tokens": 16,
-    "ignore_eos": True,  # so that all answers are as long
-    "seed": 1,
-}
+REQUESTS = 16  # that are walked, after one that is not; short ones, so that timers leave some of them alone
+CHAT = {"model": MODEL, "stream": True, "max_tokens": 8, "ignore_eos": True, "seed": 1}
 Calls = dict[str, int]  # by path from the root, in the order of the first
 
 
@@ -141,13 +135,14 @@ async def walk_chat() -> Calls:
         model = str(write_model(Path(folder) / MODEL))
         config = resolve_config({"model": model, "served_model_name": MODEL, "device": "cpu"})
         async with app_around(config) as app:
-            walked = [await _request(app, walk) for _ in range(1 + REQUESTS)][1:]
+            walked = [await _request(app, walk, number) for number in range(1 + REQUESTS)][1:]
     calm = min(walked, key=lambda calls: sum(calls.values()))
     return {path: count for path, count in calm.items() if all(path in calls for calls in walked)}
 
 
-async def _request(app: Any, walk: Walk) -> Calls:
-    """Send a request; raises `RuntimeError` unless it is streamed to its end."""
+async def _request(app: Any, walk: Walk, number: int) -> Calls:
+    """Walk a request that nobody sent before; raises `RuntimeError` unless it is streamed to its end."""
+    chat = {**CHAT, "messages": [{"role": "user", "content": f"What is queue {number} for?"}]}
     found: list[Calls] = []
 
     async def watched(scope: Any, receive: Any, send: Any) -> None:
@@ -160,7 +155,7 @@ async def _request(app: Any, walk: Walk) -> Calls:
         await app(scope, receive, sending)
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(watched), base_url="http://localhost") as client:
-        answer = await client.post("/v1/chat/completions", json={"model": MODEL, **CHAT})
+        answer = await client.post("/v1/chat/completions", json=chat)
     if answer.status_code != 200 or not answer.text.endswith("data: [DONE]\n\n"):
         raise RuntimeError(f"no whole stream: {answer.status_code} {answer.text}")
     return found[0]
