@@ -6,9 +6,8 @@ A walk lists the product files whose functions are called, in the order of the f
 hook sees each call on each thread. A generator or coroutine that goes on counts as called again, a lambda or a
 comprehension as a function; what has no file (the `__init__` of dataclasses) is not seen.
 
-- *decode*: one `EngineCore.step` of the demo model on the CPU. Eight sequences draw a token each; blocks are so small
-  and prompts so long that in each step one of them begins a block, so all steps are alike. *decode of two ranks*: the
-  same in rank 0's process.
+- *decode*: one `EngineCore.step` of the demo model on the CPU, in which eight sequences draw a token each; one
+  of them fills a block and another begins one. *decode of two ranks*: the same in rank 0's process.
 - *chat*: one streamed chat request, from its arrival at the ASGI app to its last frame, through the in-process server
   of `tests.clients.server`: all of router and replica, but neither Ray, nor the proxy, nor sockets. A first request
   fills what is cached and is not walked. Of some after it the one with the fewest calls is told, without the files
@@ -52,8 +51,9 @@ from tests.clients.server import MODEL, app_around
 
 ROOT = Path(__file__).parents[2]
 LAYERS = ("engine/models/", "engine/attention/", "engine/kernels/")
-SEQUENCES = BLOCK = 8
-STEPS_BEFORE = 20  # of decoding, until one is walked
+SEQUENCES = 8
+BLOCK = 16
+STEPS_BEFORE = 28  # of decoding; in the next, with these prompts, a block is filled and one is begun
 REQUESTS = 16  # that are walked, after one that is not; short ones, so that timers leave some of them alone
 CHAT = {"model": MODEL, "stream": True, "max_tokens": 8, "ignore_eos": True, "seed": 1}
 Calls = dict[str, int]  # by path from the root, in the order of the first
@@ -101,10 +101,10 @@ def walk_decode(ranks: int = 1) -> Calls:
         str(demo_model_path()),
         tensor_parallel_size=ranks,
         device="cpu",
-        max_model_len=16 * BLOCK,
+        max_model_len=8 * BLOCK,
         max_num_seqs=SEQUENCES,
         block_size=BLOCK,
-        num_kv_blocks=16 * SEQUENCES + 1,
+        num_kv_blocks=8 * SEQUENCES + 1,
     )
     walk = Walk()
     with walk.hooked():

@@ -114,6 +114,7 @@ def test_a_decode_step_walks_through_the_engine_and_its_layers():
     walk = told(walk_decode())
     assert next(iter(walk["rest"])) == "engine/core.py", "the step begins there"
     assert {"engine/scheduler.py", "engine/local_executor.py"} <= walk["rest"].keys()
+    assert "engine/prefix_hash.py" in walk["rest"], "a block is filled"
     assert {"engine/models/decoder.py", "parallel/linear.py"} <= walk["layers"].keys()
     assert walk["files"] == walk["files_of_rest"] + walk["files_of_layers"]
     assert sum(walk["files_by_folder"].values()) == walk["files"]
