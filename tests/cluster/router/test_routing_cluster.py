@@ -180,8 +180,8 @@ def known_of(router: Dispatcher, name: str) -> set[int]:
 def test_a_prefix_is_never_found_across_tenants_even_where_all_names_collide(collide, monkeypatch):
     """The router's short names only steer: where all are equal it expects too much, and the engine finds nothing."""
     if collide:
-        monkeypatch.setattr(cluster.cached_blocks, "block_key", lambda _: 7)
-        monkeypatch.setattr(cluster.routing.prompt_keys, "block_key", lambda _: 7)
+        monkeypatch.setattr(cluster.replica.cached_blocks, "block_key", lambda _: 7)
+        monkeypatch.setattr(cluster.router.routing.prompt_keys, "block_key", lambda _: 7)
 
     async def main():
         async with SimulatedCluster(2, MODEL) as simulated:

@@ -69,10 +69,10 @@ def test_the_start_waits_for_all_replicas_of_each_model(monkeypatch):
         return httpx.Response(200, json={"ready": True, "replicas": listed[min(len(asked), len(listed)) - 1]})
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(deploy.readiness, "client_for", lambda *_: client)
-    monkeypatch.setattr(deploy.readiness, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(deploy.serve.readiness, "client_for", lambda *_: client)
+    monkeypatch.setattr(deploy.serve.readiness, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(
-        deploy.readiness, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
+        deploy.serve.readiness, "serve", SimpleNamespace(status=lambda: SimpleNamespace(applications={"app": status}))
     )
     assert Readiness("app", "http://server", None, {"demo": 1, "other": 2}, print).wait() == BODIES
     assert len(asked) == 3
@@ -99,14 +99,14 @@ def test_one_look_asks_once_for_all_models(monkeypatch, capsys):
         raise StartError("deleted")
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(deploy.serve, "client_for", lambda *_: client)
-    monkeypatch.setattr(deploy.serve, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(deploy.serve.command, "client_for", lambda *_: client)
+    monkeypatch.setattr(deploy.serve.command, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(Server, "_check_app", end)
     server = Server(app("demo", "other"), Options())
     server._replicas = BODIES
     with pytest.raises(StartError, match="deleted"):
         server.watch()
-    assert asked == ["/ready"] * deploy.serve.LOOKS_PER_STATUS
+    assert asked == ["/ready"] * deploy.serve.command.LOOKS_PER_STATUS
     assert capsys.readouterr().out.startswith("Replica c of other (pids 4, 5) is lost")
 
 
