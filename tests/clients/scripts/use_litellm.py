@@ -1,6 +1,9 @@
 """litellm: any OpenAI-compatible server is the provider `openai/` with an `api_base`."""
 
 import json
+import os
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks GitHub for a list of prices
 
 import litellm
 from checks import DEGREES, KEY, MODEL, QUESTION, URL, Report, run, weather
