@@ -113,7 +113,7 @@ def test_a_script_that_does_not_end_fails(tmp_path):
             "ERROR: No matching distribution found for some",
         ),
         (
-            "ERROR: Cannot install a and b\n\nThe conflict is:\n  a wants c\n\nERROR: ResolutionImpossible: for help visit x",
+            "ERROR: Cannot install a and b\n\n  a wants c\n\nERROR: ResolutionImpossible: for help visit x",
             "ERROR: Cannot install a and b",
         ),
         (
