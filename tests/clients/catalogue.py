@@ -26,9 +26,9 @@ class Client:
 CLIENTS = (
     Client("openai", "use_openai.py", ("openai==3.54.0",)),
     Client("openai-js", "use_openai.mjs", ("openai@7.57.0", "zod@4.6.7")),
-    Client("langchain", "use_langchain.py", ("langchain==1.5.0", "langchain-openai==1.7.4")),
+    Client("langchain", "use_langchain.py", ("langchain==1.4.7", "langchain-openai==1.7.3")),
     Client("llama-index", "use_llama_index.py", ("llama-index-llms-openai-like==0.8.1",)),
-    Client("litellm", "use_litellm.py", ("litellm==1.108.11",)),
+    Client("litellm", "use_litellm.py", ("litellm[mcp]==1.106.2",)),
     Client("instructor", "use_instructor.py", ("instructor==1.17.0",)),
     Client("openai-agents", "use_openai_agents.py", ("openai-agents==0.24.0",)),
     Client("pydantic-ai", "use_pydantic_ai.py", ("pydantic-ai-slim[openai]==2.68.0",)),

@@ -75,7 +75,9 @@ def _run(arguments: Sequence[str], folder: Path) -> None:
 
 
 def _reason(said: str) -> str:
-    """Return the line in which pip or npm says what is wrong: its last error, or else its last line."""
+    """Return the line in which pip or npm says what is wrong, or else its last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith(("error", "npm error"))]
-    return (errors or lines or ["it said nothing"])[-1]
+    # pip says it last, but for where to read of conflicts; npm says it first, after a code.
+    pips = [line for line in lines if line.startswith("ERROR") and "for help visit" not in line]
+    npms = [line for line in lines if line.startswith("npm error") and not line.startswith("npm error code")]
+    return npms[0] if npms else ["it said nothing", *lines, *pips][-1]

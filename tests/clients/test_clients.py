@@ -105,17 +105,34 @@ def test_a_script_that_does_not_end_fails(tmp_path):
     assert (found.outcome, found.reason) == (Outcome.FAILED, "not done after 0.5 s")
 
 
-def test_what_does_not_install_is_told_with_the_installers_words(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "WARNING: x\nERROR: Could not find it (from some)\nERROR: No matching distribution found for some",
+            "ERROR: No matching distribution found for some",
+        ),
+        (
+            "ERROR: Cannot install a and b\n\n  a wants c\n\nERROR: ResolutionImpossible: for help visit x",
+            "ERROR: Cannot install a and b",
+        ),
+        (
+            "npm warn x\nnpm error code ETARGET\nnpm error notarget No matching version found for some@1.0.\n"
+            "npm error notarget In most cases\nnpm error A complete log of this run can be found in: x",
+            "npm error notarget No matching version found for some@1.0.",
+        ),
+        ("warning: x\nKilled", "Killed"),
+        ("", "it said nothing"),
+    ],
+    ids=["pip-finds-none", "pip-conflict", "npm", "no-error", "silent"],
+)
+def test_what_does_not_install_is_told_with_the_installers_words(tmp_path, monkeypatch, said, reason):
     def refuses(arguments, **options):
-        said = "WARNING: x\nERROR: Could not find it (from some)\nERROR: No matching distribution found for some"
         raise subprocess.CalledProcessError(1, arguments, stderr=said)
 
     monkeypatch.setattr(installing.subprocess, "run", refuses)
     found = try_client(CLIENT, SERVER, tmp_path)
-    assert (found.outcome, found.reason) == (
-        Outcome.NOT_INSTALLABLE,
-        "ERROR: No matching distribution found for some",
-    )
+    assert (found.outcome, found.reason) == (Outcome.NOT_INSTALLABLE, reason)
 
 
 def test_without_node_a_library_in_javascript_is_not_installable(tmp_path, monkeypatch):

@@ -67,6 +67,13 @@ async def tools():
     assert isinstance(final.content, str)
 
 
+async def tools_streamed():
+    *_, last = [piece async for piece in client().create_stream(ASKED, tools=[TOOL], tool_choice="required")]
+    (call,) = last.content
+    assert (await TOOL.run_json(json.loads(call.arguments), CancellationToken())).startswith("It is")
+    assert last.finish_reason == "function_calls"
+
+
 async def agent():
     """The agent's own tools are `auto`, so the model answers in words; both of its turns are in one conversation."""
     assistant = AssistantAgent("assistant", model_client=client(), tools=[TOOL])
@@ -83,4 +90,4 @@ async def structured():
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, agent, structured)
+    run(chat, stream, tools, tools_streamed, agent, structured)

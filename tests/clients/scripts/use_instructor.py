@@ -25,8 +25,9 @@ def chat():
 
 
 def stream():
-    *_, last = by_call.chat.completions.create_partial(**ASKED, response_model=Report)
-    assert Report.model_validate(last.model_dump())
+    for client in (by_call, by_schema):
+        *_, last = client.chat.completions.create_partial(**ASKED, response_model=Report)
+        assert Report.model_validate(last.model_dump())
 
 
 def tools():

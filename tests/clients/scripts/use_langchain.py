@@ -8,7 +8,9 @@ from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-llm = ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, max_retries=0, max_tokens=100, temperature=0)
+# A stream has usage where it is asked for: of a server that is not OpenAI's, langchain does not by itself.
+SETTINGS = {"max_retries": 0, "max_tokens": 100, "temperature": 0, "stream_usage": True}
+llm = ChatOpenAI(base_url=URL, api_key=KEY, model=MODEL, **SETTINGS)
 
 
 @tool
@@ -40,6 +42,16 @@ def tools():
     assert sum(isinstance(message, ToolMessage) for message in messages) == 2
 
 
+def tools_streamed():
+    forced = llm.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    first, *others = forced.stream(QUESTION)
+    for chunk in others:
+        first += chunk
+    (call,) = first.tool_calls
+    assert weather.invoke(call).content.startswith("It is")
+    assert first.usage_metadata["output_tokens"] <= 100
+
+
 def agent():
     """The loop of langchain itself. Its tools are `auto`: the answer is a call, or has the form that is asked for."""
     made = create_agent(llm, [weather], response_format=Report, middleware=[ModelCallLimitMiddleware(run_limit=3)])
@@ -52,4 +64,4 @@ def structured():
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, agent, structured)
+    run(chat, stream, tools, tools_streamed, agent, structured)

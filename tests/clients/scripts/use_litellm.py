@@ -1,6 +1,9 @@
 """litellm: any OpenAI-compatible server is the provider `openai/` with an `api_base`."""
 
 import json
+import os
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks GitHub for a list of prices
 
 import litellm
 from checks import DEGREES, KEY, MODEL, QUESTION, URL, Report, run, weather
@@ -47,6 +50,15 @@ def tools():
     assert [message["role"] for message in messages].count("tool") == 2
 
 
+def tools_streamed():
+    forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    chunks = litellm.completion(**ASKED, messages=[USER], **forced, stream=True)
+    choice = litellm.stream_chunk_builder(list(chunks)).choices[0]
+    (call,) = choice.message.tool_calls
+    assert weather(**json.loads(call.function.arguments)).startswith("It is")
+    assert choice.finish_reason == "tool_calls"
+
+
 def structured():
     answer = litellm.completion(**ASKED, messages=[USER], response_format=Report)
     assert Report.model_validate_json(answer.choices[0].message.content)
@@ -62,4 +74,4 @@ def too_long():
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured, too_long)
+    run(chat, stream, tools, tools_streamed, structured, too_long)

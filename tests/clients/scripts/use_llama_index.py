@@ -45,10 +45,17 @@ def tools():
     assert sum(message.role == MessageRole.TOOL for message in messages) == 2
 
 
+def tools_streamed():
+    asked = [ChatMessage(QUESTION)]
+    *_, last = llm.stream_chat_with_tools([TOOL], chat_history=asked, tool_choice="required")
+    (call,) = llm.get_tool_calls_from_response(last)
+    assert TOOL.call(**call.tool_kwargs).content.startswith("It is")
+
+
 def structured():
     found = llm.as_structured_llm(Report).chat([ChatMessage(QUESTION)]).raw
     assert isinstance(found, Report)
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, structured)
+    run(chat, stream, tools, tools_streamed, structured)

@@ -55,6 +55,13 @@ async function tools () {
   assert(final.choices[0].message.content)
 }
 
+async function toolsStreamed () {
+  const forced = { tools: [TOOL], tool_choice: 'required', parallel_tool_calls: false }
+  const asked = { model: MODEL, messages: [USER], max_tokens: 100, ...forced }
+  const [call] = (await client.chat.completions.stream(asked).finalMessage()).tool_calls
+  assert(weather(call.function.parsed_arguments).startsWith('It is'))
+}
+
 async function toolsRun () {
   // The package's own loop. It forces the one function that is named, and ends after its call.
   const asked = { model: MODEL, messages: [USER], max_tokens: 100, tool_choice: { type: 'function', function: { name: 'weather' } } }
@@ -85,4 +92,4 @@ async function responses () {
   assert((await events.finalResponse()).output_text)
 }
 
-await run({ chat, stream, tools, toolsRun, structured, responses })
+await run({ chat, stream, tools, toolsStreamed, toolsRun, structured, responses })

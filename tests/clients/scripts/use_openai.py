@@ -56,7 +56,8 @@ def tools():
 
 
 def tools_streamed():
-    asked = {"model": MODEL, "messages": [USER], "tools": [TOOL], "tool_choice": "required", "max_tokens": 100}
+    forced = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    asked = {"model": MODEL, "messages": [USER], "max_tokens": 100, **forced}
     with client.chat.completions.stream(**asked) as events:
         kinds = {event.type for event in events}
         message = events.get_final_completion().choices[0].message
@@ -80,7 +81,8 @@ def responses():
     assert isinstance(parsed.output_parsed, Report)
     flat = {"type": "function", **TOOL["function"]}
     history = [USER]
-    called = client.responses.create(**asked, input=history, tools=[flat], tool_choice="required")
+    forced = {"tools": [flat], "tool_choice": "required", "parallel_tool_calls": False}
+    called = client.responses.create(**asked, input=history, **forced)
     history += called.output
     for call in called.output:
         result = weather(json.loads(call.arguments)["city"])

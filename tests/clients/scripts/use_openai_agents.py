@@ -58,6 +58,15 @@ async def tools():
         assert isinstance(final.final_output, Report)
 
 
+async def tools_streamed():
+    for model in models():
+        caller = agent(model, "required", tools=[weather], tool_use_behavior="stop_on_first_tool")
+        result = Runner.run_streamed(caller, QUESTION)
+        names = [event.name async for event in result.stream_events() if event.type == "run_item_stream_event"]
+        assert names[:2] == ["tool_called", "tool_output"]
+        assert result.final_output.startswith("It is")
+
+
 async def loop():
     """The package's own loop: after the forced call it sets the choice to `auto`, and the model answers in words.
 
@@ -77,4 +86,4 @@ async def structured():
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, loop, structured)
+    run(chat, stream, tools, tools_streamed, loop, structured)

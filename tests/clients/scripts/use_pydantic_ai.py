@@ -41,6 +41,16 @@ async def tools():
     assert [part.part_kind for part in parts].count("tool-return") == 2
 
 
+async def tools_streamed():
+    """Both steps of the loop are streams: the forced call, and the words after it."""
+    asked = {"model_settings": first_calls}
+    async with agent(tools=[weather]).run_stream("How is the weather?", **asked) as streamed:
+        assert [piece async for piece in streamed.stream_text(delta=True)]
+    assert any(part.part_kind == "tool-return" for message in streamed.all_messages() for part in message.parts)
+    async with agent(output_type=ToolOutput(Report)).run_stream(QUESTION) as streamed:
+        assert isinstance(await streamed.get_output(), Report)
+
+
 async def typed_loop():
     """Where the answer is a forced call, so is each step before it: the model chooses between the two functions."""
     helper = agent(output_type=ToolOutput(Report), tools=[weather])
@@ -54,4 +64,4 @@ async def structured():
 
 
 if __name__ == "__main__":
-    run(chat, stream, tools, typed_loop, structured)
+    run(chat, stream, tools, tools_streamed, typed_loop, structured)

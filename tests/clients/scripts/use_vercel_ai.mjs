@@ -27,19 +27,31 @@ async function stream () {
   assert.equal(pieces, text)
 }
 
-async function toolsOverTurns () {
-  for (const forced of ['required', { type: 'tool', toolName: 'weather' }]) {
-    const result = await generateText({
-      ...asked,
-      tools,
-      stopWhen: stepCountIs(3),
-      // The first step must call; what follows is words.
-      prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber === 0 ? forced : 'none' })
-    })
-    assert.equal(result.steps.length, 2)
-    assert(result.steps[0].toolResults.every(({ output }) => output.startsWith('It is')))
-    assert(result.text)
+// Any function, this one, and then words: its loop goes on to the first step without a call.
+const CHOICES = ['required', { type: 'tool', toolName: 'weather' }, 'none']
+const overTurns = {
+  ...asked,
+  tools,
+  stopWhen: stepCountIs(4),
+  prepareStep: ({ stepNumber }) => ({ toolChoice: CHOICES[stepNumber] })
+}
+
+function checkSteps (steps) {
+  assert.equal(steps.length, 3)
+  for (const { toolResults, finishReason } of steps.slice(0, 2)) {
+    assert(toolResults.length)
+    assert(toolResults.every(({ output }) => output.startsWith('It is')))
+    assert.equal(finishReason, 'tool-calls')
   }
+  assert(steps[2].text)
+}
+
+async function toolsOverTurns () {
+  checkSteps((await generateText(overTurns)).steps)
+}
+
+async function toolsStreamed () {
+  checkSteps(await streamText(overTurns).steps)
 }
 
 async function structured () {
@@ -50,4 +62,4 @@ async function structured () {
   Report.parse(await streamed.output)
 }
 
-await run({ chat, stream, tools: toolsOverTurns, structured })
+await run({ chat, stream, tools: toolsOverTurns, toolsStreamed, structured })
