@@ -219,8 +219,9 @@ def test_another_version_of_our_code_is_told(tmp_path: Path, monkeypatch: pytest
 
 def test_all_that_draws_is_in_the_part_that_tells_of_drawing() -> None:
     """What the samplers import of our own is either told of, or decides no token."""
-    carriers = {"device_outputs", "report", "request", "sampling_params", "schedule", "tables", "upload"}
-    no_part = carriers | {"errors", "models", "wordless", "kernels.handles"}
+    carriers = {"sampling.device_outputs", "report", "request", "sampling_params", "device.upload"}
+    carriers |= {"scheduler.schedule", "scheduler.tables"}
+    no_part = carriers | {"errors", "models", "telemetry.wordless", "kernels.handles"}
     listed = {ROOT / path for path in DRAWING}
     assert all(path.exists() for path in listed)
     for path in [one for one in listed if one.suffix]:
