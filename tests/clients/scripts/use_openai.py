@@ -88,11 +88,11 @@ def responses():
         result = weather(json.loads(call.arguments)["city"])
         history.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
     with client.responses.stream(**asked, input=history, tools=[flat], tool_choice="none") as events:
-        kinds = [event.type for event in events]
-        assert events.get_final_response().output_text
-    assert (kinds[0], kinds[-1]) in {
-        ("response.created", end) for end in ("response.completed", "response.incomplete")
-    }
+        first, *_, last = events
+    # Not get_final_response(): it raises where the token limit cut the answer, whose last event is another.
+    assert first.type == "response.created"
+    assert last.type in ("response.completed", "response.incomplete")
+    assert last.response.output_text
 
 
 if __name__ == "__main__":
