@@ -143,7 +143,7 @@ def _free_mark(texts: Iterable[str]) -> str:
         if chr(code) not in taken:
             return chr(code)
     raise InvalidRequestError(
-        f"messages hold all {len(_MARKS)} characters of a plane for private use beside a control token; leave one out",
+        f"messages hold all {len(_MARKS)} private characters of plane 15 beside a control token; leave one out",
         "messages",
     )
 
