@@ -57,9 +57,8 @@ class BatchRoutes:
     async def _list(self, call: Call) -> None:
         asked = query_of(call.scope, BatchListFields)
         page = page_asked(asked.limit, MOST_BATCHES, USUAL_BATCHES, asked.after, BATCH_IDS)
-        await call.reply(
-            listed(await self._stored.run(call.tenant, lambda store: store.batches.page(call.tenant, page)))
-        )
+        found = await self._stored.run(call.tenant, lambda store: listed(store.batches.page(call.tenant, page)))
+        await call.reply(found)
 
     async def _one(self, call: Call) -> None:
         record = await self._stored.run(call.tenant, lambda store: store.batch(call.id, call.tenant))
