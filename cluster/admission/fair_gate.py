@@ -149,7 +149,7 @@ class FairGate:
         self._check_wait(turn)
         turn.waits = True
         turn.called = loop.create_future()
-        self._queue.push(turn.tenant, turn, turn.cost, turn.priority, turn.work)
+        self._queue.push(turn.tenant, turn, turn.cost, turn.priority, turn.work, kind=turn.compiles)
         self._let_in()
         await self._until_called(turn, turn.called)
 

@@ -24,24 +24,27 @@ T = TypeVar("T", bound=Hashable)
 class _Flow(Generic[T]):
     """One tenant. finish: its finish tag, in tokens. size: items that wait; work: theirs of all, in tokens.
 
-    lines: by priority what waits -> its (cost, work), in order of arrival; none empty. levels: the priorities of the
-    lines, smallest first; works: the work of each of them.
+    lines: by priority what waits -> its (cost, work, kind), in order of arrival; none empty. kinds: by priority and
+    kind the same -> its number, in the order of arrival. levels: the priorities of the lines, smallest first; works:
+    the work of each of them.
     """
 
     finish: int = 0
     size: int = 0
     work: int = 0
-    lines: dict[int, OrderedDict[T, tuple[int, int]]] = field(default_factory=dict)
+    lines: dict[int, OrderedDict[T, tuple[int, int, Hashable]]] = field(default_factory=dict)
+    kinds: dict[int, dict[Hashable, OrderedDict[T, int]]] = field(default_factory=dict)
     levels: list[int] = field(default_factory=list)
     works: list[int] = field(default_factory=list)
 
-    def add(self, item: T, cost: int, priority: int, work: int) -> None:
+    def add(self, item: T, cost: int, priority: int, work: int, kind: Hashable, number: int) -> None:
         at = bisect_left(self.levels, priority)
         if priority not in self.lines:
-            self.lines[priority] = OrderedDict()
+            self.lines[priority], self.kinds[priority] = OrderedDict(), {}
             self.levels.insert(at, priority)
             self.works.insert(at, 0)
-        self.lines[priority][item] = cost, work
+        self.lines[priority][item] = cost, work, kind
+        self.kinds[priority].setdefault(kind, OrderedDict())[item] = number
         self.works[at] += work
         self.work += work
         self.size += 1
@@ -51,17 +54,34 @@ class _Flow(Generic[T]):
         return priority, next(iter(self.lines[priority]))
 
     def first_of(self, may: Callable[[T], bool]) -> tuple[int, T] | None:
-        return next(((level, item) for level in self.levels for item in self.lines[level] if may(item)), None)
+        """Ask for one of each kind: thousands may wait that may not go."""
+        barred: set[Hashable] = set()
+        for level in self.levels:
+            found: tuple[int, T] | None = None
+            for kind, line in self.kinds[level].items():
+                if kind in barred:
+                    continue
+                item, number = next(iter(line.items()))
+                if not may(item):
+                    barred.add(kind)
+                elif found is None or number < found[0]:
+                    found = number, item
+            if found is not None:
+                return level, found[1]
+        return None
 
     def take(self, priority: int, item: T) -> int:
-        line = self.lines[priority]
-        cost, work = line.pop(item)
+        line, kinds = self.lines[priority], self.kinds[priority]
+        cost, work, kind = line.pop(item)
+        del kinds[kind][item]
+        if not kinds[kind]:
+            del kinds[kind]
         at = bisect_left(self.levels, priority)
         self.works[at] -= work
         self.work -= work
         self.size -= 1
         if not line:
-            del self.lines[priority], self.levels[at], self.works[at]
+            del self.lines[priority], self.kinds[priority], self.levels[at], self.works[at]
         return cost
 
     def work_before(self, priority: int) -> int:
@@ -123,13 +143,25 @@ class FairQueue(Generic[T]):
         priority = flow.levels[-1]
         return priority, next(reversed(flow.lines[priority]))
 
-    def push(self, tenant: str, item: T, cost: int, priority: int = 0, work: int | None = None) -> None:
-        """Let an item wait behind those of its tenant that are as urgent. work: tokens, `cost` unless given."""
+    def push(
+        self,
+        tenant: str,
+        item: T,
+        cost: int,
+        priority: int = 0,
+        work: int | None = None,
+        kind: Hashable = None,
+    ) -> None:
+        """Let an item wait behind those of its tenant that are as urgent.
+
+        work: tokens, `cost` unless given. kind: for `pop_of`, which all of a tenant's items of one kind may, or none.
+        """
         flow = self._flow(tenant)
         if not flow.size:
             self._add_turn(max(self._now, flow.finish), tenant)
         before = flow.work
-        flow.add(item, cost, priority, cost if work is None else work)
+        self._number += 1
+        flow.add(item, cost, priority, cost if work is None else work, kind, self._number)
         self._work += flow.work - before
         self._waiting[item] = None
 
@@ -152,7 +184,7 @@ class FairQueue(Generic[T]):
     def pop_of(self, may: Callable[[T], bool]) -> T | None:
         """Return whose turn it is of those who `may` go, None when nobody does.
 
-        Who may not keeps its place; those of its tenant who may pass it by.
+        Who may not keeps its place; those of its tenant who may pass it by. `may` is asked once for each kind.
         """
         passed: list[tuple[int, int, str]] = []
         found = None

@@ -15,7 +15,7 @@ from cluster.batch.row_tokens import RowSource, RowTokens
 from cluster.batch.rows import CHAT, COMPLETIONS
 from cluster.errors import ApiError, as_api_error
 from cluster.openai.call import Call
-from cluster.openai.embeddings import EmbeddingCall, answer_body, embedded
+from cluster.openai.embeddings import EmbeddingCall, embedded, whole_answer
 from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel
@@ -65,7 +65,7 @@ class Answers:
         track = self._metrics.track(prepared.requests)
         if isinstance(call, EmbeddingCall):
             vectors = await embedded(call, tokens, track)
-            body = json.encode(answer_body(call, vectors, self._model.model_id))
+            body = await whole_answer(call, vectors, self._model.model_id)
             return RowDone(row, OK, body, prepared.num_prompt_tokens)
         try:
             return await self._text(prepared, call, tokens, track)

@@ -5,18 +5,20 @@ Names are those of the HTTP API, so that an error names the field that the clien
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from pydantic_core import from_json
 
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from engine.errors import InvalidRequestError
 
 MAX_PARTS = 4096  # what any list of messages in a request may hold; the validator's own limits are lower or equal
+MAX_ALL_PARTS = 16 * MAX_PARTS  # what all lists of messages in a request may hold together
+NAMED_BYTES = 1024  # of fields not known here, up to which one is named: there is an object for each of them then
 M = TypeVar("M", bound=Message)
 Fields = dict[str, Any]
 
@@ -27,7 +29,16 @@ def parsed(kind: type[M], body: bytes) -> M:
         message = kind.FromString(body)
     except DecodeError:
         raise ApiError("invalid_protobuf", f"the request is no valid {kind.DESCRIPTOR.full_name}") from None
-    _refuse_unknown(message, "")
+    _check_counts(message, "", 0)
+    unknown = _unknown_bytes(message)
+    if unknown > NAMED_BYTES:
+        raise InvalidRequestError(
+            f"{kind.DESCRIPTOR.name} has fields that this server does not know; it may be older than your client",
+            None,
+            "unknown_parameter",
+        )
+    if unknown:
+        _refuse_unknown(message, "")
     return message
 
 
@@ -131,9 +142,10 @@ def _tool(tool: pb.Tool, param: str) -> Fields:
 
 
 def _json(text: str, param: str) -> Any:
+    """Read it as HTTP's bodies are read, which hold no half of a surrogate pair and are nested so deep at most."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return from_json(text)
+    except ValueError:
         raise InvalidRequestError(f"{param} must be the text of a JSON schema", param, "invalid_json") from None
 
 
@@ -141,6 +153,14 @@ def _tool_choice(choice: pb.ToolChoice) -> Any:
     if choice.WhichOneof("choice") == "function":
         return {"type": "function", "function": {"name": choice.function}}
     return choice.mode
+
+
+def _unknown_bytes(message: Message) -> int:
+    """Return the bytes of all fields that are not known here, wherever they are. Makes no object for any."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    return message.ByteSize() - known.ByteSize()
 
 
 def _refuse_unknown(message: Message, path: str) -> None:
@@ -154,18 +174,40 @@ def _refuse_unknown(message: Message, path: str) -> None:
             f"{path}{number}",
             "unknown_parameter",
         )
+    for name, parts in _parts(message):
+        for part, place in parts:
+            _refuse_unknown(part, f"{path}{name}{place}.")
+
+
+def _check_counts(message: Message, path: str, before: int) -> int:
+    """Return how many parts there are with those `before`; raises `InvalidRequestError` for too many.
+
+    Empty messages take two bytes each: millions of them fit into a request, and each costs a Python object.
+    """
     for descriptor, value in message.ListFields():
-        if descriptor.message_type is None or descriptor.message_type.GetOptions().map_entry:
+        if not _holds_messages(descriptor):
             continue
+        name = f"{path}{descriptor.name}"
         if isinstance(value, Message):
-            _refuse_unknown(value, f"{path}{descriptor.name}.")
+            before = _check_counts(value, f"{name}.", before)
             continue
-        _check_count(value, f"{path}{descriptor.name}")
+        before += len(value)
+        if len(value) > MAX_PARTS:
+            raise InvalidRequestError(f"{name} must hold at most {MAX_PARTS} entries, not {len(value)}", name)
+        if before > MAX_ALL_PARTS:
+            raise InvalidRequestError(f"{name} must hold fewer entries: a request has {MAX_ALL_PARTS} at most", name)
         for i, part in enumerate(value):
-            _refuse_unknown(part, f"{path}{descriptor.name}[{i}].")
+            before = _check_counts(part, f"{name}[{i}].", before)
+    return before
 
 
-def _check_count(parts: Sized, param: str) -> None:
-    """Empty messages take two bytes each: millions of them fit into a request, and each costs a Python object."""
-    if len(parts) > MAX_PARTS:
-        raise InvalidRequestError(f"{param} must hold at most {MAX_PARTS} entries, not {len(parts)}", param)
+def _parts(message: Message) -> Iterator[tuple[str, Iterable[tuple[Message, str]]]]:
+    """Yield the fields that hold messages, with these and their places in lists."""
+    for descriptor, value in message.ListFields():
+        if _holds_messages(descriptor):
+            one = isinstance(value, Message)
+            yield descriptor.name, [(value, "")] if one else [(part, f"[{i}]") for i, part in enumerate(value)]
+
+
+def _holds_messages(descriptor: Any) -> bool:
+    return descriptor.message_type is not None and not descriptor.message_type.GetOptions().map_entry

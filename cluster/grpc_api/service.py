@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Respons
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.call import Call
 from cluster.openai.deltas import Usage
-from cluster.openai.embeddings import embedded, embedding_call
+from cluster.openai.embeddings import EmbeddingCall, Vector, embedded, embedding_call, has_many
 from cluster.openai.generation import Generation
 from cluster.openai.off_loop import OffLoop
 from cluster.openai.prompts import build_requests
@@ -85,8 +86,9 @@ class InferenceService:
     async def Embed(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
         """Turn texts into vectors."""
         async with self._exchange("Embed", context) as rpc, await self._visit(rpc) as visit:
-            request = await self._off_loop.run(len(body), lambda: parsed(pb.EmbedRequest, body), visit.tenant.name)
-            fields = embedding_fields(request)
+            fields = await self._off_loop.run(
+                len(body), lambda: embedding_fields(parsed(pb.EmbedRequest, body)), visit.tenant.name
+            )
             front = self._asked(fields, rpc, visit)
             call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model), visit.tenant.name)
             rpc.id, rpc.ignored = call.request_id, call.ignored
@@ -94,11 +96,9 @@ class InferenceService:
             track = front.metrics.track(call.requests, visit.charge_output)
             async with self._live.running(call.request_id, visit.tenant.name):
                 vectors = await embedded(call, visit.source, track)
-            return pb.EmbedResponse(
-                request_id=call.request_id,
-                embeddings=[pb.Embedding(values=vector) for vector in vectors],
-                usage=usage_message(Usage(call.num_tokens, 0, 0)),
-            )
+            if has_many(vectors):
+                return await asyncio.to_thread(_embed_response, call, vectors)
+            return _embed_response(call, vectors)
 
     async def Abort(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         """End a running request of the same tenant."""
@@ -224,6 +224,14 @@ def _built(kind: _Kind, fields: Mapping[str, Any], model: ServedModel) -> tuple[
     """Check and tokenize a request."""
     call = kind.parse(fields, model)
     return call, build_requests(call, model)
+
+
+def _embed_response(call: EmbeddingCall, vectors: Sequence[Vector]) -> pb.EmbedResponse:
+    return pb.EmbedResponse(
+        request_id=call.request_id,
+        embeddings=[pb.Embedding(values=vector.tolist()) for vector in vectors],
+        usage=usage_message(Usage(call.num_tokens, 0, 0)),
+    )
 
 
 def _replica_load(view: ReplicaView, model_id: str) -> pb.ReplicaLoad:

@@ -48,22 +48,25 @@ class BatchRoutes:
         expiry = asked.output_expires_after
         seconds = None if expiry is None else expiry.seconds
         new = NewBatch(asked.input_file_id, asked.endpoint, asked.metadata, seconds)
-        record = await self._stored.run(lambda store: store.create_batch(new, call.tenant, call.most_stored))
+        record = await self._stored.run(
+            call.tenant, lambda store: store.create_batch(new, call.tenant, call.most_stored)
+        )
         self._stored.opened().tell(record)
         await call.reply(record.shown())
 
     async def _list(self, call: Call) -> None:
         asked = query_of(call.scope, BatchListFields)
         page = page_asked(asked.limit, MOST_BATCHES, USUAL_BATCHES, asked.after, BATCH_IDS)
-        await call.reply(listed(await self._stored.run(lambda store: store.batches.page(call.tenant, page))))
+        found = await self._stored.run(call.tenant, lambda store: listed(store.batches.page(call.tenant, page)))
+        await call.reply(found)
 
     async def _one(self, call: Call) -> None:
-        record = await self._stored.run(lambda store: store.batch(call.id, call.tenant))
+        record = await self._stored.run(call.tenant, lambda store: store.batch(call.id, call.tenant))
         await call.reply(record.shown())
 
     async def _cancel(self, call: Call) -> None:
         checked_fields(NoFields, await self._fields(call))
-        record = await self._stored.run(lambda store: store.cancel_batch(call.id, call.tenant))
+        record = await self._stored.run(call.tenant, lambda store: store.cancel_batch(call.id, call.tenant))
         await call.reply(record.shown())
 
     async def _fields(self, call: Call) -> Mapping[str, Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from msgspec import json
-
 from cluster.http.base_endpoint import Endpoint, Incoming
 from cluster.http.exchange import Answer
-from cluster.openai.embeddings import answer_body, embedded, embedding_call
+from cluster.openai.embeddings import embedded, embedding_call, whole_answer
 
 
 class EmbeddingsEndpoint(Endpoint):
@@ -20,4 +18,4 @@ class EmbeddingsEndpoint(Endpoint):
         await visit.charge_prompt(call.num_tokens)
         track = front.metrics.track(call.requests, visit.charge_output)
         vectors = await embedded(call, visit.source, track)
-        await answer.json(200, json.encode(answer_body(call, vectors, front.model_id)))
+        await answer.json(200, await whole_answer(call, vectors, front.model_id))

@@ -70,10 +70,13 @@ class Stored:
     store: Store | None
     threads: FileThreads
 
-    async def run(self, work: Callable[[Store], T]) -> T:
-        """Return what `work` makes of the store, in a thread. Raises `ApiError`, also where nothing is kept."""
+    async def run(self, tenant: str, work: Callable[[Store], T]) -> T:
+        """Return what `work` makes of the store, in a thread. Raises `ApiError`, also where nothing is kept.
+
+        tenant: who asks.
+        """
         store = self.opened()
-        return await self.threads.run(lambda: work(store))
+        return await self.threads.run(lambda: work(store), tenant)
 
     def opened(self) -> Store:
         """Return the store; raises `ApiError` where nothing is kept."""

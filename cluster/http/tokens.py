@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec import json
+from msgspec import Raw, json
 
 from cluster.http.base_endpoint import Endpoint, Incoming, Services
 from cluster.http.exchange import Answer
@@ -23,6 +23,7 @@ from cluster.openai.served_model import ServedModel
 from engine.errors import InvalidRequestError
 
 Work = Callable[[Mapping[str, Any], ServedModel, Hints], dict[str, Any]]
+_ENCODED_AT_ONCE = 4096  # tokens: other threads get no turn while one long text is encoded
 REFUSED_TOKENIZE = {
     "chat_template": Refusal((), "the model's own template is used"),
     "mm_processor_kwargs": Refusal(),
@@ -51,6 +52,12 @@ def detokenize(fields: Mapping[str, Any], model: ServedModel, hints: Hints) -> d
     checked = checked_fields(DetokenizeFields, fields, hints=hints)
     refuse_other_models(checked.model or model.model_id, model)
     tokens = checked.tokens
+    if len(tokens) > model.max_model_len:
+        raise InvalidRequestError(
+            f"tokens may hold {model.max_model_len} ids, as this model's context does, not {len(tokens)}; send them "
+            "in parts",
+            "tokens",
+        )
     if tokens and not (min(tokens) >= 0 and max(tokens) < model.vocab_size):
         raise InvalidRequestError(f"tokens must be ids of this model (0 to {model.vocab_size - 1})", "tokens")
     return {"prompt": model.tokenizer.decode(tokens, skip_special_tokens=False)}
@@ -65,9 +72,19 @@ class TokensEndpoint(Endpoint):
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
         hints = Hints(incoming.front.model.strict_fields)
-        body = await self._worked(incoming, lambda fields, model: self._work(fields, model, hints))
+        body = await self._worked(incoming, lambda fields, model: _encoded(self._work(fields, model, hints)))
         incoming.tell_ignored(hints.names)
-        await answer.json(200, json.encode(body))
+        await answer.json(200, body)
+
+
+def _encoded(body: Mapping[str, Any]) -> bytes:
+    """Return a body whose lists may be of millions."""
+    return json.encode({name: _in_parts(value) if isinstance(value, list) else value for name, value in body.items()})
+
+
+def _in_parts(values: list[Any]) -> Raw:
+    parts = [values[start : start + _ENCODED_AT_ONCE] for start in range(0, len(values), _ENCODED_AT_ONCE)]
+    return Raw(b"[" + b",".join([json.encode(part)[1:-1] for part in parts]) + b"]")
 
 
 def _prompt_tokens(checked: TokenizeFields, model: ServedModel) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import numpy as np
+from msgspec import Raw, json
 from numpy.typing import NDArray
 
 from cluster.errors import ApiError
@@ -27,6 +28,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 MAX_AT_ONCE = 64  # inputs of one call that run at a time: one call must not fill the queues of all replicas
+MANY_NUMBERS = 32_768
 _MAX_SALT_BYTES = 256
 _NOTHING = SamplingParams(max_tokens=1)
 Vector = NDArray[np.float32]
@@ -131,12 +133,28 @@ async def _pooled(request: Request, source: TokenSource) -> tuple[float, ...]:
     raise RuntimeError("the token source ended without an embedding")
 
 
-def answer_body(call: EmbeddingCall, vectors: Sequence[Vector], model_id: str) -> dict[str, Any]:
-    """Return the body of the answer."""
-    encoded = [_base64(vector) if call.encoding == "base64" else vector.tolist() for vector in vectors]
-    data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(encoded)]
+async def whole_answer(call: EmbeddingCall, vectors: Sequence[Vector], model_id: str) -> bytes:
+    """Return the body of the answer, made beside the event loop where it holds many numbers."""
+    if has_many(vectors):
+        return await asyncio.to_thread(answer_body, call, vectors, model_id)
+    return answer_body(call, vectors, model_id)
+
+
+def has_many(vectors: Sequence[Vector]) -> bool:
+    """Whether writing all numbers of an answer takes milliseconds: worth a thread. It may take seconds."""
+    return sum([len(vector) for vector in vectors]) > MANY_NUMBERS
+
+
+def answer_body(call: EmbeddingCall, vectors: Sequence[Vector], model_id: str) -> bytes:
+    """Return the body of the answer, as JSON.
+
+    It is written vector by vector, for other threads get no turn while one long text is encoded.
+    """
+    encoded = (_base64(vector) if call.encoding == "base64" else vector.tolist() for vector in vectors)
+    data = [json.encode({"object": "embedding", "index": i, "embedding": one}) for i, one in enumerate(encoded)]
     usage = {"prompt_tokens": call.num_tokens, "total_tokens": call.num_tokens}
-    return {"object": "list", "data": data, "model": model_id, "usage": usage}
+    body = {"object": "list", "data": Raw(b"[" + b",".join(data) + b"]"), "model": model_id, "usage": usage}
+    return json.encode(body)
 
 
 def _base64(vector: Vector) -> str:

@@ -16,6 +16,7 @@ from cluster.errors import ApiError
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 THREADS = 3
+FILE_THREADS = 8
 MAX_WAITING = 256 * 2**20  # bytes of one tenant's requests that wait for a thread
 LONG_BODY = 16_384  # bytes from which on checking and tokenizing take milliseconds: worth a thread
 
@@ -128,17 +129,40 @@ class OffLoop:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(slots=True)
+class _Share:
+    """The threads that one tenant may have at a time. users: who have one, or wait for it."""
+
+    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(FILE_THREADS // 2))
+    users: int = 0
+
+
 class FileThreads:
-    """Threads that read and write files, so that a slow disk holds up nobody but who waits for it."""
+    """Threads that read and write files, so that a slow disk holds up nobody but who waits for it.
+
+    One tenant has half of them at most: whoever lists many files over and over holds up itself.
+    """
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="files")
+        self._threads = ThreadPoolExecutor(max_workers=FILE_THREADS, thread_name_prefix="files")
+        self._shares: dict[str, _Share] = {}
 
-    async def run(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T], tenant: str) -> T:
         """Return what `work` returns; raises `ApiError` where it raises `OSError`.
 
         Who is cancelled still waits for its end: no two threads are at one file.
         """
+        share = self._shares.setdefault(tenant, _Share())
+        share.users += 1
+        try:
+            async with share.free:
+                return await self._run(work)
+        finally:
+            share.users -= 1
+            if not share.users:
+                del self._shares[tenant]
+
+    async def _run(self, work: Callable[[], T]) -> T:
         task = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(task)

@@ -130,4 +130,4 @@ class DetokenizeFields(Fields):
     """`POST /detokenize`: tokens to text, special tokens included."""
 
     model: str | None = note("a name of a served model; may be left out where there is only one")
-    tokens: TokenIds = Field(description="token ids")
+    tokens: TokenIds = Field(description="token ids, as many as the model's context holds")

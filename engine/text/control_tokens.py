@@ -23,6 +23,8 @@ _MARKUP = re.compile(r"<\S+>|\[\S+\]")
 _SAID = ("content", "reasoning_content")
 _START = 3  # characters of a token that are looked for first: few tokens differ in them
 _MARKS = range(0xF0000, 0xFFFFE)  # characters for private use
+_MARK = re.compile(f"[{chr(_MARKS[0])}-{chr(_MARKS[-1])}]")
+_STRETCH = 1 << 16  # characters that are looked through at once: other threads get their turn in between
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,15 @@ class ControlTokens:
         """Return the conversation with what looks like control tokens broken, None if there is nothing of the kind.
 
         Raises `UnicodeEncodeError` for half of a surrogate pair, and `InvalidRequestError` naming `messages` for what
-        the tokenizer takes for a control token although it is written in another way.
+        the tokenizer takes for a control token although it is written in another way, and for text that leaves no
+        character to break one with.
         """
         texts = list(_texts([messages, options]))
         "".join(texts).encode()
         if not any(self._all.present(text) for text in texts):
             self._check_folded(texts)
             return None
-        mark = next(chr(code) for code in _MARKS if not any(chr(code) in text for text in texts))
+        mark = _free_mark(texts)
         told = [self._broken_message(message, mark) for message in messages]
         more = self._broken(options, mark, self._all)
         broken = list(_texts([told, more]))
@@ -128,6 +131,21 @@ class ControlTokens:
         if isinstance(value, list | tuple):
             return [self._broken(each, mark, finder) for each in value]
         return value
+
+
+def _free_mark(texts: Iterable[str]) -> str:
+    """Return the first mark that no text holds; looks through each once, whatever it holds."""
+    taken: set[str] = set()
+    for text in texts:
+        for start in range(0, len(text), _STRETCH):
+            taken.update(_MARK.findall(text, start, start + _STRETCH))
+    for code in _MARKS:
+        if chr(code) not in taken:
+            return chr(code)
+    raise InvalidRequestError(
+        f"messages hold all {len(_MARKS)} private characters of plane 15 beside a control token; leave one out",
+        "messages",
+    )
 
 
 def _texts(value: Any) -> Iterator[str]:

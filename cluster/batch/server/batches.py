@@ -137,6 +137,10 @@ class BatchStore:
                 elif batch_id not in found and self._is_stale(batch_id):
                     self._root.remove(_mark(batch_id))
 
+    def num_open(self, tenant: str) -> int:
+        """Return how many batches of a tenant have not ended, by their marks."""
+        return sum([BATCH_IDS.may_be_of(one, tenant) for one in self._root.names(OPEN)])
+
     def user_of(self, file_id: str, tenant: str) -> str | None:
         """Return the id of a tenant's batch that has not ended and uses a file, None where there is none.
 

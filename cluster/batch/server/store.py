@@ -15,6 +15,8 @@ from cluster.batch.server.objects import WINDOW_SECONDS, BatchRecord, StoredFile
 from cluster.batch.server.root import Draft, Root
 from cluster.errors import ApiError
 
+MOST_OPEN = 1000  # batches of one tenant that have not ended: a runner looks at all of them every second
+
 
 class OnCreated(Protocol):
     """Told of each new batch, on the event loop, once it is kept. Must not block or raise.
@@ -116,9 +118,12 @@ class Store:
     def create_batch(self, new: NewBatch, tenant: str, most: int | None = None) -> BatchRecord:
         """Keep a new batch. 404 for an input that the tenant does not have, 400 for one that is no input.
 
-        most: the tenant's quota of bytes, None = it has none; 413 where nothing is left for its output.
+        429 where `MOST_OPEN` of the tenant's have not ended. most: the tenant's quota of bytes, None = it has none;
+        413 where nothing is left for its output.
         """
         self._check_input(new.input_file_id, tenant)
+        if self.batches.num_open(tenant) >= MOST_OPEN:
+            raise _too_many_batches()
         if most is not None:
             self.room_left(tenant, most)
         batch_id = BATCH_IDS.new(tenant)
@@ -208,6 +213,11 @@ def storage_full(most: int) -> ApiError:
         "GET /v1/files lists them, DELETE /v1/files/ID makes room"
     )
     return ApiError("storage_quota_exceeded", message, status=413)
+
+
+def _too_many_batches() -> ApiError:
+    message = f"{MOST_OPEN} batches of this tenant have not ended; wait for the end of one, or cancel some"
+    return ApiError("too_many_batches", message, status=429, retry_after=60)
 
 
 def _no_file(file_id: str, param: str | None = None) -> ApiError:

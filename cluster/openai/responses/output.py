@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec import DecodeError, json
+from msgspec import DecodeError, Raw, json
 from typing_extensions import override
 
 from cluster.openai.deltas import PlacedLogprob
 from cluster.openai.tools.deltas import CallDelta
 
 Emit = Callable[..., None]
-Logprobs = Callable[[Sequence[PlacedLogprob]], list[dict[str, Any]]]
+Logprobs = Callable[[Sequence[PlacedLogprob]], list[Raw]]
 
 
 class OpenItem(ABC):
@@ -92,7 +92,7 @@ class MessageItem(TextItem):
     name = "output_text"
 
     def __init__(self, emit: Emit, index: int, logprobs: Logprobs) -> None:
-        self._entries: list[dict[str, Any]] = []
+        self._entries: list[Raw] = []
         self._logprobs = logprobs
         super().__init__(emit, index)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import json
+from msgspec import Raw, json
 
 from cluster.errors import ApiError
 from cluster.openai.deltas import Delta, PlacedLogprob, Usage
@@ -108,9 +108,9 @@ class ResponseWriter:
             self._items.append(self._open.item)
             self._open = None
 
-    def _logprobs(self, placed: Sequence[PlacedLogprob]) -> list[dict[str, Any]]:
-        entries: list[dict[str, Any]] = chat_logprobs(placed, self._tokenizer, self._top)["content"]
-        return entries
+    def _logprobs(self, placed: Sequence[PlacedLogprob]) -> list[Raw]:
+        """Encoded one by one as they come: the last events tell all of them again, and must not take long."""
+        return [Raw(_encode(entry)) for entry in chat_logprobs(placed, self._tokenizer, self._top)["content"]]
 
     def _emit(self, event: str, **fields: Any) -> None:
         if self._streaming:

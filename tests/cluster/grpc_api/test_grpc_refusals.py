@@ -11,6 +11,7 @@ from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
 from cluster.admission.tenancy import Tenancy
 from cluster.admission.tenant import Quota, Tenant
 from cluster.errors import STATUS_BY_CODE, ApiError
+from cluster.grpc_api.requests import parsed
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.status import status_code
@@ -18,7 +19,7 @@ from cluster.router.fleet import ReplicaView
 from cluster.router.models.registry import Models
 from cluster.telemetry.metrics import Metrics
 from cluster.wire.message_parts import Load
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InvalidRequestError
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc
 from tests.openai_app import MODEL, front_for, saying, served_model
@@ -162,6 +163,36 @@ async def test_a_field_of_a_newer_client_is_refused_and_not_dropped(model):
         inner = await raw(served, nested)
     assert (top.status, top.code, top.param) == (INVALID, "unknown_parameter", "127")
     assert (inner.status, inner.code, inner.param) == (INVALID, "unknown_parameter", "sampling.127")
+
+
+async def test_millions_of_fields_that_nobody_knows_cost_no_time_and_need_no_key(model):
+    """Each of them would be an object. `Health` has no key, and is answered on the event loop."""
+    body = b"\xa8\x06\x01" * 1_390_000
+    began = time.thread_time()
+    with pytest.raises(InvalidRequestError, match="HealthRequest has fields that this server does not know"):
+        parsed(pb.HealthRequest, body)
+    assert time.thread_time() - began < 0.25
+    async with serving_grpc(saying(model, "a"), model, door(a=Quota()), limit=len(body)) as served:
+        refusal = await raw(served, body, "Health")
+    assert (refusal.status, refusal.code, refusal.param) == (INVALID, "unknown_parameter", None)
+
+
+async def test_lists_within_lists_hold_so_many_messages_together(model):
+    """Two bytes each, they would take 250 times their size in memory."""
+    calls = [pb.ToolCall()] * 4096
+    request = chat(*["x"] * 16)
+    for message in request.messages:
+        message.tool_calls.extend(calls)
+    async with serving_grpc(saying(model, "a"), model, limit=10**6) as served:
+        refusal = await refusal_of(served.stub.Chat(request))
+    assert (refusal.status, refusal.param) == (INVALID, "messages[15].tool_calls")
+
+
+@pytest.mark.parametrize("schema", ['{"\\ud800": 1}', '{"a":' * 900 + "1" + "}" * 900], ids=["surrogate", "nested"])
+async def test_schemas_are_read_as_http_reads_them(model, schema):
+    async with serving_grpc(saying(model, "a"), model) as served:
+        refusal = await refusal_of(served.stub.Chat(chat("hi", tools=[pb.Tool(name="f", parameters=schema)])))
+    assert (refusal.status, refusal.code, refusal.param) == (INVALID, "invalid_json", "tools[0].parameters")
 
 
 @pytest.mark.parametrize(("over", "accepted"), [(-1, True), (0, True), (1, False)])

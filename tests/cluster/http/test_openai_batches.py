@@ -9,7 +9,7 @@ import time
 import openai
 import pytest
 
-from cluster.batch.server import changes
+from cluster.batch.server import changes, store
 from cluster.batch.server.changes import Outcome
 from cluster.batch.server.objects import BatchUsage, LineError, RequestCounts
 from cluster.batch.server.root import open_root
@@ -190,6 +190,26 @@ async def test_a_wrong_query_is_refused_by_name(app, given, param):
     async with client_for(app) as client:
         answer = await client.get("/v1/batches", params=given)
     assert code_of(answer)[::2] == (400, param)
+
+
+async def test_so_many_batches_of_a_tenant_may_be_open(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MOST_OPEN", 2)
+    async with client_for(storing_app(model, tmp_path, tenancy=two_tenants())) as client:
+
+        async def create(key):
+            of = {"authorization": f"Bearer {key}"}
+            file = (await client.post("/v1/files", content=upload_form(), headers={**FORM, **of})).json()
+            return await client.post("/v1/batches", json={**BATCH, "input_file_id": file["id"]}, headers=of)
+
+        made = [await create("sk-a") for _ in range(3)]
+        assert [one.status_code for one in made] == [200, 200, 429]
+        error = made[-1].json()["error"]
+        assert (error["code"], error["retryable"], made[-1].headers["retry-after"]) == (
+            "too_many_batches",
+            True,
+            "60",
+        )
+        assert (await create("sk-b")).status_code == 200
 
 
 async def test_the_usual_page_has_twenty(app):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import get_args
@@ -14,7 +15,8 @@ from openai.types import CreateEmbeddingResponse
 
 from cluster.config import POOLINGS, parse_config
 from cluster.errors import ApiError
-from cluster.openai.embeddings import MAX_AT_ONCE
+from cluster.openai import embeddings
+from cluster.openai.embeddings import MAX_AT_ONCE, answer_body
 from cluster.openai.served_model import matryoshka_of
 from cluster.telemetry.metrics import Metrics
 from cluster.token_source import TokenChunk
@@ -30,6 +32,9 @@ class Pools:
         self.requests, self.error, self.fail_at = [], error, fail_at
         self.running, self.most, self.closed = 0, 0, 0
 
+    def state(self, ids):
+        return (float(len(ids)), ids[0], ids[-1], 1.0)
+
     async def generate(self, request, context=None) -> AsyncIterator[TokenChunk]:
         self.requests.append(request)
         self.running += 1
@@ -39,7 +44,7 @@ class Pools:
                 raise self.error
             await asyncio.sleep(0)
             ids = request.prompt_token_ids
-            yield TokenChunk(0, (), finish_reason="stop", embedding=(float(len(ids)), ids[0], ids[-1], 1.0))
+            yield TokenChunk(0, (), finish_reason="stop", embedding=self.state(ids))
         finally:
             self.running -= 1
             self.closed += 1
@@ -172,6 +177,30 @@ async def test_another_model_is_not_found(model):
     async with client_for(app_for(Pools(), model)) as client:
         answer = await client.post("/v1/embeddings", json={"model": "other", "input": "a"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+class Wide(Pools):
+    """States of many numbers."""
+
+    def state(self, ids):
+        return tuple(float(i % 7) for i in range(4096))
+
+
+@pytest.mark.parametrize(("inputs", "beside"), [(1, False), (9, True)])
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+async def test_answers_of_many_numbers_are_written_beside_the_event_loop(
+    model, monkeypatch, encoding, inputs, beside
+):
+    threads = []
+
+    def watched(*args):
+        threads.append(threading.current_thread())
+        return answer_body(*args)
+
+    monkeypatch.setattr(embeddings, "answer_body", watched)
+    answer = await post(Wide(), model, input=["a"] * inputs, encoding_format=encoding)
+    assert [one["index"] for one in answer.json()["data"]] == list(range(inputs))
+    assert [thread is not threading.main_thread() for thread in threads] == [beside]
 
 
 async def test_one_failing_input_ends_the_whole_call(model):

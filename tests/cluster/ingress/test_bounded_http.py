@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 
 from cluster.ingress import bounded_http
-from cluster.ingress.bounded_http import MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttp
+from cluster.ingress.bounded_http import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS, BoundedHttp
 
 SOON = 0.3  # seconds, in place of the product's 20
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -154,6 +154,38 @@ async def test_an_answer_under_way_is_not_cut_by_a_slow_next_request(soon) -> No
         assert (await reader.readuntil(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
     writer.close()
+
+
+async def under_way(listening, following: bytes) -> bytes:
+    """All that comes after a request whose answer is under way when the others come."""
+    reader, writer = await listening.open()
+    writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        while listening.asked != ["/slow"]:
+            await asyncio.sleep(0.01)
+        writer.write(following)
+        await asyncio.sleep(0.1)
+        listening.release.set()
+        try:
+            return await reader.read()
+        except ConnectionResetError:  # closed with more to read
+            return b""
+        finally:
+            writer.close()
+
+
+async def test_so_many_requests_may_come_ahead_of_an_answer(soon) -> None:
+    told = await under_way(soon, (GET + b"\r\n") * MAX_AHEAD)
+    assert told.count(b"HTTP/1.1 200 OK\r\n") == MAX_AHEAD + 1
+
+
+async def test_requests_without_end_ahead_of_an_answer_are_not_kept(usual) -> None:
+    assert await under_way(usual, (GET + b"\r\n") * 5000) == b""
+    assert usual.asked == ["/slow"]
+
+
+async def test_what_is_no_http_is_not_told_in_the_middle_of_an_answer(usual) -> None:
+    assert await under_way(usual, b"\x00\x01\r\n\r\n") == b""
 
 
 async def test_a_slow_body_has_the_apps_limit_and_no_other(soon) -> None:

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from cluster.errors import ApiError
-from cluster.openai.off_loop import LONG_BODY, OffLoop
+from cluster.openai.off_loop import FILE_THREADS, LONG_BODY, FileThreads, OffLoop
 
 
 class Jobs:
@@ -112,3 +112,19 @@ async def test_an_error_of_the_work_is_the_callers():
             await off_loop.run(LONG_BODY, fail, "a")
     assert await off_loop.run(1, lambda: threading.current_thread()) is threading.main_thread()
     off_loop.close()
+
+
+async def test_a_tenant_that_is_at_many_files_leaves_threads_to_others(jobs):
+    threads = FileThreads()
+    greedy = [asyncio.create_task(threads.run(jobs(f"greedy {i}"), "greedy")) for i in range(2 * FILE_THREADS)]
+    await until(lambda: len(jobs.begun) == FILE_THREADS // 2)
+    meek = asyncio.create_task(threads.run(jobs("meek"), "meek"))
+    await until(lambda: "meek" in jobs.begun)
+    greedy[-1].cancel()  # it waits for its turn
+    for event in jobs.ended.values():
+        event.set()
+    assert await meek == "meek"
+    await asyncio.gather(*greedy, return_exceptions=True)
+    assert len(jobs.begun) == 2 * FILE_THREADS
+    assert not threads._shares
+    threads.close()

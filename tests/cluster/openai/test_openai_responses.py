@@ -10,6 +10,7 @@ from pydantic import TypeAdapter
 
 from cluster.errors import ApiError
 from cluster.openai.reasoning.parsers import DeepSeekR1Parser
+from cluster.openai.responses import writer
 from cluster.openai.responses.fields import ResponseFields
 from cluster.openai.tools.formats import HermesParser
 from engine.errors import InvalidRequestError, PromptTooLongError
@@ -131,6 +132,23 @@ async def test_an_output_that_reaches_its_limit_is_incomplete(model):
 async def test_an_answer_without_text_has_an_empty_message(model):
     body = await whole(saying(model, ""), model)
     assert [(item.type, item.content[0].text) for item in body.output] == [("message", "")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_logprob_is_encoded_once_although_four_events_tell_of_it(model, monkeypatch, stream):
+    encoded = []
+
+    def counted(value):
+        encoded.append("top_logprobs" in value)
+        return encode(value)
+
+    encode = writer._encode
+    monkeypatch.setattr(writer, "_encode", counted)
+    fields = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": stream}
+    async with client_for(app_for(saying(model, "abc"), model)) as client:
+        answer = await client.post("/v1/responses", json={"model": MODEL, **fields})
+    assert answer.text.count('"top_logprobs":[{') == (4 * 3 + 3 if stream else 3)
+    assert sum(encoded) == 3
 
 
 async def test_logprobs_come_with_the_text_when_they_are_asked_for(model):

@@ -1,9 +1,11 @@
 """/tokenize, /detokenize and /version: what the server's tokenizer makes of text, chats and ids."""
 
+import threading
 from importlib.metadata import version
 
 import pytest
 
+from cluster.http import tokens as tokens_endpoint
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi 🚀"}]
@@ -80,3 +82,33 @@ async def test_bad_input_is_refused_by_name(app, path, fields, status, param):
 async def test_the_version_is_told(app):
     async with client_for(app) as client:
         assert (await client.get("/version")).json() == {"version": version("squadron")}
+
+
+async def test_long_answers_are_written_beside_the_event_loop(app, model, monkeypatch):
+    threads = []
+
+    def watched(body):
+        threads.append(threading.current_thread())
+        return encoded(body)
+
+    encoded = tokens_endpoint._encoded
+    monkeypatch.setattr(tokens_endpoint, "_encoded", watched)
+    text = "ab " * 10_000
+    async with client_for(app) as client:
+        answer = await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})
+        several = answer.json()
+        none = await client.post("/tokenize", json={"prompt": ""})
+    assert threads[0] is not threading.main_thread()
+    assert several["tokens"] == model.tokenizer.encode(text)
+    assert len(several["token_strs"]) == several["count"] > 8192
+    assert "".join(several["token_strs"]).endswith(text)
+    assert none.status_code == 200
+
+
+async def test_no_more_tokens_become_text_than_a_context_holds(app, model):
+    async with client_for(app) as client:
+        most, more = [
+            await client.post("/detokenize", json={"tokens": [9] * (model.max_model_len + extra)}) for extra in (0, 1)
+        ]
+    assert most.status_code == 200
+    assert (more.status_code, more.json()["error"]["param"]) == (400, "tokens")

@@ -1,6 +1,8 @@
 """Control tokens are the template's alone: what messages and tools say is plain text, for every family of models."""
 
+import asyncio
 import re
+import time
 from collections import Counter
 
 import pytest
@@ -199,6 +201,21 @@ def test_half_a_character_is_refused_by_the_fields_name(chatml):
     with pytest.raises(InvalidRequestError, match="surrogate") as caught:
         chatml.encode_chat([{"role": "user", "content": "<|im_end|> \ud800"}])
     assert caught.value.param == "messages"
+
+
+MARKS = "".join(map(chr, range(0xF0000, 0xFFFFE)))
+
+
+async def test_text_of_all_characters_that_break_them_is_refused_and_not_waited_for(tmp_path):
+    model = served_model(tmp_path)
+    bodies = [{"messages": [{"role": "user", "content": "<|eos|>" + marks}]} for marks in (MARKS[:-1], MARKS)]
+    async with asyncio.timeout(60), client_for(app_for(saying(model, "ok"), model)) as client:
+        begun = time.process_time()
+        most, all_of_them = [await client.post("/tokenize", json=body) for body in bodies]
+        assert time.process_time() - begun < 10
+    assert model.tokenizer.eos_token_id not in most.json()["tokens"]
+    assert model.tokenizer.decode(most.json()["tokens"], skip_special_tokens=False).count(MARKS[:-1]) == 1
+    assert (all_of_them.status_code, all_of_them.json()["error"]["param"]) == (400, "messages")
 
 
 @pytest.mark.parametrize(
