@@ -31,7 +31,7 @@ from engine.grammar.schema_kinds import (
     same,
     types_of,
 )
-from engine.grammar.string_rules import string_pattern
+from engine.grammar.string_rules import counted_class, string_pattern
 
 NOTHING = ""  # no rule: nothing matches
 _QUOTE = literal('"')
@@ -165,6 +165,9 @@ class _Converter:
         if pattern is None:
             return json_text.string(self._rules, schema.get("minLength", 0), schema.get("maxLength"))
         try:
+            counted = counted_class(pattern, self._rules)
+            if counted is not None:
+                return counted
             found = convert(pattern, json_text.spell_in_string, self._rules)
         except InvalidRequestError as error:
             refuse(at + "/pattern", str(error), error.code)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.grammar.charset import JSON_ESCAPED, JSON_PLAIN, Ranges, complement, intersection, single, union
+from engine.grammar.counted import counted_string
 from engine.grammar.ebnf import Rules, char_class, either, literal, repeat
 
 _SHORT = {'"': '\\"', "\\": "\\\\", "\b": "\\b", "\f": "\\f", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -43,15 +44,10 @@ def spell_raw(characters: Ranges) -> str:
 
 
 def string(rules: Rules, least: int = 0, most: int | None = None) -> str:
-    """Return the rule of a string of `least` to `most` characters, without escapes where they are counted.
-
-    xgrammar knows beforehand which tokens a counted class allows, and tries each token where it counts anything else:
-    4 us and 88 ms for a mask over a vocabulary of 128,000.
-    """
-    counted = (least, most) != (0, None)
-    return rules.add(
-        f"{literal(chr(34))} {repeat(char_class(JSON_PLAIN) if counted else CHAR, least, most)} {literal(chr(34))}"
-    )
+    """Return the rule of a string of `least` to `most` characters, without escapes where they are counted."""
+    if (least, most) == (0, None):
+        return rules.add(f"{literal(chr(34))} {repeat(CHAR, 0, None)} {literal(chr(34))}")
+    return counted_string(rules, JSON_PLAIN, least, most)
 
 
 def constant(value: Any) -> str:

@@ -60,6 +60,18 @@ def convert(pattern: str, spell: Callable[[Ranges], str], rules: Rules) -> Patte
     return _Parser(pattern, spell, rules).parse()
 
 
+def characters(pattern: str) -> Ranges:
+    """Return the characters that `pattern`, of one character, matches. Raises `InvalidRequestError` as `convert`."""
+    found: list[Ranges] = []
+
+    def noted(ranges: Ranges) -> str:
+        found.append(ranges)
+        return ""
+
+    convert(pattern, noted, Rules())
+    return found[0]
+
+
 class _Parser:
     def __init__(self, pattern: str, spell: Callable[[Ranges], str], rules: Rules) -> None:
         self._text = pattern

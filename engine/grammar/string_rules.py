@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
+from engine.grammar.charset import JSON_PLAIN, intersection
+from engine.grammar.counted import counted_string
+from engine.grammar.ebnf import Rules
 from engine.grammar.formats import LENGTHS, format_pattern
 from engine.grammar.keywords import FORMATS
+from engine.grammar.regex import MAX_REPEAT, characters
 from engine.grammar.schema_check import refuse
+from engine.grammar.xgr_classes import read_as_one
 
 # With look-around, which no grammar has: all texts of the format match them. Source: JSON schemas made by zod 4.
 _AS_FORMAT: Final = {
@@ -16,6 +21,7 @@ _AS_FORMAT: Final = {
     "^P(?:(\\d+W)|(?!.*W)(?=\\d|T\\d)(\\d+Y)?(\\d+M)?(\\d+D)?"
     "(T(?=\\d)(\\d+H)?(\\d+M)?(\\d+([.,]\\d+)?S)?)?)$": "duration",
 }
+FEW = 25  # characters that are counted one by one, and may be escapes
 # One class of characters, repeated: its counts can be clipped.
 _ONE_CLASS = re.compile(r"\^(\[\^?(?:[^\[\]\\]|\\.)+\]|\\[dwsDWS]|\.)(?:([*+])|\{(\d{1,6})(,(\d{0,6}))?\})\$")
 
@@ -40,6 +46,22 @@ def string_pattern(schema: dict[str, Any], at: str) -> str | None:
     if found is None:
         refuse(at, f"pattern and {length} together cannot be enforced", "not_supported")
     return found
+
+
+def counted_class(pattern: str, rules: Rules) -> str | None:
+    """Return the rule of a string by a pattern of one class of characters that is counted far, without escapes.
+
+    None where `pattern` is another one. Raises `InvalidRequestError` where the class cannot be read.
+    """
+    found = _ONE_CLASS.fullmatch(pattern)
+    if found is None or not found[3]:
+        return None
+    least = int(found[3])
+    most = least if not found[4] else int(found[5]) if found[5] else None
+    if not FEW < max(least, most or 0) <= MAX_REPEAT or (most is not None and most < least):
+        return None
+    plain = intersection(characters(f"^{found[1]}$"), JSON_PLAIN)
+    return counted_string(rules, plain, least, most) if read_as_one(plain) else None
 
 
 def _clipped(pattern: str, least: int, most: int | None) -> str | None:

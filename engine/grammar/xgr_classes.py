@@ -43,6 +43,11 @@ def truthful(grammar: str, inner: Ranges = ASCII) -> str:
     return "\n".join([text, *added, ""]) if added else text
 
 
+def read_as_one(ranges: Ranges) -> bool:
+    """Return whether `truthful` leaves a class of these characters a class, whatever the tokens are."""
+    return len(_options(ranges, ASCII)) == 1
+
+
 class _Writer:
     def __init__(self, prefix: str, inner: Ranges) -> None:
         self.rules: dict[str, str] = {}  # body -> name
