@@ -159,7 +159,7 @@ def _unknown_bytes(message: Message) -> int:
     """Return the bytes of all fields that are not known here, wherever they are. Makes no object for any."""
     known = type(message)()
     known.CopyFrom(message)
-    known.DiscardUnknownFields()  # type: ignore[no-untyped-call]
+    known.DiscardUnknownFields()
     return message.ByteSize() - known.ByteSize()
 
 
