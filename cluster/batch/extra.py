@@ -1,4 +1,4 @@
-"""Libraries that only some batches need; `pip install squadron[data]` brings them."""
+"""Libraries that only some batches need; `pip install '.[data]'` brings them."""
 
 from __future__ import annotations
 
@@ -14,4 +14,5 @@ def extra_library(module: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = error.name or module
-        raise InputError(f"{what} needs {missing}, which is not here: pip install 'squadron[data]'") from error
+        remedy = "pip install '.[data]' in Squadron's folder"
+        raise InputError(f"{what} needs {missing}, which is not here: {remedy}") from error

@@ -79,4 +79,5 @@ def _attention(report: Mapping[str, Any]) -> Finding:
     found = [name for name, there in (("flash-attn", "flash_attn"), ("triton", "triton")) if report[there]]
     if found:
         return ok("attention", f"{' and '.join(found)} installed")
-    return warning("attention", "neither triton nor flash-attn: slow on GPUs", "pip install 'squadron[gpu]'")
+    remedy = "pip install '.[gpu]' in Squadron's folder"
+    return warning("attention", "neither triton nor flash-attn: slow on GPUs", remedy)

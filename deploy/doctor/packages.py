@@ -18,7 +18,8 @@ from deploy.doctor.finding import Finding, fix, ok, warning
 OURS = ("parallel", "engine", "cluster", "deploy")
 DISTRIBUTION = "squadron"
 TOLD = ("ray", "torch", "transformers")  # those whose version gets a line of its own
-REINSTALL = "pip install --force-reinstall --no-deps squadron"
+# From its folder: the name on the public index belongs to another project.
+REINSTALL = "pip install --force-reinstall --no-deps . in Squadron's folder"
 
 
 def check_versions() -> list[Finding]:
@@ -30,7 +31,7 @@ def check_versions() -> list[Finding]:
             warning(
                 DISTRIBUTION,
                 "it is not installed, so nothing says which versions it needs",
-                "pip install . in its folder",
+                "pip install . in Squadron's folder",
             )
         ]
     asked = str(facts["Requires-Python"] or "")

@@ -31,7 +31,9 @@ class Vocabulary:
             self.library: Any = importlib.import_module("xgrammar")
         except ModuleNotFoundError as error:
             raise InvalidRequestError(
-                "structured output needs the extra: pip install squadron[structured]", "structured", "not_supported"
+                "structured output needs xgrammar: pip install '.[structured]' in Squadron's folder",
+                "structured",
+                "not_supported",
             ) from error
         self.size = len(tokens)
         self.num_words = -(-len(tokens) // 32)  # of a mask

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from cluster.http.tracing import RouterTracing
     from cluster.telemetry.tracing.engine_spans import EngineSpans
 
-EXTRA = "pip install 'squadron[otel]'"
+EXTRA = "pip install '.[otel]' in Squadron's folder"
 
 
 def router_tracing(config: ClusterConfig, router_id: str) -> RouterTracing | None:

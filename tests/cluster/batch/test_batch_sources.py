@@ -246,7 +246,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(extra.importlib, "import_module", missing)
     path = written(tmp_path / "a.jsonl.zst", zst(b'{"x":1}\n'))
     message = refused(path)
-    assert "pip install 'squadron[data]'" in message and "zstandard" in message and str(path) in message
+    assert "pip install '.[data]' in Squadron's folder" in message and "zstandard" in message and str(path) in message
 
 
 # --- Where files lie

@@ -255,7 +255,7 @@ def test_folder_that_is_missing_and_package_that_is_missing_are_told(monkeypatch
         router_tracing(config, "r")
     config = parse_config({"model": "demo", "otlp_traces_endpoint": "http://localhost:4318"})
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* is not installed.*squadron\[otel\]"):
+    with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* is not installed.*'\.\[otel\]'"):
         replica_spans(config, "a")
 
 
