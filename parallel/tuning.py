@@ -104,24 +104,48 @@ class OneDNN:
 
 
 @torch.inference_mode()
-def row_counts(packed: PackedLinear, weight: Tensor) -> tuple[int, ...]:
+def row_counts(
+    packed: PackedLinear, weight: Tensor, pack: Callable[[Tensor], PackedLinear] = PackedLinear
+) -> tuple[int, ...]:
     """Return how many rows `packed`, made of `weight`, may multiply at once for a row to keep its bits. () is any.
 
+    The answer is one of shape and dtype: in place of a weight that is not wide another is tried, made by `pack`.
     Seen on a Xeon with AMX (oneDNN of torch 2.13): bfloat16 rows of 768 and 2,048 round by how many there are.
     """
-    wide = weight.numel() >= WIDE_WEIGHT
+    wide = weight.numel() >= WIDE_WEIGHT  # with so many sums some differ whatever is rounded away
     tried = TRIED_COUNTS_WIDE if wide else TRIED_COUNTS
-    x = torch.randn(2 * tried[-1], weight.shape[1], dtype=weight.dtype)
+    made = _random_rows if wide else _rows_that_sum_to_nothing
+    if not wide:
+        packed = pack(_rows_that_sum_to_nothing(weight.shape[0], weight.shape[1], weight.dtype, -1.0))
+    x = made(2 * tried[-1], weight.shape[1], weight.dtype)
     among = packed.apply(x, None)
     if all(_same_bits(packed, x, among, count) for count in tried):
         return ()
-    x = torch.randn(ROW_COUNTS[-1], weight.shape[1], dtype=weight.dtype)
+    x = made(ROW_COUNTS[-1], weight.shape[1], weight.dtype)
     # One size that is the same at every place is enough; the others only spare work where they agree with it.
     for chosen in (PACKING_ROWS, *ROW_COUNTS):
         alike = torch.cat([packed.apply(rows, None) for rows in x.split(chosen)])
         if _same_bits(packed, x, alike, chosen):
             return tuple(count for count in ROW_COUNTS if count == chosen or _same_bits(packed, x, alike, count))
     return (1,)
+
+
+def _random_rows(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, width, dtype=dtype)
+
+
+def _rows_that_sum_to_nothing(rows: int, width: int, dtype: torch.dtype, sign: float = 1.0) -> Tensor:
+    """Return rows, [rows, width], each value of which is there twice, the second time times `sign`.
+
+    A product of such rows, with `sign` 1, by such a weight, with -1, is 0 but for what rounding leaves of it: two
+    orders of the sum leave other bits, of which bfloat16 keeps the leading ones. Of a product that is not near 0 it
+    rounds them away, in all but a few sums of thousands.
+    """
+    half = torch.randn(rows, width // 2, dtype=dtype)
+    whole = torch.cat((half, half * sign, torch.zeros(rows, width % 2, dtype=dtype)), dim=1)
+    # By the same order in rows and weights the two of a pair stand apart: side by side they would cancel at once.
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(width))
+    return whole[:, order]
 
 
 def _same_bits(packed: PackedLinear, x: Tensor, expected: Tensor, count: int) -> bool:
