@@ -239,7 +239,7 @@ def test_closing_ends_a_compile_and_refuses_what_waits(hanging):
 def test_without_the_extra_the_refusal_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     one = GrammarService(lambda: WORDS, [END])
-    with pytest.raises(InvalidRequestError, match=r"squadron\[structured\]") as caught:
+    with pytest.raises(InvalidRequestError, match=r"pip install '\.\[structured\]'") as caught:
         one.compile(QUICK)
     one.close()
     assert (caught.value.param, caught.value.code) == ("structured", "not_supported")
