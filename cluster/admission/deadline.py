@@ -1,4 +1,4 @@
-"""How long a client is willing to wait.
+"""How long a client is willing to wait, and the timers that end what takes longer.
 
 A deadline is a moment on the event loop's clock, which never jumps; between processes only the remaining seconds
 travel.
@@ -6,11 +6,15 @@ travel.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
 
 from cluster.errors import ApiError
 from engine.scheduler.scheduler import DEADLINE_EXCEEDED
+
+T = TypeVar("T", bound=Hashable)
 
 HEADER = "x-request-timeout-seconds"
 LONGEST = 604_800  # seconds, a week: more is a slip of the pen
@@ -44,3 +48,23 @@ def before_the_proxy(seconds: float) -> float:
 def deadline_exceeded(message: str = "the request's deadline passed before it was complete") -> ApiError:
     """Return the error of a request that ran out of the time that its client gave it."""
     return ApiError(DEADLINE_EXCEEDED, message)
+
+
+class DeadlineTimers(Generic[T]):
+    """One timer for each item that has a deadline; `expire` is called with it then. On one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[T], None]) -> None:
+        self._loop = loop
+        self._expire = expire
+        self._timers: dict[T, asyncio.TimerHandle] = {}
+
+    def watch(self, item: T, deadline: float | None) -> None:
+        """Follow an item. deadline: on the loop's clock, None = it has none."""
+        if deadline is not None:
+            self._timers[item] = self._loop.call_at(deadline, self._expire, item)
+
+    def forget(self, item: T) -> None:
+        """Follow an item no longer."""
+        timer = self._timers.pop(item, None)
+        if timer is not None:
+            timer.cancel()

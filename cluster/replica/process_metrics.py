@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from prometheus_client.core import Metric
 
 from cluster.replica.core import ReplicaCore
-from cluster.router.cost_metrics import account_metrics
-from cluster.telemetry.engine import engine_metrics
+from cluster.telemetry.engine import account_metrics, engine_metrics
 from cluster.telemetry.ranks import memory_metric
 from cluster.telemetry.samples import family_of
 

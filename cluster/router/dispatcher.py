@@ -7,14 +7,13 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
 
-from cluster.admission.deadline import deadline_exceeded
+from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
 from cluster.admission.figures import QueueFigures, together
 from cluster.admission.room import ReplicaRoom
 from cluster.errors import ApiError
 from cluster.router.attempts import Attempts
 from cluster.router.blame import Blame
 from cluster.router.counters import DispatcherCounters
-from cluster.router.deadline_timers import DeadlineTimers
 from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.fleet import Fleet, ReplicaView
 from cluster.router.inquiries import Explanation, Inquiries, explanation
@@ -292,7 +291,7 @@ class Dispatcher:
         if request.deadline is not None and request.deadline <= self._loop.time():
             raise deadline_exceeded("the request's deadline passed before it could start")
         live = LiveRequest(TokenLog(request, context.fingerprint), self._loop.time(), context)
-        self._deadlines.watch(live)
+        self._deadlines.watch(live, live.log.request.deadline)
         self._live[request.request_id] = live
         self._quiet.clear()
         self.counters.accepted += 1

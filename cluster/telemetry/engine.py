@@ -1,4 +1,4 @@
-"""Figures of replicas' engines: in each replica of its own, in a router of all as they last told them."""
+"""Figures and accounts of replicas' engines: in each replica its own, in a router all as they last told them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client.core import Metric
 
 from cluster.telemetry.samples import Labels, family_of
+from cluster.wire.message_parts import Costs, Usage
 from engine.report import EngineStats
 
 _READ: Mapping[str, Callable[[EngineStats], float]] = {
@@ -19,6 +20,10 @@ _READ: Mapping[str, Callable[[EngineStats], float]] = {
     "num_preemptions": lambda stats: stats.preemptions,
     "engine_prompt_tokens": lambda stats: stats.prompt_tokens,
     "engine_generation_tokens": lambda stats: stats.generated_tokens,
+}
+_UNITS: Mapping[str, Callable[[Usage], float]] = {
+    "device_seconds": lambda used: used.device_seconds,
+    "kv_block_seconds": lambda used: used.block_seconds,
 }
 
 
@@ -37,3 +42,21 @@ def engine_metrics(model_name: str, engines: Mapping[str, EngineStats]) -> Itera
 def _blocks(stats: EngineStats) -> Mapping[str, int]:
     free, cached = stats.kv_blocks_free, stats.kv_blocks_cached
     return {"free": free, "cached": cached, "held": stats.kv_blocks_total - free - cached}
+
+
+def account_metrics(model_name: str, accounts: Mapping[str, Costs]) -> Iterable[Metric]:
+    """Yield the accounts of a model's replicas, by replica."""
+    for unit, read in _UNITS.items():
+        used = {(model_name, replica): costs for replica, costs in accounts.items()}
+        yield family_of(unit, {labels: read(costs.total) for labels, costs in used.items()})
+        yield family_of(f"idle_{unit}", {labels: read(costs.idle) for labels, costs in used.items()})
+        tenants: dict[Labels, float] = {
+            (*labels, name): read(usage) for labels, costs in used.items() for name, usage in costs.tenants.items()
+        }
+        yield family_of(f"tenant_{unit}", tenants)
+    compiled: dict[Labels, float] = {
+        (model_name, replica, name): seconds
+        for replica, costs in accounts.items()
+        for name, seconds in costs.grammars.items()
+    }
+    yield family_of("tenant_grammar_seconds", compiled)

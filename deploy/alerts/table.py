@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.router.request_metrics import FAULTS
+from cluster.router.metrics import FAULTS
 from cluster.wire.link import CLOSED, DRAINED, ENDS, PEER_ALIVE
 from deploy.alerts.alert import Alert
 from deploy.alerts.scope import EVERYTHING, Scope

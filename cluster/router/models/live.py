@@ -10,14 +10,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster.config import ClusterConfig
 from cluster.openai.served_model import ServedModel
 from cluster.router.app_body import ModelViews
-from cluster.router.cost_metrics import CostCollector
 from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.gate_start import dispatcher_config, fair_gate
+from cluster.router.metrics import CostCollector, RequestCollector
 from cluster.router.models.front import ModelFront
 from cluster.router.readiness import ready_body
 from cluster.router.request_log import LoggedSource
-from cluster.router.request_metrics import RequestCollector
 from cluster.router.routing.figures import RoutingCollector
 from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.token_source import TokenSource

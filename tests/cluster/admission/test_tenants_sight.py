@@ -17,7 +17,7 @@ from cluster.admission.tenancy import Tenancy
 from cluster.app_config import parse_app
 from cluster.config import NO_KEYS, parse_config
 from cluster.http.gate import OPEN_PATHS, SCRAPED_PATHS
-from cluster.router.cost_metrics import account_metrics
+from cluster.telemetry.engine import account_metrics
 from cluster.telemetry.families import FAMILIES
 from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
 from cluster.wire.message_parts import Costs, Usage

@@ -11,7 +11,7 @@ from cluster.admission.fair_gate import FairGate
 from cluster.admission.tenancy import Tenancy
 from cluster.admission.tenant import Tenant
 from cluster.replica.facts import ReplicaTimes
-from cluster.router.cost_metrics import CostCollector
+from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
 from cluster.wire.message_parts import Costs, Usage
 from cluster.wire.translation import costs_of

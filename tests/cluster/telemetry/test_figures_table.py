@@ -11,8 +11,8 @@ from cluster.admission.tenancy import Tenancy
 from cluster.config import parse_config
 from cluster.grpc_api.figures import GrpcFigures
 from cluster.router.counters import DispatcherCounters
+from cluster.router.metrics import RequestCollector
 from cluster.router.models.registry import Models
-from cluster.router.request_metrics import RequestCollector
 from cluster.router.tenant_metrics import TenantCollector
 from cluster.telemetry.families import FAMILIES, PREFIX, TABLE, Family, Kind, Source
 from cluster.telemetry.histogram import Histogram

@@ -5,7 +5,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import STATUS_BY_CODE
 from cluster.router.counters import DispatcherCounters
-from cluster.router.request_metrics import FAULTS, RequestCollector
+from cluster.router.metrics import FAULTS, RequestCollector
 from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
 from engine.report import EngineStats
 from engine.request import Request

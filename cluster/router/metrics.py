@@ -1,6 +1,7 @@
-"""Prometheus figures of a router's requests and links: what its dispatcher counted, and what should add up.
+"""Prometheus metrics of a router: requests, links, what requests cost.
 
-For whoever watches: at every scrape accepted = ended (over all outcomes) + live, whatever was killed meanwhile.
+At every scrape accepted = ended (over all outcomes) + live, whatever was killed meanwhile; and of each replica the
+idle seconds and those of all tenants are all seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.router.counters import DispatcherCounters
-from cluster.telemetry.samples import by_label, family_of
+from cluster.router.fleet import ReplicaView
+from cluster.telemetry.engine import account_metrics
+from cluster.telemetry.samples import by_label, family_of, histogram_of
 from cluster.wire.link import ENDS
 
 # Codes of errors that a request, once it is taken in, ends with by a fault of ours; all others are its client's.
@@ -60,3 +63,26 @@ class RequestCollector(Collector):
 
     def _by(self, name: str, known: Sequence[str], values: Mapping[str, int]) -> Metric:
         return family_of(name, {(self._model_name, key): value for key, value in by_label(known, values).items()})
+
+
+class CostCollector(Collector):
+    """Reads the accounts of one model's replicas, as they last told them, and a dispatcher's counters."""
+
+    def __init__(
+        self, model_name: str, replicas: Callable[[], Sequence[ReplicaView]], counters: DispatcherCounters
+    ) -> None:
+        self._model_name = model_name
+        self._replicas = replicas
+        self._counters = counters
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance (called by the registry)."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the accounts, and the histograms of what requests used."""
+        known = {view.replica_id: view.costs for view in self._replicas() if view.costs is not None}
+        yield from account_metrics(self._model_name, known)
+        label = (self._model_name,)
+        yield histogram_of("request_device_seconds", label, self._counters.device_seconds)
+        yield histogram_of("request_kv_block_seconds", label, self._counters.block_seconds)
