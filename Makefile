@@ -1,8 +1,10 @@
 # make serve   install into .venv and serve the built-in demo model: two replicas, each a tensor-parallel pair
 # make test    the same environment, all tests          make lint    ruff, mypy, import-linter
+# make test-long   what takes too long for every change: long runs, and five times the examples of most properties
 # make bench   the table of figures, and bench.json     make clean   remove the environment and caches
 # make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
 # make fuzz-http   an hour of random whole requests beside 31 streams that must not feel them (ARGS="--minutes 5")
+# make docs   writes the pages of docs/reference that are made from the code
 # make advisories  asks OSV for known holes in what constraints.txt pins
 #
 # VENV=path puts the environment elsewhere, PYTHON=path picks the interpreter (3.11 or later),
@@ -12,10 +14,10 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
-ALONGSIDE := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm)
+WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm ui docs)
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
-.PHONY: install serve test lint bench soak fuzz-http advisories clean
+.PHONY: install serve test test-long lint docs bench soak fuzz-http advisories clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -30,20 +32,31 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	@exec "$(BIN)/squadron" serve demo --replicas 2 --tensor-parallel-size 2 $(ARGS)
 
-# Tests that start no Ray run side by side; those that do have the machine to themselves, as what they time is real.
+# Two processes side by side: first the tests without Ray, file by file, then those with one. Of these, all that share
+# one Ray run one after the other in one process, beside those that start a Ray of their own in the other.
 test: install
 ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
 else
-	"$(BIN)/python" -m pytest $(ALONGSIDE) --numprocesses 2 --dist loadfile
-	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(ALONGSIDE)) --durations=30 --durations-min=10
+	"$(BIN)/python" -m pytest $(WITHOUT_RAY) --numprocesses 2 --dist loadfile --durations=20 --durations-min=5
+	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(WITHOUT_RAY)) --numprocesses 2 --dist loadfile \
+	  --no-loadscope-reorder --durations=40 --durations-min=5
 endif
+
+# Long runs with Ray have the machine to themselves, as what they time is real.
+test-long: install
+	"$(BIN)/python" -m pytest $(WITHOUT_RAY) -m "long or not long" --hypothesis-profile=long --timeout=1800 \
+	  --numprocesses 2 --dist loadfile
+	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(WITHOUT_RAY)) -m "long or not long" --timeout=1800
 
 lint: install
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/mypy"
 	"$(BIN)/lint-imports"
+
+docs: install
+	"$(BIN)/python" -m tests.docs
 
 bench: install
 	"$(BIN)/python" -m tests.bench $(ARGS)

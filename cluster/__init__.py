@@ -1,1 +1,1 @@
-"""Ray: router, replica, placement, the OpenAI front end, health and metrics."""
+"""On Ray: routers, replicas, the APIs, batches, admission, metrics."""

@@ -19,13 +19,12 @@ from cluster.config import NO_KEYS, ClusterConfig, scaling_settings
 from cluster.deployments.batches import Batches
 from cluster.deployments.replica import Replica
 from cluster.deployments.router import Router
-from cluster.lifecycle.autoscaling.serve_policy import autoscaling_config
-from cluster.lifecycle.deployed_app import BuiltOf
-from cluster.lifecycle.surge import fits, surge_percent
+from cluster.lifecycle.rollback import BuiltOf
+from cluster.lifecycle.serve_autoscaling import autoscaling_config
+from cluster.lifecycle.updates import fits, surge_percent
 from cluster.model_names import resolve_model
-from cluster.placement import BATCHES_CPUS, ROUTER_CPUS, AppPlacement, plan_app
-from cluster.router.discovery import LeaseRequestRouter
-from cluster.router.models.deployments import deployment_names
+from cluster.resources import BATCHES_CPUS, ROUTER_CPUS, AppResources, app_resources, deployment_names
+from cluster.router.directory import LeaseRequestRouter
 from cluster.telemetry.logs import JSON
 from engine.loader.fingerprint import model_fingerprint
 
@@ -64,7 +63,7 @@ def build_version(args: Mapping[str, Any], versions: Mapping[str, str]) -> Appli
     for config in app.models:
         _refuse_damaged(resolve_model(config.model))
     versions = {name: uuid4().hex[:8] for name in (*names, ROUTER, BATCHES)} | dict(versions)
-    placement = plan_app(app, uses_gpu)
+    placement = app_resources(app, uses_gpu)
     surge = _surge(app.shared, placement)
     replicas = []
     for config, name, own, placed in zip(app.models, names, settings, placement.models, strict=True):
@@ -105,7 +104,7 @@ def _versioned(deployment: serve.Deployment, versions: Mapping[str, str]) -> ser
         return deployment
 
 
-def _surge(config: ClusterConfig, placement: AppPlacement) -> Callable[[int], int]:
+def _surge(config: ClusterConfig, placement: AppResources) -> Callable[[int], int]:
     """Return what says Serve's `max_surge_percent` for a number of copies.
 
     Without room for one more, an update that waits for it would never end.

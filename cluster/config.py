@@ -3,102 +3,42 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from cluster.http.sites import host_name, site_origin
-from cluster.lifecycle.autoscaling.policy import ScalingSettings
+from cluster.config_values import (
+    DEFAULT_TTFT,
+    EXACT,
+    FAILURE_ACTIONS,
+    INGRESSES,
+    LOG_FORMATS,
+    MAX_FILE_BYTES,
+    METRICS_COMPATS,
+    MIGRATIONS,
+    POOLINGS,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Count,
+    HostNames,
+    Names,
+    Origins,
+    ScalingSettings,
+    Seconds,
+    Sizes,
+    check_policy,
+    checked_endpoint,
+    one_of,
+    some_key,
+)
 from cluster.model_names import resolve_model
-from cluster.openai.reasoning.parsers import REASONING_PARSERS
-from cluster.openai.tools.formats import TOOL_PARSERS
-from cluster.router.dispatch_config import EXACT, MIGRATIONS
-from cluster.router.routing.policies import policy_named
-from cluster.telemetry.tracing.endpoint import checked_endpoint
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-DEFAULT_TTFT = 2.0  # seconds that autoscaling aims at where nothing else is said
-POOLINGS = ("last", "mean")  # `engine.request.Pooling`, whose module a command line need not wait for
-INGRESSES = ("serve", "haproxy")
-MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
-FAILURE_ACTIONS = ("rollback", "pause")
-METRICS_COMPATS = ("vllm",)
-LOG_FORMATS = ("text", "json")
 NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
-
-
-def _names(value: Any) -> Any:
-    """Names apart by commas, as on the command line, or a list of them, as in a file."""
-    names = value.split(",") if isinstance(value, str) else value
-    if not isinstance(names, list | tuple):
-        return names
-    if not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise ValueError("must be one or more names, such as my-model,my-alias")
-    return tuple([name.strip() for name in names])
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
-
-
-def _each(check: Callable[[str], str]) -> BeforeValidator:
-    """Texts apart by commas, as on the command line, or a list of them, as in a file, or in vLLM's flags as JSON."""
-
-    def checked(value: Any) -> Any:
-        if isinstance(value, str):
-            value = _listed(value) if value.startswith("[") else value.split(",")
-        if not isinstance(value, list | tuple):
-            return value
-        if not value or not all(isinstance(one, str) for one in value):
-            raise ValueError("must be one or more, apart by commas")
-        return tuple([check(one.strip()) for one in value])
-
-    return BeforeValidator(checked)
-
-
-def _listed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError("must be texts apart by commas, or a list of them in JSON") from None
-
-
-HostNames = Annotated[tuple[str, ...], _each(host_name)]
-Origins = Annotated[tuple[str, ...], _each(site_origin)]
-
-
-def _some_key(key: str) -> str:
-    if not key.strip():
-        raise ValueError("must be a key; leave it out for a server that is open to all")
-    return key
-
-
-def _sizes(value: Any) -> Any:
-    """Numbers apart by commas, as on the command line, or a list of them, as in a file."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return tuple(int(size) for size in value.split(","))
-    except ValueError:
-        raise ValueError("must be numbers apart by commas, such as 1,2,4,8") from None
-
-
-Sizes = Annotated[tuple[int, ...], BeforeValidator(_sizes)]
-
-
-def _one_of(names: tuple[str, ...]) -> AfterValidator:
-    def check(name: str) -> str:
-        if name not in names:
-            raise ValueError(f"must be one of {', '.join(names)}")
-        return name
-
-    return AfterValidator(check)
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
@@ -120,7 +60,7 @@ class ModelConfig(EngineConfig):
         (`replica_lost`); None = as long as a start may take, `cold_start_timeout`.
     upscale_delay_s / downscale_delay_s / downscale_to_zero_delay_s: seconds that more or fewer replicas must have
         been wanted without a break, and none at all.
-    routing_policy: how a router chooses the replica of a request (`POLICIES`).
+    routing_policy: how a router chooses the replica of a request (`ROUTING_POLICIES`).
     stream_migration: where a stream goes on whose replica is lost (`MIGRATIONS`): `exact`, where the same code
         computes with the same weights in the same way, or `same-weights`, where the rest may differ by rounding.
     tool_call_parser: name of the format in which the model writes calls of tools (`TOOL_PARSERS`); without it
@@ -146,10 +86,10 @@ class ModelConfig(EngineConfig):
     cold_start_timeout: Seconds = 120.0
     no_replica_timeout: Seconds | None = None
     routing_policy: str = "kv_aware"
-    stream_migration: Annotated[str, _one_of(MIGRATIONS)] = EXACT
+    stream_migration: Annotated[str, one_of(MIGRATIONS)] = EXACT
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
-    embedding_pooling: Annotated[str, _one_of(POOLINGS)] = "last"
+    embedding_pooling: Annotated[str, one_of(POOLINGS)] = "last"
 
     @property
     def most_replicas(self) -> int:
@@ -168,7 +108,7 @@ class ModelConfig(EngineConfig):
 
     @property
     def model_id(self) -> str:
-        """The first of them, which answers and figures show."""
+        """The first of them, which answers and metrics show."""
         return self.names[0]
 
     @property
@@ -214,15 +154,15 @@ class ClusterConfig(ModelConfig):
     log_format: of what routers, replicas and ranks log: `text`, or `json`, an object a line.
     enable_log_requests / max_log_len: log a line for each request, and so many characters of its prompt.
     batch_share: of the sequences that the replicas run, what batches may take while clients' requests run.
-    metrics_compat: whose names figures have beside ours: `vllm`, for dashboards and scalers that know those.
+    metrics_compat: whose names metrics have beside ours: `vllm`, for dashboards and scalers that know those.
     """
 
     routers: Count = 1
-    ingress: Annotated[str, _one_of(INGRESSES)] = "serve"
+    ingress: Annotated[str, one_of(INGRESSES)] = "serve"
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] | None = None
-    api_key: Annotated[str, AfterValidator(_some_key)] | None = None
+    api_key: Annotated[str, AfterValidator(some_key)] | None = None
     api_key_file: str | None = None
     allowed_hosts: HostNames | None = None
     allowed_origins: Origins | None = None
@@ -235,13 +175,13 @@ class ClusterConfig(ModelConfig):
     stall_timeout: Seconds = 3.0
     drain_timeout: Seconds = 600.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
-    update_failure_action: Annotated[str, _one_of(FAILURE_ACTIONS)] = "rollback"
+    update_failure_action: Annotated[str, one_of(FAILURE_ACTIONS)] = "rollback"
     batch_dir: str | None = None
     max_file_bytes: Annotated[int, Field(ge=1024)] = MAX_FILE_BYTES
     batch_share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    metrics_compat: Annotated[str, _one_of(METRICS_COMPATS)] | None = None
+    metrics_compat: Annotated[str, one_of(METRICS_COMPATS)] | None = None
     otlp_traces_endpoint: Annotated[str, AfterValidator(checked_endpoint)] | None = None
-    log_format: Annotated[str, _one_of(LOG_FORMATS)] = "text"
+    log_format: Annotated[str, one_of(LOG_FORMATS)] = "text"
     enable_log_requests: bool = False
     max_log_len: Annotated[int, Field(ge=0)] = 0
 
@@ -315,10 +255,10 @@ def flag(name: str) -> str:
 
 def _check_names(config: ClusterConfig) -> None:
     if config.tool_call_parser is not None:
-        TOOL_PARSERS.get(config.tool_call_parser)
+        TOOL_PARSERS.load(config.tool_call_parser)
     if config.reasoning_parser is not None:
-        REASONING_PARSERS.get(config.reasoning_parser)
-    policy_named(config.routing_policy)
+        REASONING_PARSERS.load(config.reasoning_parser)
+    check_policy(config.routing_policy)
 
 
 def _check_metrics_key(config: ClusterConfig) -> None:
@@ -326,13 +266,13 @@ def _check_metrics_key(config: ClusterConfig) -> None:
         return
     if not config.keyed:
         raise ConfigError(
-            "metrics_key: without API keys everybody may read the figures; give --api-key or --api-key-file too",
+            "metrics_key: without API keys everybody may read the metrics; give --api-key or --api-key-file too",
             "metrics_key",
         )
     if not config.metrics_key.strip() or config.metrics_key == config.api_key:
         raise ConfigError(
             "metrics_key: must be a key of its own, such as `python -c 'import secrets; print(secrets.token_hex())'` "
-            "prints; api_key opens the figures anyway",
+            "prints; api_key opens the metrics anyway",
             "metrics_key",
         )
 

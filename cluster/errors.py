@@ -1,10 +1,12 @@
-"""The typed error that every ingress (HTTP, gRPC, batch) gives, and how engine errors become one."""
+"""The typed error that every ingress (HTTP, gRPC, batch) gives, and that of a replica or router that cannot start."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidRequestError
+from engine.errors import ConfigError, InvalidRequestError
 
 STATUS_BY_CODE = {
     "model_not_found": 404,
@@ -30,6 +32,7 @@ STATUS_BY_CODE = {
     "request_quarantined": 500,
     "deadline_exceeded": 504,
 }
+_LINE = re.compile(r"^\S*ReplicaStartError: squadron: (?P<kind>\w+): (?P<flag>\w*): (?P<message>.*)$", re.MULTILINE)
 
 
 class ApiError(Exception):
@@ -91,3 +94,35 @@ def as_api_error(error: ApiError | InvalidRequestError) -> ApiError:
     if isinstance(error, ApiError):
         return error
     return ApiError(error.code, str(error), param=error.param, status=400)
+
+
+class ReplicaStartError(RuntimeError):
+    """Raised by a replica's constructor; its text is the one line `squadron: KIND: FLAG: MESSAGE`.
+
+    FLAG is the setting that mends it, empty where the error names none. Starting again would fail in the same way.
+    """
+
+    @classmethod
+    def of(cls, error: Exception, model: str = "") -> ReplicaStartError:
+        """Wrap an error of the engine (`ConfigError`, `CheckpointError`, `ShardingError`, ...).
+
+        model: which could not start, where there are several.
+        """
+        flag = error.flag if isinstance(error, ConfigError) else ""
+        message = " ".join(f"model {model}: {error}".split() if model else str(error).split())
+        return cls(f"squadron: {type(error).__name__}: {flag}: {message}")
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailure:
+    """What a `ReplicaStartError` said: the kind of error, the setting (may be empty), one sentence."""
+
+    kind: str
+    flag: str
+    message: str
+
+
+def find_start_failure(status: str) -> StartFailure | None:
+    """Find the line of a `ReplicaStartError` in Serve's status message, which is a whole traceback."""
+    found = _LINE.search(status)
+    return StartFailure(found["kind"], found["flag"], found["message"].strip()) if found else None

@@ -1,1 +1,1 @@
-"""What people run and ship: the command line, the demo model, Serve config files."""
+"""What people run and ship: the command line, the chart's values, dashboards, the image, the demo model."""

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-DEMO_MODEL_NAME = "demo"
-
 
 def demo_model_path() -> Path:
     """The folder of the demo model's checkpoint.

@@ -1,4 +1,4 @@
-"""`python -m deploy.fetch MODEL... --tokenizer NAME`: models are fetched and looked at before a pod's Ray starts.
+"""`python -m deploy.fetch MODEL... --tokenizer NAME`: fetches and checks models before a pod's Ray starts.
 
 A replica would do the same, but within the time that its start may take, in each rank, and again after each failure.
 """
@@ -15,7 +15,7 @@ from cluster.model_names import resolve_model
 from engine.errors import SquadronError
 from engine.loader.checkpoint import find_checkpoint, weight_files
 from engine.loader.fingerprint import model_fingerprint
-from engine.text.tokenizer_file import load_tokenizer
+from engine.text.tokenizer import load_tokenizer
 
 
 def fetch(model: str) -> Path:
@@ -36,7 +36,7 @@ def fetch_tokenizer(name: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch tokenizers and models in order; return 0, or 1 after saying what is wrong with one."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.fetch", description="Fetch models and look at them.")
+    parser = argparse.ArgumentParser(prog="python -m deploy.fetch", description="Fetch models and check their files.")
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a folder, a hub id, or 'demo'")
     help_text = "one that a model has in place of its own: a folder or a hub id; can be given several times"
     parser.add_argument("--tokenizer", action="append", default=[], metavar="NAME", help=help_text)
@@ -46,14 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             fetch_tokenizer(name)
             print(f"{name}: the tokenizer is there", flush=True)
         for model in given.models:
-            _fetch_and_tell(model)
+            _fetch_and_print(model)
     except SquadronError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _fetch_and_tell(model: str) -> None:
+def _fetch_and_print(model: str) -> None:
     began = time.monotonic()
     folder = fetch(model)
     size = sum((folder / name).stat().st_size for name in weight_files(folder))

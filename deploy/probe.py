@@ -1,7 +1,7 @@
-"""`python -m deploy.probe raylet app`: looks at this pod from within, for Kubernetes' probes.
+"""`python -m deploy.probe raylet app`: what Kubernetes' probes run inside a pod.
 
-Only the standard library, so that a look costs little, and no wget or curl, which an image may not have. `/ready`
-wants an API key where there are any; it is read from a file, as a probe's headers stand in the pod's spec.
+It uses the standard library alone, so that a probe costs little, and neither wget nor curl, which an image may lack.
+With API keys, `/ready` wants one; it is read from a file, because a probe's headers stand in the pod's spec.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What is asked of this machine. says: what the answer holds when all is well. Source: Ray's health routes."""
+class Probe:
+    """A question to this pod. says: part of a healthy answer. Source: Ray's health routes."""
 
     port: int
     path: str
     says: str = ""
 
 
-LOOKS = {
-    "raylet": Look(52365, "/api/local_raylet_healthz", "success"),
-    "gcs": Look(8265, "/api/gcs_healthz", "success"),
-    "app": Look(8000, "/ready"),
+PROBES = {
+    "raylet": Probe(52365, "/api/local_raylet_healthz", "success"),
+    "gcs": Probe(8265, "/api/gcs_healthz", "success"),
+    "app": Probe(8000, "/ready"),
 }
 
 
-def trouble(look: Look, key: str | None = None, seconds: float = SECONDS) -> str | None:
-    """Return why a look found no health, None where all is well."""
-    url = f"http://127.0.0.1:{look.port}{look.path}"
+def trouble(probe: Probe, key: str | None = None, seconds: float = SECONDS) -> str | None:
+    """Return why a probe failed, None when it passed."""
+    url = f"http://127.0.0.1:{probe.port}{probe.path}"
     request = Request(url, headers={} if key is None else {"Authorization": f"Bearer {key}"})
     try:
         # Never by way of the proxies that the environment names.
@@ -47,21 +47,21 @@ def trouble(look: Look, key: str | None = None, seconds: float = SECONDS) -> str
         return f"{url}: {error.code} {error.read(500).decode(errors='replace')}".rstrip()
     except (OSError, HTTPException) as error:
         return f"{url}: {error}"
-    return None if look.says in body else f"{url}: {body[:500]}"
+    return None if probe.says in body else f"{url}: {body[:500]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Take the looks in order; return 0 when all is well, else 1 after saying what is not."""
-    parser = argparse.ArgumentParser(prog="python -m deploy.probe", description="Look at this pod from within.")
-    parser.add_argument("looks", nargs="+", choices=[*LOOKS], metavar="|".join(LOOKS))
-    parser.add_argument("--port", type=int, default=LOOKS["app"].port, help="port of the app")
+    """Run the probes in order; return 0 when all pass, else 1 after printing the first failure."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.probe", description="Probe this pod from inside.")
+    parser.add_argument("probes", nargs="+", choices=[*PROBES], metavar="|".join(PROBES))
+    parser.add_argument("--port", type=int, default=PROBES["app"].port, help="port of the app")
     parser.add_argument("--key-file", type=Path, default=KEY_FILE, help="file of an API key, where there is one")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time of a look")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="longest time of one probe")
     options = parser.parse_args(arguments)
     key = options.key_file.read_text(encoding="ascii").strip() if options.key_file.is_file() else None
-    for name in options.looks:
-        look = Look(options.port, LOOKS[name].path) if name == "app" else LOOKS[name]
-        if found := trouble(look, key if name == "app" else None, options.seconds):
+    for name in options.probes:
+        probe = Probe(options.port, PROBES[name].path) if name == "app" else PROBES[name]
+        if found := trouble(probe, key if name == "app" else None, options.seconds):
             print(found)
             return 1
     return 0

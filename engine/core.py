@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from engine.config import EngineConfig
 from engine.errors import (
     CheckpointError,
@@ -14,24 +16,29 @@ from engine.errors import (
     InvalidRequestError,
     StepMemoryError,
 )
-from engine.grammar.base import CompiledGrammar, grammar_states
-from engine.grammar.masks import MaskMaker
+from engine.events import Began, Ended, Events, Idle, OnEvent, Ran, Shares
+from engine.grammar.base import CompiledGrammar
+from engine.inputs.grammar_masks import MaskMaker, grammar_states
 from engine.inputs.prepare import InputBuilder
 from engine.kv.block_manager import NO_EVENTS, BlockManager
-from engine.launched import InFlight, Launched, Launcher, OnBegin
-from engine.report import BlockEvents, EngineStats, StepOutputs, StepReport
-from engine.request import Request
+from engine.report import BlockEvents, EngineStats, Ints, StepOutputs, StepReport
+from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
-from engine.sampling.prompt_results import is_poisoned, take_pooled, take_prompt_logprobs
 from engine.scheduler.admission import Admission
-from engine.scheduler.rows import Rows
 from engine.scheduler.schedule import Schedule
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.stops import StopTokens
-from engine.scheduler.tables import Tables
-from engine.step_results import failures, fill
-from engine.telemetry.flight import FlightRecorder, WaitLog
-from engine.telemetry.ledger import Costs, Ledger
+from engine.scheduler.slots import Slots, SlotTables, StopTokens
+from engine.step import (
+    InFlight,
+    Launched,
+    Launcher,
+    OnBegin,
+    failures,
+    fill,
+    is_poisoned,
+    take_pooled,
+    take_prompt_logprobs,
+)
 from engine.worker.executor import Executor
 from engine.worker.sleep import Sleep
 
@@ -65,39 +72,51 @@ class EngineCore:
                 "num_kv_blocks",
             )
         stops = StopTokens(_checked(eos_token_ids, vocab_size), vocab_size)
-        tables = Tables(config.max_num_seqs, config.context_len, config.max_blocks_per_seq)
+        tables = SlotTables(config.max_num_seqs, config.context_len, config.max_blocks_per_seq)
         params = SamplingTable(config.max_num_seqs)
         self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
-        self._ledger = Ledger(config.tensor_parallel_size, tables, self._blocks, clock())
-        rows = Rows(tables, params, self._blocks, stops, self._ledger)
-        self._flight = FlightRecorder(clock)
-        self._waits = WaitLog(self._flight, clock())
-        self._scheduler = Scheduler(config, rows, stops, self._admission, self._waits)
-        self._flying = InFlight(vocab_size, clock)
-        self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._flying.tokens)
+        self._events = Events()
+        slots = Slots(tables, params, self._blocks, stops, self._events.tell)
+        draws = executor.most_draws
+        self._scheduler = Scheduler(config, slots, self._admission, self._events.tell, clock(), draws)
+        self._in_flight = InFlight(vocab_size, clock)
+        self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._in_flight.tokens)
         inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
         self._launcher = Launcher(self._scheduler, inputs, executor, clock)
         self._executor = executor
-        self._clock = clock
+        self.clock = clock
+        self._tables = tables
+        self._shares: tuple[int, list[Sequence] | None] = (0, None)  # version and batch of the last event
+        self._began = Began(clock(), config.tensor_parallel_size, num_kv_blocks - 1)
         self._overlaps = config.overlaps
         self._num_steps = 0
-        self._landed_at = self._flying.ran_at  # when the last step was taken in
+        self._collected_at = self._in_flight.ran_at  # when the last step was
         self._dead: str | None = None
         self._sleep = Sleep(executor)
-        self._untold: StepReport | None = None  # of the step that was taken in to fall asleep
+        self._unreported: StepReport | None = None  # of the step that was collected to fall asleep
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would bring something: a token, or an end that is not reported yet."""
-        return self._untold is not None or self._scheduler.has_unfinished
+        return self._unreported is not None or self._scheduler.has_unfinished
 
-    def call_on_begin(self, told: OnBegin) -> None:
-        """Have `told` called with the requests that a step computes something for, and none before it did.
+    def call_on_begin(self, listener: OnBegin) -> None:
+        """Have `listener` called with the requests that a step computes something for, and none before it did.
 
         Just before it is run: so what it was run for is known even if nobody lives to report it.
         """
-        self._launcher.on_begin = told
+        self._launcher.on_begin = listener
+
+    def call_on_event(self, listener: OnEvent) -> None:
+        """Have `listener` called with each event (`engine.events`) as it happens, on the engine's thread."""
+        self._events.listener = listener
+        listener(self._began)
+
+    def emit_time(self) -> None:
+        """Tell of the time that passed until now without a step; nothing while one runs."""
+        if not self._in_flight.is_wanted:
+            self._events.tell(Idle(self.clock()))
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
@@ -113,7 +132,7 @@ class EngineCore:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use", "request_id")
         grammars = grammar_states(request, grammar)
         try:
-            self._scheduler.add(request, self._clock(), grammars)
+            self._scheduler.add(request, self.clock(), grammars)
         except Exception as error:
             self._take_back(request.request_id, error)
             raise
@@ -138,9 +157,9 @@ class EngineCore:
         engine is then of no more use.
         """
         self._check_alive()
-        told = self._untold
+        told = self._unreported
         if told is not None:
-            self._untold = None
+            self._unreported = None
             return told
         try:
             return self._step()
@@ -148,13 +167,13 @@ class EngineCore:
             raise self._broken(error) from error
 
     def _step(self) -> StepReport:
-        self._begin(self._clock())
-        flying = self._flying.step = self._flying.step or self._launch()
-        if flying is None:
-            return self._report(None, None)
+        self._begin(self.clock())
+        step = self._in_flight.step = self._in_flight.step or self._launch()
+        if step is None:
+            return self._report()
         ahead = self._launch() if self._overlaps else None
-        self._flying.step = ahead
-        return self._land(flying)
+        self._in_flight.step = ahead
+        return self._collect(step)
 
     def sleep(self, level: int = 1) -> None:
         """Give back the memory of the KV cache and of the weights, until `wake_up`.
@@ -193,15 +212,6 @@ class EngineCore:
         """Return the figures as they are now."""
         return self._scheduler.stats()
 
-    @property
-    def flight(self) -> FlightRecorder:
-        """What requests had to wait for. From any thread."""
-        return self._flight
-
-    def costs(self) -> Costs:
-        """Return who has used the devices and the blocks until now, or the end of the last step while one runs."""
-        return self._ledger.costs(None if self._flying.is_wanted else self._clock())
-
     def cached_blocks(self) -> BlockEvents:
         """Return all that the prefix cache holds, as one event for a listener that joins late."""
         return BlockEvents(stored=self._blocks.known_hashes(), cleared=True)
@@ -211,9 +221,8 @@ class EngineCore:
         self._clear_cache()
 
     def check_integrity(self) -> None:
-        """Check all invariants of queues, tables, blocks and accounts. Raises `IntegrityError`. O(all): for tests."""
+        """Check all invariants of queues, tables and blocks. Raises `IntegrityError`. O(all): for tests."""
         self._scheduler.check_integrity()
-        self._ledger.check_integrity()
 
     def close(self) -> None:
         """End the executor, and the step that it may be at. `add` and `step` raise `EngineDeadError` afterwards.
@@ -221,31 +230,31 @@ class EngineCore:
         Can be called twice.
         """
         self._dead = self._dead or "it was closed"
-        self._flying.step = None
+        self._in_flight.step = None
         self._masks.close()
         self._executor.close()
 
     def _pause(self) -> None:
         """Take in the step in flight, send all that runs back to wait and forget what is cached."""
-        self._begin(self._clock())
-        flying, self._flying.step = self._flying.step, None
-        if flying is not None:
-            self._untold = self._land(flying)
-        self._scheduler.preempt_all(self._clock())
+        self._begin(self.clock())
+        step, self._in_flight.step = self._in_flight.step, None
+        if step is not None:
+            self._unreported = self._collect(step)
+        self._scheduler.preempt_all(self.clock())
         self._blocks.clear_cache()
 
     def _begin(self, now: float) -> None:
         """End what ran out of time, and let the step in flight go by if nobody wants it any more."""
-        self._waits.now = now
-        flying = self._flying.step
-        if not self._flying.is_wanted:
-            self._ledger.idle(now)
+        self._scheduler.now = now
+        step = self._in_flight.step
+        if not self._in_flight.is_wanted:
+            self._events.tell(Idle(now))
         self._scheduler.expire(now)
-        if flying is not None and flying.schedule.is_unwanted:
-            self._results(flying)
-            self._ledger.idle(self._flying.ran_at)
-            self._scheduler.drop(flying.schedule)
-            self._flying.step = None
+        if step is not None and step.schedule.is_unwanted:
+            self._results(step)
+            self._events.tell(Idle(self._in_flight.ran_at))
+            self._scheduler.drop(step.schedule)
+            self._in_flight.step = None
 
     def _launch(self) -> Launched | None:
         if self.is_sleeping:
@@ -256,43 +265,61 @@ class EngineCore:
             self._dead = f"a step failed: {error}"
             raise
 
-    def _land(self, flying: Launched) -> StepReport:
+    def _collect(self, step: Launched) -> StepReport:
         """Wait for a step's results, take them in and report them."""
-        schedule, scheduler = flying.schedule, self._scheduler
-        outputs = self._results(flying)
-        self._ledger.ran(schedule, *scheduler.batch(), self._flying.ran_at, scheduler.unreported(schedule))
+        schedule, scheduler = step.schedule, self._scheduler
+        outputs = self._results(step)
+        self._emit_ran(schedule)
         prompt_logprobs = take_prompt_logprobs(schedule, outputs, scheduler.mark)
         pooled = take_pooled(schedule, outputs, scheduler.mark)
-        scheduler.land(schedule, outputs.token_ids, failures(schedule, outputs))
+        kept = scheduler.collect(schedule, outputs.token_ids, outputs.counts, failures(schedule, outputs))
         if is_poisoned(outputs):
             self._clear_cache()  # whatever made the logits bad may sit in blocks that others would find
-        elif flying.tainted:
+        elif step.tainted:
             self._blocks.clear_cache()
-        scheduler.note_births(self._flying.ran_at)
-        report = self._report(schedule, outputs)
+        scheduler.note_births(self._in_flight.ran_at)
+        self._num_steps += 1
+        report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
+        report.num_tokens = schedule.num_tokens
+        report.num_sequences = len(schedule.sequences)
+        fill(report, schedule, outputs, kept, scheduler.fail)
+        self._report(report)
         report.prompt_logprobs, report.pooled = prompt_logprobs, pooled
-        self._time(report, flying)
+        self._time(report, step)
         report.channel = outputs.channel
         return report
 
-    def _time(self, report: StepReport, flying: Launched) -> None:
+    def _emit_ran(self, schedule: Schedule) -> None:
+        """Tell that a step ran, and for whom unless that is as it was."""
+        running, slots = self._scheduler.running()
+        left = self._scheduler.unreported(schedule)
+        shares = None
+        version, batch = self._shares
+        if not schedule.version or schedule.version != version or batch is not running or left:
+            tokens = _tokens(schedule, running)
+            shares = Shares(running, slots, tokens, self._tables.num_blocks)
+            self._shares = schedule.version, running
+        gone = zip(left, _tokens(schedule, left).tolist(), strict=True) if left else ()
+        self._events.tell(Ran(self._in_flight.ran_at, shares, tuple(gone)))
+
+    def _time(self, report: StepReport, step: Launched) -> None:
         """Note how long a step took: from when it began, or the one before it was done with, until now."""
-        now = self._clock()
-        report.seconds = now - max(flying.planned_at, self._landed_at)
-        began = max(flying.launched_at, flying.ran_before)
-        report.executed = min(self._flying.ran_at - began + flying.tried, report.seconds)
-        self._landed_at = now
+        now = self.clock()
+        report.seconds = now - max(step.planned_at, self._collected_at)
+        began = max(step.launched_at, step.ran_before)
+        report.executed = min(self._in_flight.ran_at - began + step.tried, report.seconds)
+        self._collected_at = now
 
     def _clear_cache(self) -> None:
         """Forget all cached prefixes, those included that the step in flight would still add."""
         self._blocks.clear_cache()
-        if self._flying.step is not None:
-            self._flying.step.tainted = True
+        if self._in_flight.step is not None:
+            self._in_flight.step.tainted = True
 
-    def _results(self, flying: Launched) -> StepOutputs:
+    def _results(self, step: Launched) -> StepOutputs:
         """Wait for a step's results."""
         try:
-            return self._flying.results(flying)
+            return self._in_flight.results(step)
         except EngineDeadError as error:
             self._dead = f"a step failed: {error}"
             raise
@@ -325,23 +352,24 @@ class EngineCore:
         if self._dead is not None:
             raise EngineDeadError(f"the engine takes nothing more: {self._dead}")
 
-    def _report(self, schedule: Schedule | None, outputs: StepOutputs | None) -> StepReport:
-        report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
-        if schedule is not None and outputs is not None:
-            self._num_steps += 1
-            report.step = self._num_steps
-            report.num_tokens = schedule.num_tokens
-            report.num_sequences = len(schedule.sequences)
-            fill(report, schedule, outputs, self._scheduler.fail)
+    def _report(self, report: StepReport | None = None) -> StepReport:
+        """Complete the report of a step; without one, tell what happened although none was computed."""
+        report = report or StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
         report.finished = self._scheduler.take_finished()
-        if report.finished:
-            self._ledger.settle()
-            for finish in report.finished:
-                finish.sequence.ended_at = self._flying.ran_at
-                self._waits.ended(finish.sequence.request.request_id, finish.told)
+        for finish in report.finished:
+            finish.sequence.ended_at = self._in_flight.ran_at
+            self._events.tell(Ended(finish))
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report
+
+
+def _tokens(schedule: Schedule, sequences: list[Sequence]) -> Ints:
+    """Return the tokens that each of `sequences` computes in a step. [sequences]."""
+    if schedule.sequences is sequences:
+        return schedule.query_lens
+    computed = dict(zip(schedule.sequences, schedule.query_lens.tolist(), strict=True))
+    return np.array([computed.get(sequence, 0) for sequence in sequences], np.int32)
 
 
 def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

@@ -25,7 +25,8 @@ NO_ENDINGS: Ints = np.zeros((0, 4), np.int32)
 class StepInputs:
     """One step as every rank sees it: model inputs and attention metadata. All arrays are int32, flat, unpadded.
 
-    Reference: the vllm-ascend developer guide on input preparation (DESIGN section 7 has the worked example).
+    Reference: the vllm-ascend developer guide on input preparation. `tests/engine/inputs/test_inputs.py` works an
+    example.
     """
 
     input_ids: Ints  # [num_tokens]
@@ -133,19 +134,21 @@ class Logprobs:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What the model runner of rank 0 returns for one step.
+    """What the model runner of rank 0 returns for one step: a run of tokens for each sample, one run after another.
 
-    failed: rows whose logits were NaN or infinite; stuck: rows to which no token was left. Their tokens are 0 and
-    mean nothing, their sequences must end in an error.
+    counts: the lengths of the runs, each at least 1; None = all are 1.
+    failed: rows whose logits were NaN or infinite; stuck: rows to which no token was left. Their tokens, one each,
+    are 0 and mean nothing, their sequences must end in an error.
     """
 
-    token_ids: Ints  # [num_samples]
-    logprobs: Logprobs | None = None
+    token_ids: Ints  # [num_drawn]
+    logprobs: Logprobs | None = None  # of each token
     failed: tuple[int, ...] = ()
     stuck: tuple[int, ...] = ()
     prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`; None where there was no memory for them
     pooled: Floats | None = None  # [num_pooled, hidden]  sums over the rows of each of `StepInputs.pooled`
     channel: float = 0.0  # seconds that telling the other ranks took
+    counts: Ints | None = None  # [num_samples], which add up to num_drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,7 @@ class EngineStats:
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
     steps_ahead: int = 0  # launched before the results of the step before were known; counter since start
-    steps_held: int = 0  # that had to wait for them (`engine.scheduler.holds`)
+    steps_held: int = 0  # that had to wait for them (`engine.scheduler.scheduler.Hold`)
     waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property
@@ -218,18 +221,13 @@ class Finish:
     message: str = ""
     code: str = ""
 
-    def told(self) -> str:
-        """Return the end, and what was used until then, in words."""
-        one = self.sequence
-        used = f"{one.device_ns / 1e9:.3f} s of a device, {one.block_ns / 1e9:.3f} s of a KV block"
-        return f"choice {one.index}: {self.code or self.reason.value} after {one.num_output_tokens} tokens; {used}"
-
 
 @dataclass(slots=True)
 class StepReport:
     """What one engine step brought. `sequences`, `token_ids` (and `logprobs` where wanted) are parallel.
 
-    A sequence that ended with a stop token or its length has that last token in this report as well.
+    A sequence that drew several tokens stands there once for each, one after another. One that ended with a stop
+    token or its length has that last token in this report as well.
     """
 
     step: int
@@ -246,3 +244,11 @@ class StepReport:
     channel: float = 0.0  # of these again, for telling the ranks
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[tuple[Sequence, Floats]] = field(default_factory=list)  # [hidden] each, of sequences that end
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """One step as a worker rank saw it, in seconds: the wait for the driver's word, and its part of the model."""
+
+    waited: float
+    ran: float

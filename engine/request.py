@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import GrammarError
 from engine.sampling_params import SamplingParams
-from engine.telemetry.times import PhaseTimes
 
-if TYPE_CHECKING:
-    from engine.grammar.base import GrammarState
+Bits = NDArray[np.int32]
+
+
+class GrammarState(ABC):
+    """Where one choice stands in its grammar: a function of the grammar and the tokens taken. Used by one thread."""
+
+    @abstractmethod
+    def accept(self, token_id: int) -> bool:
+        """Take the next token; False, and nothing changes, if the grammar does not allow it.
+
+        Raises `InvalidRequestError` once the budget is used up.
+        """
+
+    @abstractmethod
+    def fill(self, bits: Bits) -> None:
+        """Write the tokens that may come next as bits, the lowest first. bits: [vocab / 32 rounded up].
+
+        Raises `InvalidRequestError` once the budget is used up.
+        """
+
+    @property
+    @abstractmethod
+    def finished(self) -> bool:
+        """Whether the output is complete and its end was drawn."""
 
 
 Pooling = Literal["last", "mean"]
@@ -52,7 +74,7 @@ class Request:
     pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
     num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
     deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
-    tenant: whose account it is charged to (`engine.telemetry.ledger`); decides no token.
+    tenant: whose request it is; decides no token.
     retried: whether it is not the first attempt to run it, with `resume` or without; decides no token either.
     """
 
@@ -84,22 +106,49 @@ class Request:
         return most
 
 
-@dataclass(eq=False, slots=True)
+class TokenCounts(Protocol):
+    """What the tables of the running sequences say of a slot."""
+
+    num_tokens: NDArray[np.int32]
+    num_computed: NDArray[np.int32]
+
+    def held_blocks(self, slot: int) -> list[int]:
+        """Return its block table."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """The life of a sequence in this engine, from its arrival to its last token; the three parts are all of it.
+
+    queue: until it first ran, what its output must match being compiled included. prefill: until it drew its first
+    token here, or its pooled state was whole. decode: until the last step that ran while it lived, time that it
+    waited after a preemption included.
+    """
+
+    queue: float
+    prefill: float
+    decode: float
+
+    @property
+    def inference(self) -> float:
+        """From when it first ran."""
+        return self.prefill + self.decode
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """One choice of a request. Owned by the scheduler; its tokens live in row `slot` of the token table.
 
-    slot: row in the persistent tables, -1 while it has none.
-    num_prompt_tokens / num_tokens: prompt length; prompt + output so far.
-    num_computed_tokens: positions whose K/V are in the cache.
+    slot: row in the tables of the running sequences, -1 while it has none. tables: those tables, while it has one.
+    num_prompt_tokens: prompt length. num_known: prompt + output so far, of one that has no slot.
     num_cached_tokens: prompt tokens that its request found in the prefix cache; 0 for all choices but the first.
-    block_table: physical block numbers in logical order.
     resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
     stop_token: the end-of-sequence or stop id that ended it, None for any other end.
     num_scored_tokens: prompt tokens whose log-probabilities are told, where they are wanted.
     pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
     grammar: where its output stands in the grammar that it must match, of which it has taken `num_matched` tokens.
     mismatch: why it could not take the last of them, or say what may come next.
-    device_ns / block_ns: what it has used, in nanoseconds of a device and of a KV block (`engine.telemetry.ledger`).
     order: smaller is admitted earlier and preempted later; unique. number: of its request, likewise unique.
     queued_at / started_at / first_token_at / ended_at: when it began to wait (again, after a preemption), first ran,
         drew its first token here, and last was in a step, on the engine's clock; None before.
@@ -108,11 +157,10 @@ class Sequence:
     request: Request
     index: int
     num_prompt_tokens: int
-    num_tokens: int
+    num_known: int
     slot: int = -1
-    num_computed_tokens: int = 0
+    tables: TokenCounts | None = None
     num_cached_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
     resume_tokens: list[int] = field(default_factory=list)
     status: SequenceStatus = SequenceStatus.WAITING
@@ -127,12 +175,25 @@ class Sequence:
     grammar: GrammarState | None = None
     num_matched: int = 0
     mismatch: Exception | None = None
-    device_ns: int = 0
-    block_ns: int = 0
     queued_at: float = 0.0
     started_at: float | None = None
     first_token_at: float | None = None
     ended_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + output so far, those included that a step in flight draws."""
+        return self.num_known if self.tables is None else int(self.tables.num_tokens[self.slot])
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose K/V are in the cache, or will be after the steps in flight."""
+        return 0 if self.tables is None else int(self.tables.num_computed[self.slot])
+
+    @property
+    def block_table(self) -> list[int]:
+        """Physical block numbers in logical order; a copy."""
+        return [] if self.tables is None else self.tables.held_blocks(self.slot)
 
     @property
     def phases(self) -> PhaseTimes | None:

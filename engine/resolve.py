@@ -8,18 +8,21 @@ from typing import ClassVar, Self
 
 import torch
 
-from engine.attention.choice import check_attention_on_cpu
+from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
 from engine.device.machine import cores
 from engine.errors import ConfigError
-from engine.kv.room import fit_given_blocks
-from engine.models.spec import DecoderSpec
-from engine.quantization.layers import check_capability, check_device, quantization_of
+from engine.kv.cache_size import fit_given_blocks
+from engine.layers.attention import attention_specs
+from engine.models.blueprint import blueprint
+from engine.models.config import ModelConfig
+from engine.quantization.select import check_capability, check_device, quantization_of, quantize
 
+FOR_GPUS = ("flash", "triton", "torch_varlen")  # attention backends
 HALF = ("bfloat16", "float16")
 
 
-def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
+def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
     """Return the config with device, dtype, quantization and max_model_len filled in.
 
     Raises `ConfigError` for a device that is not there or lacks what was asked for, and what `resolve_for` raises.
@@ -27,39 +30,54 @@ def resolve(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device={device}: torch sees no CUDA device here; use device=cpu", "device")
-    resolved = resolve_for(config, spec, device)
-    check_capability(quantization_of(resolved, spec), device)
+    resolved = resolve_for(config, model, device)
+    check_capability(quantization_of(resolved, model.quantization), device)
     if device == "cpu":
-        check_attention_on_cpu(resolved, spec)
         _check_no_graphs(resolved)
     return resolved
 
 
-def resolve_for(config: EngineConfig, spec: DecoderSpec, device: str) -> EngineConfig:
+def resolve_for(config: EngineConfig, model: ModelConfig, device: str) -> EngineConfig:
     """Return the config as it is on `device`, which need not be in this machine.
 
     Raises `ConfigError` for a context that the model was not made for, or one that `num_kv_blocks` does not hold.
     """
-    limit = config.max_model_len or spec.max_positions
-    if limit > spec.max_positions:
+    limit = config.max_model_len or model.max_positions
+    if limit > model.max_positions:
         raise ConfigError(
-            f"max_model_len={limit} is beyond the model's {spec.max_positions} positions; use at most that",
+            f"max_model_len={limit} is beyond the model's {model.max_positions} positions; use at most that",
             "max_model_len",
         )
-    dtype = _auto_dtype(spec, device) if config.dtype == "auto" else config.dtype
+    dtype = _auto_dtype(model, device) if config.dtype == "auto" else config.dtype
     shrink = config.max_model_len is None
-    quantization = quantization_of(config, spec)
+    quantization = quantization_of(config, model.quantization)
     check_device(quantization, device)
     method = None if quantization is None else quantization.method
     found = config.resolved(device=device, max_model_len=limit, dtype=dtype, quantization=method)
     return fit_given_blocks(found, shrink)
 
 
-def _auto_dtype(spec: DecoderSpec, device: str) -> str:
-    if spec.checkpoint_dtype not in HALF:
+def check_model(config: EngineConfig, model: ModelConfig) -> None:
+    """Build the model without weights and look whether it can be run so. config: resolved.
+
+    Raises `CheckpointError` for what its family does not implement, `ShardingError` when it cannot be split over so
+    many ranks, `ConfigError` for sizes that the quantisation does not take and, on a CPU, for a backend, a cache or
+    an invariance that it does not have. What remains there is found out by compiling, which nobody who only checks a
+    config should wait for.
+    """
+    found = blueprint(model, config.tensor_parallel_size, config.context_len, getattr(torch, config.dtype))
+    quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
+    varies = config.batch_invariant and config.attention_backend == "reference"
+    if config.device == "cpu" and (config.attention_backend in FOR_GPUS or config.fp8_cache or varies):
+        specs, kinds = attention_specs(found.cached, config, torch.device("cpu"))
+        select_for_layers(config.attention_backend, specs, kinds)
+
+
+def _auto_dtype(model: ModelConfig, device: str) -> str:
+    if model.dtype not in HALF:
         return "float32"
     if device.startswith("cuda"):
-        return spec.checkpoint_dtype
+        return model.dtype
     # Without matrix units for bfloat16 its products are several times slower than those of float32.
     probe = getattr(torch.cpu, "get_capabilities", None)  # newer than torch 2.11
     can = probe() if probe else {}

@@ -27,7 +27,7 @@ class StructuredOutput:
 
     kind: what `text` is: a JSON schema, nothing (any JSON object), a regular expression, a JSON list of strings of
     which one is written, a grammar in GBNF (llama.cpp's EBNF) whose start is `root`, or calls of tools beside a JSON
-    schema (`engine.grammar.calls.CallsOrJson`).
+    schema (`engine.grammar.texts.CallsOrJson`).
 
     Raises `InvalidRequestError` for other kinds, and for a text of more than 64 KiB.
     """

@@ -1,19 +1,137 @@
-"""The way from the driver to its workers: one message a step, each with a deadline."""
+"""The way from the driver to its workers: one message a step, each with a deadline.
+
+A message is named numpy arrays in one contiguous buffer, read back as views without copying. Layout, little-endian:
+prefix (magic, version, kind, number, total bytes, sizes of schema and shapes), checksum of the prefix and the two
+that follow, schema (names and dtypes as text), shapes (int64), then each array at a multiple of `ALIGNMENT`. The
+arrays' own bytes are checked by length only.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Self
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group
-from parallel.packing import Buffer
+
+MAGIC = b"SQDN"
+VERSION = 1
+ALIGNMENT = 16  # bytes; enough for any vector load that torch makes of a tensor it did not allocate
+DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+Schema = tuple[tuple[str, np.dtype[Any], int], ...]  # name, dtype and number of dimensions of each array
+
+_PREFIX = struct.Struct("<4sHHqQII")
+_CHECKSUM = struct.Struct("<I")
+_START = _PREFIX.size + _CHECKSUM.size
+_PADDING = [bytes(count) for count in range(ALIGNMENT)]
+_CODES = {np.dtype(name): name for name in DTYPES}
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the driver tells its workers: what kind of message, its number, and arrays by name.
+
+    kind: 0 to 65,535, given meaning by the sender. number: int64, such as the step's.
+    """
+
+    kind: int = 0
+    number: int = 0
+    arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def pack(message: Message) -> bytearray:
+    """Return `message` as one buffer.
+
+    Raises `ValueError` for an array whose dtype is not in `DTYPES` or whose name has a space or a comma.
+    """
+    arrays = [array if array.flags.c_contiguous else array.copy("C") for array in message.arrays.values()]
+    fields = [_field(name, array) for name, array in zip(message.arrays, arrays, strict=True)]
+    schema = ",".join(fields).encode()
+    shapes = [size for array in arrays for size in array.shape]
+    table = schema + struct.pack(f"<{len(shapes)}q", *shapes)
+    size = _START + len(table)
+    parts: list[Any] = [b"", b"", table, _PADDING[-size % ALIGNMENT]]
+    size += -size % ALIGNMENT
+    for array in arrays:
+        padding = -array.nbytes % ALIGNMENT
+        parts += (array, _PADDING[padding])
+        size += array.nbytes + padding
+    parts[0] = _PREFIX.pack(MAGIC, VERSION, message.kind, message.number, size, len(schema), 8 * len(shapes))
+    parts[1] = _CHECKSUM.pack(zlib.crc32(table, zlib.crc32(parts[0])))
+    # Joining copies each array once, without a Python-level view of it.
+    return bytearray().join(parts)
+
+
+def unpack(buffer: Buffer) -> Message:
+    """Return the message in `buffer`; its arrays are views of the buffer and live only as long as that is not reused.
+
+    Raises `ChannelError` when the buffer is short, damaged or from another version.
+    """
+    view = memoryview(buffer)
+    kind, number, schema, shapes, offset = _open(view)
+    arrays: dict[str, NDArray[Any]] = {}
+    axis = 0
+    for name, dtype, ndim in schema:
+        shape = shapes[axis : axis + ndim]
+        axis += ndim
+        end = offset + prod(shape) * dtype.itemsize
+        if len(shape) != ndim or min(shape, default=0) < 0 or end > len(view):
+            raise ChannelError(f"array {name!r} of shape {shape} does not fit a message of {len(view)} bytes")
+        arrays[name] = np.ndarray(shape, dtype, view, offset)
+        offset = end + -end % ALIGNMENT
+    return Message(kind, number, arrays)
+
+
+def _open(view: memoryview) -> tuple[int, int, Schema, tuple[int, ...], int]:
+    """Check the prefix and the table; return kind, number, schema, shapes and where the first array begins."""
+    if len(view) < _START:
+        raise ChannelError(f"a message of {len(view)} bytes is shorter than its prefix of {_START}")
+    magic, version, kind, number, total, schema_size, shapes_size = _PREFIX.unpack_from(view)
+    if magic != MAGIC or version != VERSION:
+        raise ChannelError(f"not a message of version {VERSION}: it begins with {bytes(view[:6])!r}")
+    middle = _START + schema_size
+    end = middle + shapes_size
+    if total != len(view) or end > total:
+        raise ChannelError(f"a message of {total} bytes came as {len(view)} bytes")
+    checksum = zlib.crc32(view[_START:end], zlib.crc32(view[: _PREFIX.size]))
+    if (checksum,) != _CHECKSUM.unpack_from(view, _PREFIX.size):
+        raise ChannelError("a message's prefix or table of arrays is damaged: its checksum differs")
+    shapes = struct.unpack_from(f"<{shapes_size // 8}q", view, middle)
+    return kind, number, _schema(bytes(view[_START:middle])), shapes, end + -end % ALIGNMENT
+
+
+def _field(name: str, array: NDArray[Any]) -> str:
+    code = _CODES.get(array.dtype)
+    if code is None:
+        raise ValueError(f"array {name!r} has dtype {array.dtype}; a message carries {', '.join(DTYPES)}")
+    if "," in name or " " in name:
+        raise ValueError(f"array name {name!r} has a comma or a space")
+    return f"{name} {code} {array.ndim}"
+
+
+@lru_cache(maxsize=32)
+def _schema(text: bytes) -> Schema:
+    """Parse a schema; steps have few different ones, so nearly every message finds its own parsed already."""
+    entries = (entry.split(" ") for entry in text.decode().split(",") if entry)
+    return tuple((name, np.dtype(dtype), int(ndim)) for name, dtype, ndim in entries)
+
 
 _LENGTH = 8  # bytes of the length that goes before the message
 _END = -1  # length that says that no message will follow

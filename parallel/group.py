@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -37,6 +38,37 @@ class Group(ABC):
         timeout: seconds for this one instead of the group's own limit (infinity to wait as long as the peers live);
         where collectives are queued on a device, one with a limit of its own is waited for.
         """
+
+    def transfer(self, x: Tensor, src: int, dst: int) -> Tensor:
+        """Send `x` of rank `src` to rank `dst`, which receives it in place of its own `x`; return `x`.
+
+        All ranks call it with tensors of one shape; those that are neither keep theirs, and wait for nobody where the
+        two have a way of their own.
+        """
+        self.broadcast(x if self.rank in (src, dst) else x.clone(), src)
+        return x
+
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        """Hand each rank its rows of `x`, and return the rows that the ranks have for this one, both in rank order.
+
+        x: [rows, ...], of one width and dtype on all ranks. sent, received: rows for each rank and from each; None =
+        as many of each, which all ranks say alike.
+        """
+        if self.size == 1:
+            return x
+        counts = None if sent is None else self.all_gather(torch.tensor([list(sent)]), dim=0)  # [from, to]
+        share = x.shape[0] // self.size
+        most = x.shape[0] if counts is None else int(counts.sum(dim=1).max())
+        padded = torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
+        rows = self.all_gather(padded, dim=0).split(most)
+        if counts is None:
+            return torch.cat([each[self.rank * share : (self.rank + 1) * share] for each in rows])
+        mine = [
+            each.split([*own, most - sum(own)])[self.rank] for each, own in zip(rows, counts.tolist(), strict=True)
+        ]
+        return torch.cat(mine)
 
     @abstractmethod
     def barrier(self) -> None:

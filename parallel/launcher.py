@@ -1,4 +1,7 @@
-"""Starts the other ranks as processes of this machine, without Ray, and makes sure that none outlives its parent."""
+"""Starts the other ranks as processes of this machine, without Ray, and makes sure that none outlives its parent.
+
+Of a death it tells how it came, and whether the kernel may have killed the process for lack of memory.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,38 @@ from contextlib import contextmanager
 from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, cast
 
 from parallel.errors import ChannelError, ParallelError
-from parallel.memory_deaths import MemoryDeaths
+
+COUNTERS = Path("/proc/vmstat")  # linux; the line `oom_kill N` counts this machine's kills, those of cgroups included
+
+
+class MemoryDeaths:
+    """Counts the kernel's kills for lack of memory since it was made, where the kernel tells of them."""
+
+    def __init__(self, counters: Path = COUNTERS) -> None:
+        self._counters = counters
+        self._before = _kills(counters)
+
+    def suspicion(self) -> str:
+        """Return what to add to the report of a process that was killed; "" where the kernel killed none."""
+        kills = _kills(self._counters) - self._before
+        if kills <= 0:
+            return ""
+        processes = "a process" if kills == 1 else f"{kills} processes"
+        return f"; out of memory: the kernel has killed {processes} of this machine for it since the group started"
+
+
+def _kills(counters: Path) -> int:
+    try:
+        lines = counters.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
 
 _PR_SET_PDEATHSIG = 1
 _EXIT_ORPHAN = 3  # exit status of a rank that found its parent gone
@@ -28,10 +58,10 @@ MAX_REPORT = 16384  # characters of a rank's last words that are kept
 _HIDING_MAIN = threading.Lock()  # two threads that hide it at once would leave it hidden
 
 
-class Gang:
+class LocalWorkerGroup:
     """Ranks 1 to N-1 of a group as child processes of rank 0; they live and die together.
 
-    When the gang is closed, collected, or this process ends in whatever way, its processes are killed.
+    When the worker group is closed, collected, or this process ends in whatever way, its processes are killed.
     """
 
     def __init__(self, processes: Sequence[SpawnProcess], reports: Sequence[Connection]) -> None:
@@ -63,7 +93,7 @@ class Gang:
         for rank, process in enumerate(self._processes, start=1):
             if not process.is_alive():
                 memory = self._memory.suspicion() if process.exitcode == -signal.SIGKILL else ""
-                how = f"{_how(process.exitcode)}{self._last_words(rank)}{memory}"
+                how = f"{_how(process.exitcode)}{self._exit_reason(rank)}{memory}"
                 ended.append(f"rank {rank} (pid {process.pid}) {how}")
         return "; ".join(ended) or None
 
@@ -92,9 +122,9 @@ class Gang:
         """End all ranks at once and free what they leave behind. Can be called twice."""
         self._end()
         for rank in range(1, len(self._reports) + 1):
-            self._last_words(rank)
+            self._exit_reason(rank)
 
-    def _last_words(self, rank: int) -> str:
+    def _exit_reason(self, rank: int) -> str:
         with self._reading:  # a thread may wait for a death while another kills
             report = self._reports[rank - 1]
             if rank not in self._words:
@@ -109,8 +139,8 @@ class Gang:
         self.kill()
 
 
-def launch(size: int, target: Callable[..., object], args: Sequence[Any] = ()) -> Gang:
-    """Start ranks 1 to `size - 1`, each as a process that calls `target(rank, *args)`, and return them as a gang.
+def launch(size: int, target: Callable[..., object], args: Sequence[Any] = ()) -> LocalWorkerGroup:
+    """Start ranks 1 to `size - 1`, each as a process that calls `target(rank, *args)`, and return these.
 
     Rank 0 is the caller. The processes are new interpreters that do not run the caller's main script again, so
     `target` must be a function of an importable module, and `args` must be picklable; scripts need no
@@ -119,7 +149,7 @@ def launch(size: int, target: Callable[..., object], args: Sequence[Any] = ()) -
     Raises `ParallelError` for a target that cannot be imported.
     """
     if size < 1:
-        raise ValueError(f"a gang has at least 1 rank, not {size}")
+        raise ValueError(f"a worker group has at least 1 rank, not {size}")
     if target.__module__ == "__main__" or "<" in target.__qualname__:
         raise ParallelError(f"{target.__module__}.{target.__qualname__} cannot be imported by another process")
     context = multiprocessing.get_context("spawn")
@@ -143,7 +173,7 @@ def launch(size: int, target: Callable[..., object], args: Sequence[Any] = ()) -
     except BaseException:
         _kill_all(tuple(processes))
         raise
-    return Gang(processes, reports)
+    return LocalWorkerGroup(processes, reports)
 
 
 def _run_rank(

@@ -1,23 +1,69 @@
-"""Linear layers with weights split over a tensor-parallel group. Activations are flat: [num_tokens, features]."""
+"""Linear layers with weights split over a tensor-parallel group, and the methods that hold and multiply a weight.
+
+Activations are flat: [num_tokens, features].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from parallel.group import Group
-from parallel.methods import LinearMethod, PlainLinear
 from parallel.parameter import ShardedParameter, replicated
 from parallel.sharding import Piece, even_pieces, qkv_pieces
+
+
+class LinearMethod(ABC):
+    """How one linear layer holds its weight (plain, packed, quantised) and multiplies by it.
+
+    `create` before the weights are loaded, `load` after, then `apply`. A method that is made of a weight that is
+    there already needs neither of the first two.
+
+    stored_names: what parameters of the layer are called in a checkpoint, where that is not as here.
+    loads_plain: whether the plain weight is loaded first, so that as little as can be should be loaded before `load`.
+    """
+
+    stored_names: Mapping[str, str] = {}
+    loads_plain: bool = False
+
+    def create(self, layer: ParallelLinear, name: str) -> None:
+        """Give `layer`, called `name`, the parameters that a checkpoint fills, if not those that it has."""
+        return
+
+    def load(self, layer: ParallelLinear) -> None:
+        """Make what `apply` needs of the layer's loaded parameters. All ranks must call alike, in one order."""
+        return
+
+    @abstractmethod
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ weight.T + bias`; x is [num_tokens, in], the result [num_tokens, out] in x's dtype."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that are kept: on a GPU their memory is taken, and given back elsewhere, by sleep."""
+        return (value for value in vars(self).values() if isinstance(value, Tensor))
+
+
+class PlainLinear(LinearMethod):
+    """The parameter as it was loaded, through `F.linear`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight  # [out, in]
+
+    @override
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.weight, bias)
 
 
 class ParallelLinear(nn.Module):
     """Base of the linear layers: a weight of this rank's rows and columns, a bias, and the method that multiplies.
 
-    `weight` is [out_per_rank, in_per_rank]; `choose_methods` empties it where `method` holds all that is needed.
-    `weight_scale` [out_per_rank] is there where it is quantised (`parallel.quantise`).
+    `weight` is [out_per_rank, in_per_rank], empty where `method` holds all that is needed. `weight_scale`
+    [out_per_rank] is there where it is quantised.
     """
 
     weight: ShardedParameter
@@ -104,9 +150,8 @@ class RowParallelLinear(ParallelLinear):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, group: Group, dtype: torch.dtype) -> None:
         pieces = even_pieces([in_features], group.rank, group.size, "in_features")
-        shard = torch.zeros(out_features, pieces[0].size, dtype=dtype, device=group.device)
-        whole_bias = replicated([out_features], dtype, group.device) if bias else None
-        super().__init__(ShardedParameter(shard, 1, pieces), whole_bias, group)
+        weight = ShardedParameter.of((out_features, pieces[0].size), dtype, group.device, 1, pieces)
+        super().__init__(weight, replicated([out_features], dtype, group.device) if bias else None, group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole product on every rank: [num_tokens, in_per_rank] -> [num_tokens, out]."""
@@ -118,6 +163,6 @@ def _column_parameters(
     in_features: int, pieces: tuple[Piece, ...], bias: bool, group: Group, dtype: torch.dtype
 ) -> tuple[ShardedParameter, ShardedParameter | None]:
     rows = sum(piece.size for piece in pieces)
-    weight = torch.zeros(rows, in_features, dtype=dtype, device=group.device)
-    offsets = torch.zeros(rows, dtype=dtype, device=group.device) if bias else None
-    return ShardedParameter(weight, 0, pieces), None if offsets is None else ShardedParameter(offsets, 0, pieces)
+    shapes = [(rows, in_features), (rows,)] if bias else [(rows, in_features)]
+    made = [ShardedParameter.of(shape, dtype, group.device, 0, pieces) for shape in shapes]
+    return made[0], made[1] if bias else None

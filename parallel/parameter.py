@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel.sharding import Piece
-from parallel.weight_source import WeightSource
+
+
+class WeightSource(Protocol):
+    """One tensor on disk, read by slices; what safetensors' `get_slice` returns fits."""
+
+    def get_shape(self) -> Sequence[int]:
+        """Return the shape of the whole tensor on disk."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Return the part that a slice or a tuple of slices selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class ShardedParameter(torch.nn.Parameter):
     axis: dimension that is split, None where every rank holds the whole.
     pieces: the parts along `axis`, in the order in which a fused checkpoint tensor would hold them.
     loaded_parts: keys of the parts that have been loaded.
-    vacant: whether it has no memory of its own until something is loaded.
+    vacant: whether it has a shape, a dtype and a device, but no memory of its own until something is loaded.
     """
 
     axis: int | None
@@ -63,10 +72,34 @@ class ShardedParameter(torch.nn.Parameter):
         parameter.vacant = False
         return parameter
 
-    def vacate(self) -> None:
-        """Give the memory back until something is loaded; shape, dtype and device stay."""
-        self.data = self.data.new_zeros(()).expand(self.shape)
-        self.vacant = True
+    @classmethod
+    def of(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        axis: int | None = None,
+        pieces: Sequence[Piece] = (),
+    ) -> ShardedParameter:
+        """Return a parameter that takes no memory until something is loaded; what is not loaded then is zero."""
+        vacant = device.type != "meta"  # which has no memory, but strides
+        held = torch.zeros(() if vacant else tuple(shape), dtype=dtype, device=device)
+        made = cls(held.expand(tuple(shape)), axis, pieces)
+        made.vacant = vacant
+        return made
+
+    def allocate(self) -> None:
+        """Take the memory of a vacant parameter, filled with zeros."""
+        if self.vacant:
+            self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self.vacant = False
+
+    def full_shape(self, part: str | int | None = None) -> tuple[int, ...]:
+        """Return the shape over all ranks of one part, None = of all parts one after another."""
+        shape = list(self.shape)
+        if self.axis is not None:
+            shape[self.axis] = sum(piece.full for piece in self._pieces_of(part))
+        return tuple(shape)
 
     @property
     def missing(self) -> tuple[str | int, ...]:
@@ -100,10 +133,8 @@ class ShardedParameter(torch.nn.Parameter):
         Raises `ValueError` naming both shapes when the one on disk is another, `KeyError` for an unknown part.
         """
         pieces = self._pieces_of(part)
-        self._check(source, pieces, transposed)
-        if self.vacant:
-            self.data = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            self.vacant = False
+        self._check(source, part, transposed)
+        self.allocate()
         if self.axis is None:
             return [Transfer(_on_disk(self.data, transposed), (slice(None),))]
         disk_axis = self.ndim - 1 - self.axis if transposed else self.axis
@@ -131,15 +162,11 @@ class ShardedParameter(torch.nn.Parameter):
         known = ", ".join(repr(piece.key) for piece in self.pieces)
         raise KeyError(f"no part {part!r} in this parameter; its parts: {known or 'none, it is whole'}")
 
-    def _check(self, source: WeightSource, pieces: Sequence[Piece], transposed: bool) -> None:
-        expected = list(self.shape)
-        if self.axis is not None:
-            expected[self.axis] = sum(piece.full for piece in pieces)
-        if transposed:
-            expected.reverse()
-        found = tuple(source.get_shape())
-        if found != tuple(expected):
-            raise ValueError(f"the checkpoint's tensor has shape {found}, the model wants {tuple(expected)}")
+    def _check(self, source: WeightSource, part: str | int | None, transposed: bool) -> None:
+        shape, found = self.full_shape(part), tuple(source.get_shape())
+        expected = shape[::-1] if transposed else shape
+        if found != expected:
+            raise ValueError(f"the checkpoint's tensor has shape {found}, the model wants {expected}")
 
 
 def _on_disk(target: Tensor, transposed: bool) -> Tensor:
@@ -147,5 +174,5 @@ def _on_disk(target: Tensor, transposed: bool) -> Tensor:
 
 
 def replicated(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> ShardedParameter:
-    """Return a parameter of `shape`, zeros until loaded, that every rank holds whole (norms, position embeddings)."""
-    return ShardedParameter(torch.zeros(tuple(shape), dtype=dtype, device=device))
+    """Return a vacant parameter of `shape` that every rank holds whole (norms, position embeddings)."""
+    return ShardedParameter.of(shape, dtype, device)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from parallel.errors import ChannelError, RendezvousError
-from parallel.handshake import SECRET_BYTES, introduce, receive_frame, send_frame, set_options
-from parallel.hub import PROOF_TIMEOUT, Hub
+from parallel.hub import PROOF_TIMEOUT, SECRET_BYTES, Hub, introduce, receive_frame, send_frame, set_options
 
 _GRACE = 5.0  # seconds that an answer may take beyond what was to be waited for
 

@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -98,6 +98,16 @@ class SymmetricGroup(Group):
     @override
     def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
         return self._inner.broadcast(x, src, timeout)
+
+    @override
+    def transfer(self, x: Tensor, src: int, dst: int) -> Tensor:
+        return self._inner.transfer(x, src, dst)
+
+    @override
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        return self._inner.all_to_all(x, sent, received)
 
     @override
     def barrier(self) -> None:

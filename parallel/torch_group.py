@@ -7,7 +7,7 @@ live in one process.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -19,9 +19,8 @@ from typing_extensions import override
 
 from parallel.errors import ChannelError, ChannelTimeout, ParallelError, RendezvousError
 from parallel.group import Group, SoloGroup, require_contiguous
-from parallel.host_group import through_shared_memory
+from parallel.host_group import StarGroup, through_shared_memory
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.star_group import StarGroup
 from parallel.symmetric import through_symmetric_memory
 from parallel.torch_store import TorchStore
 
@@ -32,10 +31,11 @@ ABORT_TIMEOUT = 10.0  # seconds that a group's end waits for NCCL's
 
 
 class TorchGroup(Group):
-    """GPUs over one of torch's process groups, which it owns. store: what that was made with, kept until its end.
+    """Ranks over one of torch's process groups, which it owns: NCCL's between GPUs.
 
-    A collective is queued on the current stream: a dead or hung peer shows when the stream is next waited
-    for, and NCCL's own watchdog ends this process once the deadline has passed.
+    A collective is queued on the current stream: a dead or hung peer shows when the stream is next waited for, and
+    NCCL's own watchdog ends this process once the deadline has passed. store: what the process group was made with,
+    kept until its end.
     """
 
     def __init__(
@@ -102,9 +102,29 @@ class TorchGroup(Group):
         torch.cuda.current_stream(self.device).synchronize()
 
     @override
+    def transfer(self, x: Tensor, src: int, dst: int) -> Tensor:
+        require_contiguous(x)
+        if self.rank == src != dst:
+            self._run("send", lambda pg: pg.send([x], dst, 0))
+        elif self.rank == dst != src:
+            self._run("receive", lambda pg: pg.recv([x], src, 0))
+        return x
+
+    @override
+    def all_to_all(
+        self, x: Tensor, sent: Sequence[int] | None = None, received: Sequence[int] | None = None
+    ) -> Tensor:
+        x = x.contiguous()
+        found = x.new_empty(x.shape[0] if received is None else sum(received), *x.shape[1:])
+        ours, theirs = list(sent or ()), list(received or ())
+        self._run("all-to-all", lambda pg: pg.alltoall_base(found, x, theirs, ours, dist.AllToAllOptions()))
+        return found
+
+    @override
     def barrier(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.device))
-        torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @override
     def close(self) -> None:

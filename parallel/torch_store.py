@@ -29,7 +29,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from parallel.errors import ChannelError
 from parallel.rendezvous import Notes, Rendezvous
-from parallel.segment import NEWBORN, shared_folder
+from parallel.shared_memory import NEWBORN, shared_folder
 
 PREFIX = "squadron-store-"
 _NAME = re.compile(rf"{PREFIX}[0-9a-f]{{32}}")

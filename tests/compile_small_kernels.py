@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels import triton_draw as draw
-from engine.kernels import triton_filters as filters
+from engine.kernels import triton_draw as filters
 from engine.kernels import triton_kernels as small
 from engine.kernels import triton_linear as linear
-from engine.kernels import triton_quantised as quantised
+from engine.kernels import triton_linear as quantised
 from engine.kernels.triton_linear import tiling_of
 
 Kernel = tuple[object, dict[str, str], dict[str, object], int, int]  # kernel, types, constants, warps, stages
@@ -47,7 +47,7 @@ def draws() -> Iterator[Kernel]:
     yield draw.scan, types, {"RUNS": 64}, 8, 3
     yield filters.bound, types, {"BLOCK": 4096}, 8, 3
     yield filters.restrict, types, {"BLOCK": 4096, "RUNS": 64}, 8, 3
-    yield draw.race, types, {"BLOCK": 4096, "RACED": 512}, 8, 3
+    yield draw.draw_by_gumbel, types, {"BLOCK": 4096, "RUNS_AT_ONCE": 512}, 8, 3
     yield draw.forbid, types, {"BLOCK": 4096}, 8, 3
 
 

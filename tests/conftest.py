@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import ssl
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.lifetime import end_in_good_order
 
 # Triton decides when a kernel is defined whether its interpreter runs it, so this precedes every import of ours.
 if not os.path.exists("/dev/nvidiactl"):
@@ -21,9 +27,54 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+end_in_good_order()
+
+# Nothing here speaks TLS, and every client of httpx would read all certificates anew: 25 ms of a core each time.
+ssl.create_default_context = cache(ssl.create_default_context)
+
 # A busy machine must not fail a property: examples have no deadline of their own, tests have pytest's.
-settings.register_profile("squadron", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("squadron", PATIENT)
+settings.register_profile("long", PATIENT, max_examples=500)
 settings.load_profile("squadron")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the shared Ray first: side by side with others they are what takes longest.
+
+    Of these, those that have an app of their own come before the shared app, which never rests once it is there.
+    """
+    order = ({"serve_port"}, {"serve_port", "demo_app"}, set())
+    items.sort(key=lambda item: order.index({"serve_port", "demo_app"} & set(getattr(item, "fixturenames", ()))))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have `--dist loadfile` keep the files together that share a Ray or a GPU, as well as the tests of a file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class BySharedRay(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return shared_by(config.rootpath / file) or file
+
+    return BySharedRay(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+@cache
+def shared_by(file: Path) -> str:
+    """Return what the tests of a file share with those of other files, "" for nothing."""
+    if file.parent.name == "gpu":
+        return "gpu"
+    text = file.read_text(encoding="utf-8") if file.parent.name in ("chaos", "e2e") else ""
+    return next((name for name, fixture in SHARED.items() if fixture.search(text)), "")
+
+
+# By the arguments of tests and fixtures.
+SHARED = {
+    "ray": re.compile(r"def \w+\([^)]*\b(serve_port|demo_app)\b"),
+    "head": re.compile(r"def \w+\([^)]*\bhead\b"),
+}
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +95,21 @@ def serve_port() -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def demo_app(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> App:
-    """Two replicas of the demo model, each a tensor-parallel group of two. Tests leave it whole."""
-    from tests.e2e.harness import deploy
+    """Two replicas of the demo model, each a tensor-parallel group of two, HTTP and gRPC. Tests leave it whole."""
+    from tests.e2e.harness import deploy, free_port
 
     kept = tmp_path_factory.mktemp("kept")
     traces = tmp_path_factory.mktemp("told") / "traces.jsonl"
     sizes = {"replicas": 2, "tensor_parallel_size": 2, "cpus_per_worker": 0.5}
     told = {"otlp_traces_endpoint": f"file://{traces}", "log_format": "json", "enable_log_requests": True}
-    shown = told | {"metrics_compat": "vllm"}
+    shown = told | {"metrics_compat": "vllm", "grpc_port": free_port()}
     app = deploy(serve_port, model="demo", drain_timeout=5, batch_dir=str(kept), **sizes, **shown)
-    app.traces = traces
+    app.traces, app.grpc_port = traces, shown["grpc_port"]
     return app
+
+
+@pytest.fixture(autouse=True)
+def whole_app(request: pytest.FixtureRequest) -> None:
+    """Each test of the shared app finds all its replicas ready, whatever the one before has killed."""
+    if "demo_app" in request.fixturenames:
+        request.getfixturevalue("demo_app").wait_whole()

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.grammar.xgr import Vocabulary, XgrGrammar
+from engine.grammar.base import CompiledGrammar
+from engine.grammar.xgrammar_backend import Vocabulary, XgrGrammar
+from engine.request import GrammarState
 
 END = 256
 WORDS = [bytes([byte]) for byte in range(256)] + [b"", b'"}', b'", "', b'": ', b"true"]

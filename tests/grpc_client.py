@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from cluster.admission.tenancy import Tenancy
-from cluster.grpc_api.figures import GrpcFigures
+from cluster.admission.tenants import Tenancy
+from cluster.grpc_api.rpc import GrpcMetrics
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
-from cluster.router.models.registry import Models
+from cluster.router.models import Models
 from cluster.telemetry.metrics import Metrics
 from tests.openai_app import front_for
 
@@ -145,7 +145,7 @@ def grpc_services(
     models: Models, metrics: Metrics, tenancy: Tenancy | None = None, limit: int = LIMIT
 ) -> GrpcServices:
     """What a server is made of."""
-    return GrpcServices(models, tenancy or Tenancy(), GrpcFigures(metrics).answered, limit)
+    return GrpcServices(models, tenancy or Tenancy(), GrpcMetrics(metrics).answered, limit)
 
 
 @contextlib.asynccontextmanager

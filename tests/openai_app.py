@@ -11,14 +11,13 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-from cluster.admission.fair_gate import FairGate
+from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.keys import FixedKeys
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenants import Tenancy
 from cluster.http.app import build_app
 from cluster.openai.served_model import ServedModel
-from cluster.router.models.front import ModelFront
-from cluster.router.models.registry import Models
-from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.router.models import ModelFront, Models
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.fake_source import FakeSource
@@ -41,11 +40,18 @@ def saying(model: ServedModel, *texts: str, **changes) -> FakeSource:
 
 
 def front_for(
-    source, model: ServedModel, metrics: Metrics, gate: FairGate | None = None, figures=ClusterFigures, **changes
+    source,
+    model: ServedModel,
+    metrics: Metrics,
+    admission: AdmissionQueue | None = None,
+    figures=ReplicaSetStats,
+    **changes,
 ) -> ModelFront:
     """A model whose tokens come from `source`."""
     given = {"ready": lambda: True} | changes
-    return ModelFront(model, gate or FairGate.unbounded(source), metrics.of(model.model_id, figures), **given)
+    return ModelFront(
+        model, admission or AdmissionQueue.unbounded(source), metrics.of(model.model_id, figures), **given
+    )
 
 
 def two_models_app(first: ModelFront, second: ModelFront, metrics: Metrics, **changes):
@@ -54,12 +60,12 @@ def two_models_app(first: ModelFront, second: ModelFront, metrics: Metrics, **ch
     return build_app(Models([first, second]), metrics, **given)
 
 
-def app_for(source, model: ServedModel, *, api_key=None, gate=None, figures=ClusterFigures, **changes):
+def app_for(source, model: ServedModel, *, api_key=None, admission=None, figures=ReplicaSetStats, **changes):
     """The app with everything a test does not care about filled in."""
     given = {"metrics": Metrics(), "ready": lambda: {"ready": True, "replicas": []}} | changes
     if api_key is not None:
         given["tenancy"] = Tenancy(FixedKeys.one(api_key))
-    models = Models([front_for(source, model, given["metrics"], gate, figures)])
+    models = Models([front_for(source, model, given["metrics"], admission, figures)])
     return build_app(models, **given)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import promql_parser
 
 from cluster.telemetry.families import PREFIX, RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind
-from deploy.dashboards.promql import CLUSTER, OF_SERVE
+from deploy.observability.promql import CLUSTER, OF_SERVE
 
 ENDINGS = {Kind.COUNTER: ("",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
 SERVE_LABELS = frozenset({"deployment", "application"})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cluster.admission.key_text import parse_keys
+from cluster.admission.key_file import parse_keys
 from cluster.admission.keys import FixedKeys, KeyRing
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenants import Tenancy
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from tests.openai_app import app_for, saying

@@ -1,1 +1,1 @@
-"""What is let in, how long it may take, and what is refused: deadlines, queue bounds, drain rates."""
+"""Keys, tenants, quotas, deadlines, and the queue in front of the replicas."""

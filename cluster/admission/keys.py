@@ -1,4 +1,7 @@
-"""API keys: only their hashes are held, and finding one takes the same time whatever was given."""
+"""API keys and the tenants who hold them.
+
+Only hashes of keys are held, and finding one takes the same time whatever was given.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,53 @@ import secrets
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from hashlib import blake2b, sha256
 from typing import Protocol
 
-from cluster.admission.tenant import DEFAULT_TENANT, Tenant
 from cluster.errors import ApiError
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What a tenant may use; None = no limit.
+
+    requests_per_minute / tokens_per_minute: over a sliding minute; tokens of prompts and of what was generated.
+    max_concurrent: requests that run or wait at one time, on each router; rows of batches do not count.
+    max_stored_bytes: of all files at `/v1/files`, those that batches leave included.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    max_stored_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Everybody who holds one of its keys. `name` is fit for logs, labels and metrics.
+
+    shares_cache: the prefix cache is separated by the clients' own salts alone: for a server with no keys.
+    sees_all: whoever holds this key runs the server: all metrics, and what requests of other tenants waited for.
+    scrapes: the key reads metrics, of all, and does nothing else.
+    """
+
+    name: str
+    quota: Quota = field(default_factory=Quota)
+    shares_cache: bool = False
+    sees_all: bool = False
+    scrapes: bool = False
+
+    @property
+    def sees_metrics(self) -> bool:
+        """Whether the key is shown the metrics of all tenants and of the replicas."""
+        return self.sees_all or self.scrapes
+
+
+OPEN = Tenant(DEFAULT_TENANT, shares_cache=True, sees_all=True)
 
 
 @dataclass(frozen=True, slots=True)

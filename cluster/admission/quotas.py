@@ -16,7 +16,7 @@ from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
-from cluster.admission.tenant import Tenant
+from cluster.admission.keys import Tenant
 from cluster.errors import ApiError
 
 MINUTE = 60

@@ -1,24 +1,28 @@
-"""How much of batches is under way: enough that no replica's step waits for rows, whatever the size of the input.
+"""How many rows are under way: enough that no replica's step waits for rows, whatever the size of the input.
 
-Tenants whose batches run side by side get in by turns, as clients' requests do (`cluster.admission.fair_queue`):
-whoever has used the fewest tokens, of prompts and of output, goes first.
+Bounds are all that the replicas take, or what clients' requests leave. Tenants whose batches run side by side get in
+by turns, as clients' requests do (`cluster.admission.fair_queue`): whoever has used the fewest tokens, of prompts and
+of output, goes first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.admission.capacity import InflightBounds, InflightConfig, OutputLength
 from cluster.admission.fair_queue import FairQueue
-from cluster.admission.output_length import OutputLength
-from cluster.batch.prepare import Prepared
+from cluster.batch.row_requests import Prepared
+from cluster.router.dispatcher import Dispatcher
 
 _FIRST, _NEW = 0, 1  # of a tenant's rows, those that were recalled go before the others
+QUIET_SECONDS = 1.0  # without a sequence of others, after which nobody else is there
 
 
-class Bounds(Protocol):
+class BacklogBounds(Protocol):
     """How much may be under way, in sequences, and in tokens of prompts and expected output."""
 
     def sequences(self) -> int:
@@ -46,7 +50,7 @@ class _Entry:
 class Backlog:
     """The rows of all batches of one model that are under way. Used on one event loop."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: BacklogBounds) -> None:
         self._bounds = bounds
         self._loop = asyncio.get_running_loop()
         self._lengths = OutputLength()
@@ -56,11 +60,11 @@ class Backlog:
         self._going = 0  # sequences of rows that were recalled, and are inside
         self._queue: FairQueue[_Entry] = FairQueue()
 
-    def of(self, tenant: str) -> Lane:
+    def of(self, tenant: str) -> BatchBacklog:
         """Return the part of one batch, which must be closed. tenant: whose it is."""
-        return Lane(self, tenant)
+        return BatchBacklog(self, tenant)
 
-    def look(self) -> None:
+    def adjust(self) -> None:
         """Act on bounds that have changed: recall those that entered last, or let in those that wait."""
         excess = self._sequences - self._going - self._bounds.sequences()
         for entry in reversed(list(self._inside)[1:] if excess > 0 else ()):
@@ -142,7 +146,7 @@ class Backlog:
         return fits and self._tokens + entry.tokens <= bounds.tokens()
 
 
-class Lane:
+class BatchBacklog:
     """The rows of one batch in a backlog: they enter in the order in which they ask, and may be recalled."""
 
     def __init__(self, backlog: Backlog, tenant: str) -> None:
@@ -174,9 +178,9 @@ class Lane:
         """The row has ended with so many tokens of output, or was recalled."""
         self._backlog.leave(self._rows.pop(row), output_tokens)
 
-    def look(self) -> None:
-        """See `Backlog.look`."""
-        self._backlog.look()
+    def adjust(self) -> None:
+        """See `Backlog.adjust`."""
+        self._backlog.adjust()
 
     def expected(self, prepared: Prepared) -> int:
         """See `Backlog.expected`."""
@@ -186,3 +190,42 @@ class Lane:
         """Let all rows leave: the batch has ended, or was told to stop."""
         for row in list(self._rows):
             self.leave(row, 0)
+
+
+def full_bounds(dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_tokens: int) -> InflightBounds:
+    """Return bounds that keep the replicas full. max_num_seqs, max_num_batched_tokens: of one replica's step."""
+    sizes = InflightConfig(max_num_seqs, max_num_batched_tokens)
+    return InflightBounds(sizes, dispatcher.room, dispatcher.counters.outcomes.total)
+
+
+class BackgroundBounds:
+    """Bounds of a batch behind clients: all of `room` while nobody else asks, else a `share` of it, 0 to 1.
+
+    Others are what the replicas tell of requests beside those of `dispatcher`, which is the batch's own. Between two
+    requests of theirs nothing is taken back at once: what is recalled has its prompt computed again.
+    """
+
+    def __init__(
+        self, room: InflightBounds, dispatcher: Dispatcher, share: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._room = room
+        self._dispatcher = dispatcher
+        self._share = share
+        self._clock = clock
+        self._last_other = float("-inf")
+
+    def sequences(self) -> int:
+        """Return the most sequences; at least one, so that a batch always gets on."""
+        most = self._room.sequences()
+        return max(1, int(self._share * most)) if self._others() else most
+
+    def tokens(self) -> int:
+        """Return the most tokens."""
+        most = self._room.tokens()
+        return max(1, int(self._share * most)) if self._others() else most
+
+    def _others(self) -> bool:
+        now = self._clock()
+        if self._dispatcher.num_of_others > 0:
+            self._last_other = now
+        return now - self._last_other < QUIET_SECONDS

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from cluster.batch.errors import InputError, RowFault, RowFaultsError, UnreachableError
-from cluster.batch.rows import Source, SourceRow, quoted
-from cluster.batch.sources.source import FileSource
-from cluster.batch.tasks import TaskMaker
+from cluster.batch.io.source import FileSource
+from cluster.batch.row_tasks import TaskMaker
+from cluster.batch.rows import InputSource, SourceRow, quoted
 from cluster.private_files import make_folder
 
 SHOWN = 10
@@ -111,7 +111,7 @@ class _Checking:
         if len(self._faults) < SHOWN:
             self._faults.setdefault(row.number, RowFault(text, row.line))
 
-    def _named(self, source: Source, pairs: dict[int, int]) -> dict[int, RowFault]:
+    def _named(self, source: InputSource, pairs: dict[int, int]) -> dict[int, RowFault]:
         """Return what to say of rows whose id an earlier row has. pairs: row -> that row."""
         wanted = {*pairs, *pairs.values()}
         found: dict[int, tuple[str, int | None, str]] = {}  # row -> place, line, id

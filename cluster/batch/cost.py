@@ -1,13 +1,21 @@
-"""What a batch may cost, in tokens of prompts and output: a bound that holds whatever the rows turn out to take."""
+"""The tokens that a batch may take: a limit that holds whatever the rows take, and a dry run that counts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from cluster.batch.errors import BatchError
 from cluster.batch.ledger.ledger import Totals
-from cluster.batch.prepare import Prepared
+from cluster.batch.row_requests import Prepared, Preparer
+from cluster.batch.rows import InputSource, SourceRow, Task
+from cluster.errors import ApiError, as_api_error
 from cluster.openai.call import Call
+from engine.errors import InvalidRequestError
+
+SHOWN = 10
 
 
 class Cost:
@@ -70,3 +78,35 @@ def most_output(prepared: Prepared, context: int) -> int:
     wanted = call.params.max_tokens
     rooms = [context - len(request.prompt_token_ids) for request in prepared.requests]
     return call.params.n * sum([room if wanted is None else min(room, wanted) for room in rooms])
+
+
+@dataclass(slots=True)
+class DryRun:
+    """What the rows would take. errors: rows that would fail, by code. problems: the first of them, in words.
+
+    most_output_tokens: if every row went on to the end of what it asks for, or of the model's context.
+    """
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    most_output_tokens: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def dry_run(source: InputSource, task_of: Callable[[SourceRow], Task], preparer: Preparer) -> DryRun:
+    """Check every row as a run would, and return what they would take."""
+    found = DryRun()
+    for row in source.rows():
+        found.rows += 1
+        try:
+            prepared = preparer.prepare(task_of(row))
+        except (ApiError, InvalidRequestError) as error:
+            typed = as_api_error(error)
+            found.errors[typed.code] += 1
+            if len(found.problems) < SHOWN:
+                found.problems.append(f"{row.place}: {typed.message}")
+            continue
+        found.prompt_tokens += prepared.num_prompt_tokens
+        found.most_output_tokens += most_output(prepared, preparer.model.longest_sequence)
+    return found

@@ -9,30 +9,28 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.batch.answers import Answers
-from cluster.batch.backlog import Backlog
-from cluster.batch.bounds import Filler, whole_room
+from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
 from cluster.batch.cost import Cost
 from cluster.batch.ledger.ledger import Ledger
-from cluster.batch.prepare import Preparer
-from cluster.batch.row_tokens import RowSource
-from cluster.batch.rows import Source, SourceRow, Task
-from cluster.batch.run import BatchRun, RunLimits
-from cluster.batch.ticks import TICK, Ticks
+from cluster.batch.row_requests import Preparer
+from cluster.batch.rows import InputSource, SourceRow, Task
+from cluster.batch.run import BatchLoop, RunLimits
+from cluster.batch.run_row import TICK, Answers, RowSource, Ticker
 from cluster.config import ClusterConfig
 from cluster.errors import ApiError
 from cluster.openai.served_model import ServedModel
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from engine.errors import InvalidRequestError
 
 FOREVER = 7 * 86_400.0  # seconds: rows wait for replicas as long as the batch waits
 LOOK_SECONDS = 0.5  # between two looks at the figures
+Replicas = Callable[[Dispatcher], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchFigures:
+class BatchProgress:
     """How far a batch is.
 
     done, errors: rows, of `rows`. prompt_tokens, output_tokens: of the rows that are done. drawn, prefilled, cached:
@@ -54,7 +52,7 @@ class BatchFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchWork:
     """What a driver works on.
 
     share: of the replicas' sequences, 0 to 1, that rows may take while clients' requests run; None = there are none.
@@ -62,7 +60,7 @@ class Work:
 
     config: ClusterConfig
     model: ServedModel
-    source: Source
+    source: InputSource
     task_of: Callable[[SourceRow], Task]
     preparer: Preparer
     ledger: Ledger
@@ -70,7 +68,7 @@ class Work:
     share: float | None = None
 
 
-def refuse_cost(work: Work) -> None:
+def refuse_cost(work: BatchWork) -> None:
     """Look at the first row that is left: cheap, and done before replicas are there.
 
     Raises `BatchError` where it alone may take more tokens than are left, so that the batch cannot come to its end.
@@ -87,13 +85,10 @@ def refuse_cost(work: Work) -> None:
         raise cost.refusal(prepared)
 
 
-Replicas = Callable[[Dispatcher], Coroutine[Any, Any, None]]
-
-
-async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigures], None]) -> None:
+async def drive(work: BatchWork, replicas: Replicas, on_progress: Callable[[BatchProgress], None]) -> None:
     """Run all rows that are not done.
 
-    replicas: keeps a dispatcher linked to replicas until it is cancelled. on_figures: told twice a second, and at
+    replicas: keeps a dispatcher linked to replicas until it is cancelled. on_progress: called twice a second, and at
     the end. Raises `BatchError`; what was done by then is in the ledger.
     """
     async with _dispatcher(work.config) as dispatcher:
@@ -101,7 +96,7 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
 
         async def watch() -> None:
             while True:
-                on_figures(figures_of(work.ledger, dispatcher, began.seconds))
+                on_progress(progress_of(work.ledger, dispatcher, began.seconds))
                 await asyncio.sleep(LOOK_SECONDS)
 
         async with asyncio.TaskGroup() as group:
@@ -111,17 +106,17 @@ async def drive(work: Work, replicas: Replicas, on_figures: Callable[[BatchFigur
             await _run(work, dispatcher).run()
             for task in beside:
                 task.cancel()
-        on_figures(figures_of(work.ledger, dispatcher, began.seconds))
+        on_progress(progress_of(work.ledger, dispatcher, began.seconds))
 
 
-def _run(work: Work, dispatcher: Dispatcher) -> BatchRun:
+def _run(work: BatchWork, dispatcher: Dispatcher) -> BatchLoop:
     ledger, config = work.ledger, work.config
-    room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
-    backlog = Backlog(room if work.share is None else Filler(room, dispatcher, work.share)).of("")
-    ticks = Ticks([ledger.flush, backlog.look])
-    tokens = RowSource(dispatcher, ledger, ticks, backlog.make_room)
-    answers = Answers(work.model, tokens, Metrics().of(work.model.model_id, ClusterFigures))
-    return BatchRun(work.source, work.task_of, work.preparer, answers, ledger, backlog, ticks, work.limits)
+    room = full_bounds(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    backlog = Backlog(room if work.share is None else BackgroundBounds(room, dispatcher, work.share)).of("")
+    ticker = Ticker([ledger.flush, backlog.adjust])
+    tokens = RowSource(dispatcher, ledger, ticker, backlog.make_room)
+    answers = Answers(work.model, tokens, Metrics().of(work.model.model_id, ReplicaSetStats))
+    return BatchLoop(work.source, work.task_of, work.preparer, answers, ledger, backlog, ticker, work.limits)
 
 
 async def _first_replica(dispatcher: Dispatcher) -> str:
@@ -131,10 +126,10 @@ async def _first_replica(dispatcher: Dispatcher) -> str:
     return fingerprint
 
 
-def figures_of(ledger: Ledger, dispatcher: Dispatcher, seconds: float) -> BatchFigures:
-    """Return how far the batch is. seconds: as in `BatchFigures`."""
+def progress_of(ledger: Ledger, dispatcher: Dispatcher, seconds: float) -> BatchProgress:
+    """Return how far the batch is. seconds: as in `BatchProgress`."""
     totals, counters, views = ledger.totals, dispatcher.counters, dispatcher.replicas()
-    return BatchFigures(
+    return BatchProgress(
         rows=ledger.job.rows,
         done=ledger.done.count,
         errors=totals.num_errors,
@@ -165,7 +160,7 @@ class _Stopwatch:
         self._began = time.monotonic()
 
 
-def patient(config: ClusterConfig) -> DispatcherConfig:
+def patient_config(config: ClusterConfig) -> DispatcherConfig:
     """Return a dispatcher's times for rows, which wait for replicas as long as it takes."""
     return DispatcherConfig(
         stall_timeout=config.stall_timeout,
@@ -178,7 +173,7 @@ def patient(config: ClusterConfig) -> DispatcherConfig:
 
 @asynccontextmanager
 async def _dispatcher(config: ClusterConfig) -> AsyncGenerator[Dispatcher, None]:
-    dispatcher = Dispatcher(patient(config))
+    dispatcher = Dispatcher(patient_config(config))
     try:
         yield dispatcher
     finally:

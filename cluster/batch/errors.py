@@ -1,4 +1,4 @@
-"""Why a batch cannot go on. All of them leave what was done in place: the same command goes on from there."""
+"""Errors of a batch. All of them leave what was done in place: the same command goes on from there."""
 
 from __future__ import annotations
 
@@ -52,3 +52,11 @@ class BusyError(LedgerError):
 
 class FencedError(LedgerError):
     """Another driver has taken the output over; this one must stop."""
+
+
+class StoreError(BatchError):
+    """Something that is kept cannot be read; the message names it."""
+
+
+class IllegalChangeError(BatchError):
+    """A batch cannot come from the status that it has to another one: a bug of ours, never a client's fault."""

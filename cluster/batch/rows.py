@@ -30,7 +30,7 @@ class SourceRow:
     prompt_column: str = ""
 
 
-class Source(Protocol):
+class InputSource(Protocol):
     """The rows of an input, in one order that never changes; can be walked any number of times, in little memory."""
 
     def rows(self) -> Iterator[SourceRow]:

@@ -9,21 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from cluster.batch.answers import Answers, failed
-from cluster.batch.backlog import Lane
+from cluster.batch.backlog import BatchBacklog
 from cluster.batch.cost import Cost
 from cluster.batch.errors import BatchError, TooManyErrorsError
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
-from cluster.batch.order import by_prefix, prefetched
-from cluster.batch.prepare import Prepared, Preparer
-from cluster.batch.rows import Source, SourceRow, Task
-from cluster.batch.ticks import Ticks
+from cluster.batch.row_requests import Prepared, Preparer, by_prefix, prefetched
+from cluster.batch.rows import InputSource, SourceRow, Task
+from cluster.batch.run_row import Answers, Ticker, failed
 from cluster.errors import ApiError, as_api_error
-from cluster.openai.off_loop import OffLoop
+from cluster.openai.thread_pool import FairThreadPool
 from cluster.tasks import first_error, is_cancelled
-from engine.errors import InvalidRequestError
-from engine.telemetry.wordless import wordless
+from engine.errors import InvalidRequestError, redacted
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class RunLimits:
             )
 
 
-class Quota(Protocol):
+class BatchQuota(Protocol):
     """What the rows of one batch are charged to."""
 
     async def pay(self, prepared: Prepared, expected: int) -> None:
@@ -68,7 +65,7 @@ class Quota(Protocol):
         ...
 
 
-class BatchRun:
+class BatchLoop:
     """Runs the rows of `source` that the ledger does not have. Made and used on one event loop.
 
     quota: what rows are charged to; None = nothing.
@@ -76,15 +73,15 @@ class BatchRun:
 
     def __init__(
         self,
-        source: Source,
+        source: InputSource,
         task_of: Callable[[SourceRow], Task],
         preparer: Preparer,
         answers: Answers,
         ledger: Ledger,
-        backlog: Lane,
-        ticks: Ticks,
+        backlog: BatchBacklog,
+        ticker: Ticker,
         limits: RunLimits,
-        quota: Quota | None = None,
+        quota: BatchQuota | None = None,
     ) -> None:
         self._source = source
         self._task_of = task_of
@@ -92,11 +89,11 @@ class BatchRun:
         self._answers = answers
         self._ledger = ledger
         self._backlog = backlog
-        self._ticks = ticks
+        self._ticks = ticker
         self._limits = limits
         self._quota = quota
         self._cost = Cost(limits.max_cost_tokens, ledger.totals, preparer.model.longest_sequence)
-        self._off_loop = OffLoop()
+        self._thread_pool = FairThreadPool()
         self._stopped: BatchError | None = None
 
     async def run(self) -> None:
@@ -117,7 +114,7 @@ class BatchRun:
             raise first_error(group) from group
         finally:
             self._backlog.close()
-            self._off_loop.close()
+            self._thread_pool.close()
         self._ledger.flush()
         await asyncio.to_thread(self._ledger.sync)
         self._check_errors()
@@ -194,7 +191,7 @@ class BatchRun:
 
     async def _ready_or_failed(self, row: SourceRow) -> Prepared | RowDone:
         try:
-            return await self._off_loop.run(len(row.raw), partial(self._made_ready, row))
+            return await self._thread_pool.run(len(row.raw), partial(self._made_ready, row))
         except (ApiError, InvalidRequestError) as error:
             return failed(row.number, as_api_error(error))
         except BatchError:
@@ -226,5 +223,5 @@ class BatchRun:
 
 def _failed_inside(row: int, error: Exception) -> RowDone:
     """Return the result of a row that met a fault of ours, which must not end the others."""
-    logger.error("row %d failed inside", row, exc_info=wordless(error))
+    logger.error("row %d failed inside", row, exc_info=redacted(error))
     return failed(row, ApiError("internal_error", "the row failed inside; the log has more"))

@@ -15,35 +15,30 @@ from uuid import uuid4
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.admission.key_start import keys_for
-from cluster.admission.keys import KeySource
+from cluster.admission.key_file import keys_for
+from cluster.admission.keys import OPEN, KeySource, Tenant
 from cluster.admission.quotas import Quotas
-from cluster.admission.tenant import OPEN, Tenant
-from cluster.batch.backlog import Backlog
-from cluster.batch.bounds import Filler, whole_room
-from cluster.batch.decisive import decisive
-from cluster.batch.driver import patient
+from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
+from cluster.batch.driver import patient_config
+from cluster.batch.io.paths import is_url, local_path
+from cluster.batch.ledger.epoch import make_private
+from cluster.batch.ledger.records import answer_settings
+from cluster.batch.server.batch_runner import Runner, Sweeper, TenantTurns
+from cluster.batch.server.limits import CompletionWindows, RowQuotas
 from cluster.batch.server.one_batch import BatchModel, OneBatch
-from cluster.batch.server.private_folder import make_private
 from cluster.batch.server.root import open_root
-from cluster.batch.server.row_quotas import RowQuotas
-from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
-from cluster.batch.server.sweeper import Sweeper
-from cluster.batch.server.turns import Turns
-from cluster.batch.server.windows import Windows
-from cluster.batch.sources.found import is_url, local_path
 from cluster.config import ClusterConfig, resolve_config
+from cluster.errors import ReplicaStartError
 from cluster.lifecycle.shared_quotas import SharedQuotas
-from cluster.lifecycle.start_error import ReplicaStartError
-from cluster.openai.checking import unknown_model
+from cluster.openai.validation import unknown_model
 from cluster.replica.orphans import watch_parent
 from cluster.router.directory import ReplicaDirectory
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.models.served import served_model
+from cluster.router.models import served_model
 from cluster.telemetry.logs import log_to_serve
-from cluster.telemetry.metrics import ClusterFigures, Metrics
-from engine.device.heap import settle_heap
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
+from engine.device.machine import settle_heap
 from engine.errors import SquadronError
 from engine.loader.fingerprint import model_identity, vocabulary_fingerprint
 
@@ -68,7 +63,7 @@ class Batches:
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         shared = configs[0]
-        windows, holder = Windows(store.root), holders_of(keys)
+        windows, holder = CompletionWindows(store.root), holders_of(keys)
         one_batch = OneBatch(
             store,
             folder,
@@ -136,21 +131,21 @@ def _store(config: ClusterConfig) -> Store:
 
 
 def _model(config: ClusterConfig, replicas: DeploymentHandle[Any]) -> BatchModel:
-    dispatcher = Dispatcher(patient(config))
+    dispatcher = Dispatcher(patient_config(config))
     vocabulary = vocabulary_fingerprint(config.model, config.tokenizer)
     scaled = config.max_replicas is not None
     # A model without replicas is left so until a batch asks for it.
     asleep = config.scales_to_zero
     name = f"batches-{uuid4().hex}"
     ReplicaDirectory(name, replicas, dispatcher, vocabulary, on_demand=scaled, rouse=lambda: not asleep)
-    room = whole_room(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
+    room = full_bounds(dispatcher, config.max_num_seqs, config.max_num_batched_tokens)
     return BatchModel(
         model=served_model(config),
         source=dispatcher,
-        backlog=Backlog(Filler(room, dispatcher, config.batch_share)),
-        metrics=Metrics().of(config.model_id, ClusterFigures),
-        turns=Turns(),
+        backlog=Backlog(BackgroundBounds(room, dispatcher, config.batch_share)),
+        metrics=Metrics().of(config.model_id, ReplicaSetStats),
+        turns=TenantTurns(),
         fingerprint=model_identity(config.model, config.dtype, config.quantization),
         seed=config.seed,
-        decisive=decisive(config),
+        answer_settings=answer_settings(config),
     )

@@ -10,18 +10,17 @@ import ray
 from ray import serve
 
 from cluster.config import resolve_config
-from cluster.lifecycle.autoscaling.figures import replica_stats
-from cluster.lifecycle.start import Start
-from cluster.lifecycle.start_error import ReplicaStartError
-from cluster.lifecycle.start_register import StartRegister, living_actors, version_of
-from cluster.lifecycle.stop_notice import call_when_told_to_stop, stop_flag
-from cluster.replica.flight_dump import log_folder
-from cluster.replica.group_start import start_group
-from cluster.replica.host import ReplicaHost
+from cluster.errors import ReplicaStartError
+from cluster.lifecycle.autoscaling_policy import replica_stats
+from cluster.lifecycle.control_store import StartRegister, living_actors, version_of
+from cluster.lifecycle.starts import Start
+from cluster.lifecycle.updates import call_on_stop, stop_flag
+from cluster.replica.host import ReplicaHost, log_folder
 from cluster.replica.orphans import watch_parent
+from cluster.replica.worker_group import start_group
 from cluster.telemetry.logs import log_to_serve, rank_fields
-from cluster.telemetry.serve_dashboard import show_to_dashboard
-from cluster.wire.announcement import Announcement
+from cluster.telemetry.publishing import show_to_dashboard
+from cluster.wire.link import Announcement
 from engine.errors import SquadronError
 from parallel.errors import ParallelError
 
@@ -48,12 +47,12 @@ class Replica:
         if self._config.metrics_compat is not None:
             show_to_dashboard()
         # Routers are told at once and by the replica itself: Serve's word of it takes the way by its controller.
-        notice = call_when_told_to_stop(self._host.core.drain, stop_flag())
+        notice = call_on_stop(self._host.core.drain, stop_flag())
         self._stop_notice = asyncio.get_running_loop().create_task(notice)
         start.ready()
 
     async def lease(self, router_id: str, node: str, watch: None = None) -> AsyncIterator[Announcement]:
-        """See `ReplicaHost.lease`. `watch` is for the router's side (`cluster.router.discovery`), and None here."""
+        """See `ReplicaHost.lease`. `watch` is for the router's side (`cluster.router.directory`), and None here."""
         async for announcement in self._host.lease(router_id, node):
             yield announcement
 

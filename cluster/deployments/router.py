@@ -1,58 +1,96 @@
-"""The router deployment: the HTTP front end, the live requests and their token logs, links to all replicas."""
+"""The router deployment: the HTTP front end, the live requests and their token logs, links to all replicas.
+
+Also what Serve says of an app's routers: who serves while one starts, and among how many the replicas are shared.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict
+import time
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from cluster.admission.key_start import keys_for
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.key_file import keys_for
+from cluster.admission.tenants import Tenancy
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.config import NO_KEYS, ClusterConfig, resolve_config
-from cluster.grpc_api.beside import BesideHttp
-from cluster.grpc_api.figures import GrpcFigures
-from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.errors import ReplicaStartError
+from cluster.grpc_api.rpc import GrpcMetrics
+from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress
 from cluster.grpc_api.service import GrpcServices
 from cluster.http.app import build_app
 from cluster.http.sites import Sites
-from cluster.ingress.check import IngressCheck
-from cluster.ingress.serve_mode import check_ingress
-from cluster.lifecycle.app_memory import AppMemory
-from cluster.lifecycle.app_watch import AppWatch, look
+from cluster.ingress.router_side import IngressCheck, check_ingress
+from cluster.lifecycle.app_status import AppPicture, AppWatch, app_state, probe_app
 from cluster.lifecycle.control_store import FAILURES
-from cluster.lifecycle.deployed_app import BuiltOf, DeployedApp
-from cluster.lifecycle.rollback import Rollback
+from cluster.lifecycle.rollback import AppMemory, BuiltOf, DeployedApp, Rollback
 from cluster.lifecycle.shared_quotas import SharedQuotas
-from cluster.lifecycle.start_error import ReplicaStartError
-from cluster.lifecycle.start_gate import StartGate
+from cluster.lifecycle.updates import StartupWait, UpdateFailedError
 from cluster.openai.served_model import ServedModel
 from cluster.replica.orphans import watch_parent
-from cluster.router.app_body import app_body
-from cluster.router.models.live import LiveModel
-from cluster.router.models.registry import Models
-from cluster.router.models.served import served_model
-from cluster.router.other_routers import OtherRouters
-from cluster.router.readiness import app_ready_body
-from cluster.router.start_metrics import StartCollector
+from cluster.router.live_model import LiveModel
+from cluster.router.metrics import StartCollector
+from cluster.router.models import Models, served_model
+from cluster.router.readiness import app_body, app_ready_body, fresh
 from cluster.telemetry.families import Source
 from cluster.telemetry.logs import log_to_serve
 from cluster.telemetry.metrics import Metrics
-from cluster.telemetry.publishing import Publishing, on_loop
-from cluster.telemetry.ray_publisher import RayPublisher, publish_period
-from cluster.telemetry.tracing.start import router_tracing
-from engine.device.heap import settle_heap
+from cluster.telemetry.publishing import Publishing, RayPublisher, on_loop, publish_period
+from cluster.telemetry.tracing.start import process_tracing
+from engine.device.machine import settle_heap
 from engine.errors import SquadronError
 
+if TYPE_CHECKING:  # without traces nothing of them is imported
+    from cluster.http.request_spans import RouterTracing
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRouters:
+    """The routers of an app beside the one that asks. `deployment`: their name."""
+
+    app: str
+    deployment: str
+
+    def count(self) -> int:
+        """Return how many serve; 0 also where no replica is there or on its way, for which one could wait.
+
+        Blocks. Raises `UpdateFailedError` when the replicas of the new version do not start.
+        """
+        try:
+            state = app_state(self.app)
+        except (RayError, RayServeException, ConnectionError) as error:
+            logger.warning("Serve cannot be asked who else serves: %r", error)
+            return 0
+        if state is None:
+            return 0
+        replicas = [one for name, one in state.deployments.items() if name != self.deployment]
+        for one in replicas:
+            if one.update_failed:
+                raise UpdateFailedError(f"the new version does not start: {one.reason}")
+        routers = state.deployments.get(self.deployment)
+        return routers.running if routers is not None and any(one.present for one in replicas) else 0
+
+    def sharing(self, picture: AppPicture | None, configured: int) -> int:
+        """Return how many routers serve by the latest picture, the one that asks among them.
+
+        configured: what to return where the picture is old, or has none serve yet.
+        """
+        seen = fresh(picture, time.monotonic())
+        app = None if seen is None else seen.app
+        routers = None if app is None else app.deployments.get(self.deployment)
+        return (0 if routers is None else routers.running) or configured
 
 
 @serve.ingress()
@@ -79,7 +117,7 @@ class Router:
             check_ingress(self._config.ingress)
             self._keys = keys_for(self._config.api_key, self._config.api_key_file, self._config.metrics_key)
             self._store = _store(self._config)
-            self._tracing = router_tracing(self._config, self._router_id)
+            self._tracing = _router_tracing(self._config, self._router_id)
         except SquadronError as error:
             raise ReplicaStartError.of(error) from error
         self._replicas = replicas
@@ -89,7 +127,7 @@ class Router:
         memory = AppMemory(context.app_name)
         self._rollback = Rollback(deployed, memory)
         self._new = self._deployed_now(memory, built_of)
-        self._watch = AppWatch(partial(look, context.app_name), self._rollback.look)
+        self._watch = AppWatch(partial(probe_app, context.app_name), self._rollback.observe)
         self._watch.start()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -127,12 +165,12 @@ class Router:
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
         self._ingress = IngressCheck(app if self._tracing is None else self._tracing.app(app))
         settle_heap()
-        gate = StartGate(self._ingress, self._serving, self._others.count)
+        waiting = StartupWait(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None:
-            return gate
+            return waiting
         traced = None if self._tracing is None else self._tracing.rpc
-        services = GrpcServices(models, tenancy, GrpcFigures(metrics).answered, config.max_body_bytes, traced)
-        return BesideHttp(gate, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
+        services = GrpcServices(models, tenancy, GrpcMetrics(metrics).answered, config.max_body_bytes, traced)
+        return BesideHttp(waiting, _grpc_server(config.host, config.grpc_port, services), config.drain_timeout)
 
     def models(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the deployment of each model's replicas, and its settings without keys (asked by batches)."""
@@ -152,7 +190,7 @@ class Router:
         return new
 
     def _rouse(self, config: ClusterConfig, deployment: str) -> bool:
-        """Whether to look for replicas although nobody asks: not where all were taken away since nobody did."""
+        """Whether to search for replicas although nobody asks: not where all were taken away since nobody did."""
         if not config.scales_to_zero or deployment in self._new:
             return True
         picture = self._watch.picture
@@ -185,6 +223,16 @@ def _resolved(settings: dict[str, Any], one_of_many: bool) -> tuple[ClusterConfi
     except SquadronError as error:
         title = (settings["served_model_name"] or ("",))[0] if one_of_many else ""
         raise ReplicaStartError.of(error, title) from error
+
+
+def _router_tracing(config: ClusterConfig, router_id: str) -> RouterTracing | None:
+    """Return what traces the calls of a router, None where tracing is off. Raises `ConfigError`."""
+    tracing = process_tracing(config, "router", router_id)
+    if tracing is None:
+        return None
+    from cluster.http.request_spans import RouterTracing
+
+    return RouterTracing(tracing)
 
 
 def _store(config: ClusterConfig) -> Store | None:

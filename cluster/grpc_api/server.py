@@ -1,7 +1,7 @@
 """The router's own gRPC server: who may call, what is let in, and how it ends.
 
-Serve's gRPC ingress is not used, for reasons that docs/grpc.md tells: it listens on all interfaces, lets a slow
-reader fill the memory, and bounds no message.
+Serve's gRPC ingress is not used, for reasons that docs/guides/grpc.md gives: it listens on all interfaces, lets a
+slow reader fill the memory, and bounds no message.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as AsgiMessage
 
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.exchange import Answered, Traced, exchange, metadata_value
+from cluster.grpc_api.rpc import Answered, Traced, exchange, metadata_value
 from cluster.grpc_api.service import GrpcServices, InferenceService
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from engine.errors import ConfigError
@@ -54,8 +56,8 @@ class GrpcServer:
     def __init__(self, address: ListenAddress, services: GrpcServices) -> None:
         self._address = address
         self._service = InferenceService(services)
-        door = Door(services.tenancy, services.answered, services.traced)
-        self._server = grpc.aio.server(interceptors=[door], options=_options(services.max_message_bytes))
+        keys = KeyInterceptor(services.tenancy, services.answered, services.traced)
+        self._server = grpc.aio.server(interceptors=[keys], options=_options(services.max_message_bytes))
         self._server.add_generic_rpc_handlers((_handlers(self._service),))
         reflection.enable_server_reflection((SERVICE.full_name, reflection.SERVICE_NAME), self._server)
         self.port = self._bound()
@@ -78,7 +80,7 @@ class GrpcServer:
             raise ConfigError(message, "grpc_port") from error
 
 
-class Door(grpc.aio.ServerInterceptor):
+class KeyInterceptor(grpc.aio.ServerInterceptor):
     """Lets in who has a key, whatever is called: reflection, and methods that do not exist, too."""
 
     def __init__(self, tenancy: Tenancy, answered: Answered, traced: Traced | None = None) -> None:
@@ -145,3 +147,35 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ]
+
+
+class BesideHttp:
+    """The app itself, with a gRPC server that takes calls from the app's start to its shutdown (ASGI).
+
+    grace: seconds that running calls get at the end. Serve counts only what comes through its own proxies, so that
+    it would not wait for them.
+    """
+
+    def __init__(self, app: ASGIApp, server: GrpcServer, grace: float) -> None:
+        self._app = app
+        self._server = server
+        self._grace = grace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on to the app."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def receive_and_stop() -> AsgiMessage:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                await self._server.stop(self._grace)
+            return message
+
+        async def start_and_send(message: AsgiMessage) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                await self._server.start()
+            await send(message)
+
+        await self._app(scope, receive_and_stop, start_and_send)

@@ -1,35 +1,44 @@
-"""`squadron.v1.Inference`: the calls of the HTTP API, through the same validator, door and token source."""
+"""`squadron.v1.Inference`: the calls of the HTTP API, through the same validator, keys and token source.
+
+It keeps the calls that run, so that one call can end another.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from cluster.admission.tenancy import Tenancy, Visit
+from cluster.admission.tenants import Tenancy, Visit
+from cluster.client_id import checked_session
 from cluster.errors import ApiError
-from cluster.grpc_api.exchange import Answered, Exchange, Traced, exchange
-from cluster.grpc_api.live_calls import LiveCalls
-from cluster.grpc_api.requests import chat_fields, completion_fields, embedding_fields, parsed, shown
-from cluster.grpc_api.responses import ChatResponses, GenerateResponses, Responses, usage_message
+from cluster.grpc_api.protobuf import (
+    ChatResponses,
+    GenerateResponses,
+    Responses,
+    chat_fields,
+    completion_fields,
+    embedding_fields,
+    parsed,
+    shown,
+    usage_message,
+)
+from cluster.grpc_api.rpc import Answered, Rpc, Traced, exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.openai.call import Call
-from cluster.openai.deltas import Usage
+from cluster.openai.call import Call, build_requests
+from cluster.openai.choices import Usage
 from cluster.openai.embeddings import EmbeddingCall, Vector, embedded, embedding_call, has_many
 from cluster.openai.generation import Generation
-from cluster.openai.off_loop import OffLoop
-from cluster.openai.prompts import build_requests
 from cluster.openai.served_model import ServedModel
+from cluster.openai.thread_pool import FairThreadPool
 from cluster.openai.validation import parse_chat, parse_completion
-from cluster.router.fleet import ReplicaView
-from cluster.router.models.front import ModelFront
-from cluster.router.models.registry import Models
-from cluster.router.routing.session import checked_session
+from cluster.router.models import ModelFront, Models
+from cluster.router.replica_set import ReplicaView
 from cluster.token_source import CallContext
 from engine.errors import InvalidRequestError
 from engine.request import Request
@@ -68,12 +77,12 @@ class InferenceService:
 
     def __init__(self, services: GrpcServices) -> None:
         self._services = services
-        self._off_loop = OffLoop()
+        self._thread_pool = FairThreadPool()
         self._live = LiveCalls()
 
     def close(self) -> None:
         """End the threads once what they do is done."""
-        self._off_loop.close()
+        self._thread_pool.close()
 
     async def Generate(self, body: bytes, context: grpc.aio.ServicerContext) -> None:
         """Continue a prompt."""
@@ -86,11 +95,13 @@ class InferenceService:
     async def Embed(self, body: bytes, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
         """Turn texts into vectors."""
         async with self._exchange("Embed", context) as rpc, await self._visit(rpc) as visit:
-            fields = await self._off_loop.run(
+            fields = await self._thread_pool.run(
                 len(body), lambda: embedding_fields(parsed(pb.EmbedRequest, body)), visit.tenant.name
             )
             front = self._asked(fields, rpc, visit)
-            call = await self._off_loop.run(len(body), lambda: embedding_call(fields, front.model), visit.tenant.name)
+            call = await self._thread_pool.run(
+                len(body), lambda: embedding_call(fields, front.model), visit.tenant.name
+            )
             rpc.id, rpc.ignored = call.request_id, call.ignored
             await visit.charge_prompt(call.num_tokens)
             track = front.metrics.track(call.requests, visit.charge_output)
@@ -142,16 +153,16 @@ class InferenceService:
             fronts = [models.named(asked)] if asked else list(models)
             return pb.GetLoadResponse(
                 replicas=[_replica_load(view, front.model_id) for front in fronts for view in front.replicas()],
-                waiting=sum(front.gate.num_waiting for front in fronts),
-                inside=sum(front.gate.num_inside for front in fronts),
+                waiting=sum(front.admission.num_waiting for front in fronts),
+                inside=sum(front.admission.num_inside for front in fronts),
             )
 
     async def _generate(self, kind: _Kind, body: bytes, context: grpc.aio.ServicerContext) -> None:
         method = "Generate" if kind is _GENERATE else "Chat"
         async with self._exchange(method, context) as rpc, await self._visit(rpc) as visit:
-            fields, told = await self._off_loop.run(len(body), lambda: _read(kind, body), visit.tenant.name)
+            fields, told = await self._thread_pool.run(len(body), lambda: _read(kind, body), visit.tenant.name)
             front = self._asked(fields, rpc, visit)
-            call, requests = await self._off_loop.run(
+            call, requests = await self._thread_pool.run(
                 len(body), lambda: _built(kind, fields, front.model), visit.tenant.name
             )
             rpc.id, rpc.client_id = call.request_id, rpc.client_id or call.client_id
@@ -161,18 +172,18 @@ class InferenceService:
             async with self._live.running(call.request_id, visit.tenant.name):
                 await _stream(front, call, requests, responses, visit, context)
 
-    def _asked(self, fields: Mapping[str, Any], rpc: Exchange, visit: Visit) -> ModelFront:
+    def _asked(self, fields: Mapping[str, Any], rpc: Rpc, visit: Visit) -> ModelFront:
         """Find out which model is asked."""
         front = self._services.models.of(fields)
         rpc.model = front.model_id
-        visit.ask(front.model_id, front.gate)
+        visit.ask(front.model_id, front.admission)
         return front
 
-    def _refuse_tenants(self, rpc: Exchange) -> None:
+    def _refuse_tenants(self, rpc: Rpc) -> None:
         """Raise `ApiError` (`permission_denied`) for a key that is not shown what others do."""
         tenant = self._services.tenancy.tenant_of(rpc.authorization)
         rpc.tenant = tenant.name
-        if not tenant.sees_figures:
+        if not tenant.sees_metrics:
             message = (
                 "GetLoad tells what all tenants do, which is for a key with admin: true or scrape: true, or that of "
                 "--metrics-key; Health tells whether requests are served"
@@ -182,12 +193,54 @@ class InferenceService:
     def _exchange(self, method: str, context: grpc.aio.ServicerContext) -> Any:
         return exchange(method, context, self._services.answered, self._services.traced)
 
-    async def _visit(self, rpc: Exchange) -> Visit:
+    async def _visit(self, rpc: Rpc) -> Visit:
         tenancy = self._services.tenancy
         tenant = tenancy.tenant_of(rpc.authorization)
         rpc.tenant = tenant.name
         context = CallContext(checked_session(rpc.session), trace=rpc.trace)
         return await tenancy.visit(tenant, rpc.deadline(), context)
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveCall:
+    tenant: str
+    scope: asyncio.Timeout
+
+
+class LiveCalls:
+    """Calls by the request id that their first response told. Used on one event loop."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, _LiveCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @asynccontextmanager
+    async def running(self, request_id: str, tenant: str) -> AsyncGenerator[None, None]:
+        """Hold a call while it runs; raises `ApiError` (`aborted`) inside its task when it is aborted.
+
+        A timeout that is set to now ends whatever the call waits for, which costs nothing for each token.
+        """
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._calls[request_id] = _LiveCall(tenant, scope)
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise ApiError("aborted", "the request was aborted by a call of Abort", status=499) from None
+        finally:
+            self._calls.pop(request_id, None)
+
+    def abort(self, request_id: str, tenant: str) -> None:
+        """End a call of `tenant`; raises `ApiError` (`not_found`), for those of others too."""
+        call = self._calls.get(request_id)
+        if call is None or call.tenant != tenant:
+            message = f"no request {request_id[:100]!r} runs on this connection's router; it may have ended"
+            raise ApiError("not_found", message, param="request_id")
+        del self._calls[request_id]
+        call.scope.reschedule(asyncio.get_running_loop().time())
 
 
 async def _stream(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from importlib.metadata import version
@@ -17,27 +17,31 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import Tenant
+from cluster.admission.keys import Tenant
+from cluster.admission.tenants import Tenancy
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
-from cluster.http.base_endpoint import Services
-from cluster.http.batches import BatchRoutes
-from cluster.http.completions import GenerationEndpoint
-from cluster.http.embeddings import EmbeddingsEndpoint
-from cluster.http.files import FileRoutes
+from cluster.http.batch_routes import BatchRoutes, FileRoutes
+from cluster.http.endpoints import (
+    EmbeddingsEndpoint,
+    GenerationEndpoint,
+    ResponsesEndpoint,
+    Services,
+    TokensEndpoint,
+    detokenize,
+    tokenize,
+)
 from cluster.http.gate import Gate
 from cluster.http.openapi import openapi
-from cluster.http.responses import ResponsesEndpoint
 from cluster.http.sites import Sites
-from cluster.http.storage import Stored
-from cluster.http.tokens import TokensEndpoint, detokenize, tokenize
-from cluster.http.ui.page import ui_route
-from cluster.openai.off_loop import FileThreads, OffLoop
+from cluster.http.storage import FileThreads, Stored
+from cluster.http.ui import ui_route
+from cluster.openai.frames import ChatFrames, CompletionFrames
 from cluster.openai.served_model import ServedModel
-from cluster.router.models.front import ModelFront
-from cluster.router.models.registry import Models
-from cluster.router.tenant_metrics import TenantCollector
+from cluster.openai.thread_pool import FairThreadPool
+from cluster.openai.validation import parse_chat, parse_completion
+from cluster.router.metrics import TenantCollector
+from cluster.router.models import ModelFront, Models
 from cluster.router.why import why
 from cluster.telemetry.metrics import CONTENT_TYPE, Metrics
 
@@ -65,44 +69,53 @@ def build_app(
     would be one wrong value to clients). store: of files and batches; None = none are kept, and their routes say so.
     sites: names that the server goes by, and sites whose pages may use it; None = as on loopback.
     """
-    off_loop, file_threads = OffLoop(), FileThreads()
-    door = tenancy or Tenancy()
-    metrics.register(TenantCollector(door, models, metrics))
-    services = Services(models, off_loop, max_body_bytes)
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
-        watcher = asyncio.create_task(door.watch())
-        yield
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
-        off_loop.close()
-        file_threads.close()
-
-    stored = Stored(store, file_threads)
+    tenancy = tenancy or Tenancy()
+    metrics.register(TenantCollector(tenancy, models, metrics))
+    services, stored = Services(models, FairThreadPool(), max_body_bytes), Stored(store)
     routes = [
-        Route("/v1/completions", GenerationEndpoint.completions(services), methods=["POST"]),
-        Route("/v1/chat/completions", GenerationEndpoint.chat(services), methods=["POST"]),
-        Route("/v1/embeddings", EmbeddingsEndpoint(services), methods=["POST"]),
-        Route("/v1/responses", ResponsesEndpoint(services), methods=["POST"]),
-        Route("/tokenize", TokensEndpoint(services, tokenize), methods=["POST"]),
-        Route("/detokenize", TokensEndpoint(services, detokenize), methods=["POST"]),
+        *_endpoint_routes(services),
         *FileRoutes(stored).routes(),
-        *BatchRoutes(stored, off_loop, max_body_bytes).routes(),
+        *BatchRoutes(stored, services.thread_pool, max_body_bytes).routes(),
         *_model_routes(models),
-        *_document_routes(door.keyed),
+        *_document_routes(tenancy.keyed),
         *_status_routes(metrics, models, ready),
         Route("/why/{name}", partial(_why, models)),
         ui_route(),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers=_ERRORS)
+    threads = (services.thread_pool, stored.threads)
+    app = Starlette(routes=routes, lifespan=partial(_lifespan, tenancy, threads), exception_handlers=_ERRORS)
     app.router.redirect_slashes = False
-    return Gate(app, metrics, door, names_answers, sites)
+    return Gate(app, metrics, tenancy, names_answers, sites)
+
+
+@asynccontextmanager
+async def _lifespan(
+    tenancy: Tenancy, threads: Sequence[FairThreadPool | FileThreads], _: Starlette
+) -> AsyncGenerator[None, None]:
+    """Watch the file of keys while the app runs, and end its threads with it."""
+    watcher = asyncio.create_task(tenancy.watch())
+    yield
+    watcher.cancel()
+    with suppress(asyncio.CancelledError):
+        await watcher
+    for each in threads:
+        each.close()
+
+
+def _endpoint_routes(services: Services) -> list[Route]:
+    endpoints = {
+        "/v1/completions": GenerationEndpoint(services, parse_completion, CompletionFrames),
+        "/v1/chat/completions": GenerationEndpoint(services, parse_chat, ChatFrames),
+        "/v1/embeddings": EmbeddingsEndpoint(services),
+        "/v1/responses": ResponsesEndpoint(services),
+        "/tokenize": TokensEndpoint(services, tokenize),
+        "/detokenize": TokensEndpoint(services, detokenize),
+    }
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
 
 
 async def _why(models: Models, request: Request) -> Response:
-    return _json(await why(models, request.path_params["name"], _asker(request)))
+    return _json(await why([front.explain for front in models], request.path_params["name"], _asker(request)))
 
 
 def _asker(request: Request) -> Tenant:
@@ -156,13 +169,13 @@ def _status_routes(metrics: Metrics, models: Models, ready: Callable[[], ReadyBo
         if asked is not None:
             front = models.named(asked)
             body = {**body, **_of_model(body, front)}
-        if not _asker(request).sees_figures:
+        if not _asker(request).sees_metrics:
             body = {"ready": body["ready"]}
         return _json(body) if body["ready"] else _json(body, 503, {"retry-after": "1"})
 
     async def show_metrics(request: Request) -> Response:
         asker = _asker(request)
-        text = metrics.render(None if asker.sees_figures else asker.name)
+        text = metrics.render(None if asker.sees_metrics else asker.name)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return [Route("/health", health), Route("/ready", is_ready), Route("/metrics", show_metrics)]

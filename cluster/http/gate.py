@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,19 +15,15 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
-from cluster.admission.keys import as_bearer
-from cluster.admission.tenancy import Tenancy, Visit
-from cluster.admission.tenant import OPEN, Tenant
-from cluster.client_id import SERVERS_NAME, is_client_id
+from cluster.admission.keys import OPEN, Tenant, as_bearer
+from cluster.admission.quotas import RateState, RateStates
+from cluster.admission.tenants import Tenancy, Visit
+from cluster.client_id import SERVERS_NAME, SESSION_HEADER, checked_session, is_client_id
 from cluster.errors import ApiError
-from cluster.http.cors import answer_preflight, is_preflight, shared_with_pages
-from cluster.http.exchange import Answer
-from cluster.http.rate_headers import rate_headers
-from cluster.http.sites import Sites
-from cluster.openai.hints import HEADER as IGNORED
-from cluster.router.routing.session import HEADER as SESSION_HEADER
-from cluster.router.routing.session import checked_session
-from cluster.telemetry.log_lines import about
+from cluster.http.asgi import Answer
+from cluster.http.sites import Sites, answer_preflight, is_preflight, shared_with_pages
+from cluster.openai.fields import IGNORED_HEADER
+from cluster.telemetry.logs import about
 from cluster.telemetry.metrics import Metrics
 from cluster.token_source import CallContext
 
@@ -89,7 +86,7 @@ class Gate:
             if message["type"] == "http.response.start":
                 named = [self._name(exchange)]
                 if ignored := exchange.get("ignored"):
-                    named.append((IGNORED.encode(), ignored.encode()))
+                    named.append((IGNORED_HEADER.encode(), ignored.encode()))
                 named += shared_with_pages(self._sites, headers)
                 message["headers"] = [*message.get("headers", ()), *named, *await self._rates(scope)]
                 self._metrics.answered(self._route_label(scope), message["status"], exchange.get("model", ""))
@@ -175,3 +172,27 @@ def raw_path(scope: Scope) -> str:
 
 def _fit(client_id: str) -> str:
     return client_id if is_client_id(client_id) else ""
+
+
+def rate_headers(rates: RateStates) -> list[tuple[bytes, bytes]]:
+    """Return limit, remaining and reset for the limits that the tenant has; source: OpenAI's rate limit guide."""
+    headers: list[tuple[bytes, bytes]] = []
+    for kind, state in (("requests", rates.requests), ("tokens", rates.tokens)):
+        if state is not None:
+            headers += _rate_headers(kind, state)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Return a time as OpenAI writes it: `0s`, `20ms`, `7.66s`, `2m59.5s`."""
+    if seconds < 1:
+        millis = math.ceil(seconds * 1000)
+        return f"{millis}ms" if millis else "0s"
+    hundredths = math.ceil(seconds * 100)
+    minutes, rest = divmod(hundredths, 6000)
+    return f"{minutes}m{rest / 100:g}s" if minutes else f"{rest / 100:g}s"
+
+
+def _rate_headers(kind: str, state: RateState) -> list[tuple[bytes, bytes]]:
+    values = {"limit": str(state.limit), "remaining": str(state.remaining), "reset": duration(state.reset)}
+    return [(f"x-ratelimit-{name}-{kind}".encode(), value.encode()) for name, value in values.items()]

@@ -1,5 +1,6 @@
 """The form in which a file is uploaded, read as it comes: its fields are small, and its file goes to a draft.
 
+python-multipart finds the parts; it has no limits for them, and reads no file into a store, so these stand here.
 Source: RFC 7578 (multipart/form-data).
 """
 

@@ -11,31 +11,33 @@ visitor can: this machine, the network of an office. So it must be seen in the r
 - A body must have a Content-Type. Browsers send some without asking first (a preflight): those are refused where JSON
   is wanted, and this is the one that is none.
 
+Allowed sites are told so by the headers of CORS.
 Source: WHATWG Fetch, W3C Fetch Metadata, and the algorithm of Go's `http.CrossOriginProtection`.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
+from starlette.types import Scope, Send
+
+from cluster.config_values import ANY, DEFAULT_PORTS, HOST, ORIGIN
 from cluster.errors import ApiError
 
-if TYPE_CHECKING:  # the command line reads settings by this, and waits for no web framework
-    from starlette.datastructures import Headers
-    from starlette.types import Scope
-
-ANY = "*"
 # Names below these are given by a local network, never by the public one. Source: RFC 6762 (local), RFC 8375
 # (home.arpa), ICANN's resolution 2024.07.29.06 (internal); lan and svc are custom, of routers and of Kubernetes.
 _LOCAL_NETWORKS = (".local", ".internal", ".home.arpa", ".lan", ".svc")
-_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
-_HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[-a-z0-9._]+)(:[0-9]{0,5})?")
-_ORIGIN = re.compile(rf"(?P<scheme>[a-z][-+.a-z0-9]*)://(?P<host>{_HOST.pattern})")
 _MOST_SHOWN = 100  # characters of what a client sent
+_ANY_SITE = (b"access-control-allow-origin", b"*")
+_ALLOWED = (
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
+    (b"access-control-allow-headers", b"authorization, *"),  # which no wildcard stands for
+    (b"access-control-max-age", b"600"),
+)
+_READABLE = (b"access-control-expose-headers", b"*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Sites:
     def lets_in(self, origin: str) -> bool:
         """Whether pages of a site may use the server, and read its answers."""
         if self.origins is None:
-            found = _ORIGIN.fullmatch(origin.lower())
+            found = ORIGIN.fullmatch(origin.lower())
             return self.keyed or (found is not None and _is_this_machine(_bare(found["name"])))
         return ANY in self.origins or origin.lower() in self.origins
 
@@ -80,7 +82,7 @@ class Sites:
     def _check_host(self, host: str | None) -> None:
         if host is None:  # HTTP/1.0, which no browser speaks
             return
-        found = _HOST.fullmatch(host.lower())
+        found = HOST.fullmatch(host.lower())
         name = _bare(found["name"]) if found else ""
         if not self._goes_by(name):
             shown = (name or host)[:_MOST_SHOWN]
@@ -116,23 +118,28 @@ class Sites:
             )
 
 
-def host_name(name: str) -> str:
-    """Return a name for `Sites.hosts` as it is compared. Raises `ValueError` for what is none."""
-    found = name.lower().rstrip(".")
-    if found != ANY and not re.fullmatch(r"(\*\.)?[a-z0-9_]([-a-z0-9_.]*[a-z0-9_])?", found):
-        raise ValueError("must be names without scheme, port or path, such as llm.example.com, *.example.com or *")
-    return found
+def is_preflight(scope: Scope, headers: Headers) -> bool:
+    """Whether a browser asks what a page may do, before it does what the page wants. It sends no key."""
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
-def site_origin(origin: str) -> str:
-    """Return an origin for `Sites.origins` as browsers spell it. Raises `ValueError` for what is none."""
-    found = origin.lower()
-    if found in (ANY, "null"):
-        return found
-    parts = _ORIGIN.fullmatch(found)
-    if parts is None:
-        raise ValueError("must be a site's scheme and host, such as https://chat.example.com, or *")
-    return found.removesuffix(_DEFAULT_PORTS.get(parts["scheme"], ""))
+async def answer_preflight(sites: Sites, headers: Headers, send: Send) -> None:
+    """Answer, beside what `shared_with_pages` adds; raises `ApiError` (403) where the site may not."""
+    if not sites.lets_in(headers["origin"]):
+        message = "pages of other sites may not use this server; start it with --api-key, or --allowed-origins"
+        raise ApiError("forbidden_origin", message)
+    await send({"type": "http.response.start", "status": 204, "headers": list(_ALLOWED)})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def shared_with_pages(sites: Sites, headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return the headers by which a page may read the answer to a request with `headers`."""
+    origin = headers.get("origin")
+    if origin is None or not sites.lets_in(origin):
+        return []
+    if sites.lets_all_in:
+        return [_ANY_SITE, _READABLE]
+    return [(b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"origin"), _READABLE]
 
 
 def _bare(name: str) -> str:
@@ -169,10 +176,10 @@ def _covers(pattern: str, name: str) -> bool:
 
 def _is_of(origin: str, host: str) -> bool:
     """Whether an origin is that of the server, as the client names it. TLS may have ended before, so any scheme."""
-    found = _ORIGIN.fullmatch(origin.lower())
+    found = ORIGIN.fullmatch(origin.lower())
     if found is None:
         return False
-    port = _DEFAULT_PORTS.get(found["scheme"], "")
+    port = DEFAULT_PORTS.get(found["scheme"], "")
     return found["host"].removesuffix(port) == host.lower().removesuffix(port)
 
 

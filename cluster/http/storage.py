@@ -1,33 +1,37 @@
-"""What the routes of files and batches do alike. Without `--batch-dir` they all say so."""
+"""What the routes of files and batches share: the store, threads for its files, a bound on what goes out to clients.
+
+Without `--batch-dir` there is no store, and all routes say so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import asyncio
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from msgspec import json
-from starlette.requests import Request
 from starlette.types import Receive, Scope
 
-from cluster.admission.tenant import Tenant
-from cluster.batch.server.ids import Ids
-from cluster.batch.server.pages import Asked, Page
+from cluster.admission.keys import Tenant
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
-from cluster.http.base_endpoint import Responder
-from cluster.http.exchange import Answer
-from cluster.openai.checking import checked_fields
-from cluster.openai.field_types import Fields
-from cluster.openai.off_loop import FileThreads
-from engine.errors import InvalidRequestError
+from cluster.http.asgi import Answer
+from cluster.http.endpoints import Responder
 
+FILE_THREADS = 8
+MOST_BYTES = 512 << 20  # of files on their way to clients
+RETRY_AFTER = 5  # seconds
+log = logging.getLogger(__name__)
 T = TypeVar("T")
-F = TypeVar("F", bound=Fields)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StorageRequest:
     """One request of a route. `id`: of the file or batch that its path names, "" without; not checked."""
 
     scope: Scope
@@ -63,12 +67,67 @@ class Call:
         await self.answer.json(200, json.encode(body))
 
 
+@dataclass(slots=True)
+class _Share:
+    """The threads that one tenant may have at a time. users: who have one, or wait for it."""
+
+    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(FILE_THREADS // 2))
+    users: int = 0
+
+
+class FileThreads:
+    """Threads that read and write files, so that a slow disk holds up nobody but who waits for it.
+
+    One tenant has half of them at most: whoever lists many files over and over holds up itself.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=FILE_THREADS, thread_name_prefix="files")
+        self._shares: dict[str, _Share] = {}
+
+    async def run(self, work: Callable[[], T], tenant: str) -> T:
+        """Return what `work` returns; raises `ApiError` where it raises `OSError`.
+
+        Who is cancelled still waits for its end: no two threads are at one file.
+        """
+        share = self._shares.setdefault(tenant, _Share())
+        share.users += 1
+        try:
+            async with share.free:
+                return await self._run(work)
+        finally:
+            share.users -= 1
+            if not share.users:
+                del self._shares[tenant]
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        task = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+        except OSError as error:
+            log.exception("a file cannot be read or written")
+            raise _storage_error(error) from error
+
+    def close(self) -> None:
+        """End the threads once what they do is done."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _storage_error(error: OSError) -> ApiError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ApiError("out_of_storage", "the server has no room for more; delete files and try again", status=507)
+    return ApiError("storage_failed", "the server's --batch-dir cannot be read or written; try again", status=503)
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """What the routes share. store: None = nothing is kept."""
 
     store: Store | None
-    threads: FileThreads
+    threads: FileThreads = field(default_factory=FileThreads)
 
     async def run(self, tenant: str, work: Callable[[Store], T]) -> T:
         """Return what `work` makes of the store, in a thread. Raises `ApiError`, also where nothing is kept.
@@ -89,7 +148,7 @@ class Stored:
         return self.store
 
 
-Act = Callable[[Call], Awaitable[None]]
+Act = Callable[[StorageRequest], Awaitable[None]]
 
 
 class ByMethod(Responder):
@@ -102,41 +161,32 @@ class ByMethod(Responder):
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         self._stored.opened()
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        await self._acts[method](Call(scope, receive, answer))
+        await self._acts[method](StorageRequest(scope, receive, answer))
 
 
-def query_of(scope: Scope, schema: type[F]) -> F:
-    """Return the query of a request; raises `InvalidRequestError` naming the first wrong parameter."""
-    given: dict[str, Any] = {}
-    for name, value in Request(scope).query_params.multi_items():
-        if name in given:
-            raise InvalidRequestError(f"{name[:64]} is there twice; send it once", name[:64])
-        given[name] = value
-    limit = given.get("limit")
-    if limit is not None:
-        given["limit"] = _whole(limit)
-    return checked_fields(schema, given)
+class UnderWay:
+    """Bytes of files that go out to clients. Of one event loop. most: bytes; something larger goes alone.
 
+    They are bounded where nothing else bounds what Ray Serve holds of them: behind a proxy that is not guarded it
+    takes all it is given, however slowly a client reads.
+    """
 
-def _whole(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
-        raise InvalidRequestError("limit must be a whole number", "limit", "invalid_type")
-    return int(text)
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most = most
+        self._bytes = 0
 
-
-def page_asked(
-    limit: int | None, most: int, default: int, after: str | None, ids: Ids, oldest_first: bool = False
-) -> Asked:
-    """Return which page is asked for; raises `InvalidRequestError`. ids: of what is listed."""
-    if limit is not None and not 1 <= limit <= most:
-        raise InvalidRequestError(f"limit must lie between 1 and {most}", "limit")
-    if after is not None and not ids.fits(after):
-        raise InvalidRequestError(f"after must be the id of the last one before, such as {ids.prefix}...", "after")
-    return Asked(default if limit is None else limit, after or "", oldest_first)
-
-
-def listed(page: Page[Any]) -> dict[str, Any]:
-    """Return OpenAI's list object."""
-    data = [one.shown() for one in page.items]
-    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-    return {"object": "list", "data": data, **ends, "has_more": page.has_more}
+    @contextmanager
+    def sending(self, size: int) -> Iterator[None]:
+        """Count `size` bytes until their client has them. Raises `ApiError` (429) when too many are under way."""
+        if self._bytes and self._bytes + size > self._most:
+            raise ApiError(
+                "overloaded",
+                "too much of other files is on its way to clients; try again in a moment",
+                status=429,
+                retry_after=RETRY_AFTER,
+            )
+        self._bytes += size
+        try:
+            yield
+        finally:
+            self._bytes -= size

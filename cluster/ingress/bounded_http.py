@@ -2,7 +2,7 @@
 
 uvicorn, which the proxy runs, waits for headers without end and keeps any number of them. HAProxy has limits for
 that, and these are the same (`deploy.serve.haproxy_launcher`): 408 after 20 s without whole headers, 431 beyond 101
-of them or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.http.exchange`).
+of them or 16 kB, 503 beyond 4,096 connections. Bodies have limits of their own, in the app (`cluster.http.asgi`).
 """
 
 from __future__ import annotations

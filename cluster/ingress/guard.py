@@ -8,7 +8,7 @@ Serve's proxy answers two paths itself, without a key. `/-/healthz` says one wor
 look there; `/-/routes`, the names of all apps and where they are, is answered here as a path that is not there.
 
 And Serve queues without bound what a client does not read, in the proxy, or behind HAProxy in the router. So a router
-asks here how much of its answer the client has taken, and sends little more (`cluster.ingress.check`).
+asks here how much of its answer the client has taken, and sends little more (`cluster.ingress.router_side`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.client_id import SERVERS_NAME, is_client_id
 from cluster.errors import ApiError
 from cluster.ingress.bounded_http import bound_http
-from cluster.telemetry.log_lines import about
-from cluster.telemetry.logs import log_to_serve
+from cluster.telemetry.logs import about, log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -1,24 +1,34 @@
 """Ray's control store: a few bytes under a name, which outlive every process of ours and are read on every node.
 
-`ray.experimental.internal_kv` is not public. This is the only file that uses it.
+`ray.experimental.internal_kv` is not public. This is the only file that uses it. Replicas record their starts there;
+where the store fails, starts are not held back and not recorded, and all else goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from secrets import token_hex
+from typing import Any
 
 import msgspec
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
+from ray.util import list_named_actors
+
+from cluster.lifecycle.starts import StartRecord
 
 NAMESPACE = b"squadron"
 FREE = b"free"  # what a claim holds that has ended
 PAUSE = 0.5  # seconds between two looks at a claim that another process holds
 # What Ray raises here: its own errors, and plain ones of its client of the control store; and what decoding raises.
 FAILURES = (RayError, RuntimeError, OSError, AttributeError, AssertionError, msgspec.MsgspecError)
+logger = logging.getLogger(__name__)
+KEPT_SECONDS = 900.0  # records of dead replicas
+_DECODER = msgspec.msgpack.Decoder(StartRecord)
 
 
 def put(key: str, value: bytes) -> None:
@@ -103,3 +113,63 @@ def _number(turn: bytes) -> int:
 def keys(prefix: str) -> list[bytes]:
     """Return the names that begin so. Raises one of `FAILURES`."""
     return list(internal_kv._internal_kv_list(prefix, namespace=NAMESPACE))
+
+
+class StartRegister:
+    """The records of one deployment of one app; `version` tells the settings apart that they were started with."""
+
+    def __init__(self, app: str, deployment: str, version: str = "") -> None:
+        self._all = f"{app}/{deployment}/"
+        self._mine = f"{self._all}{version}/"
+
+    def put(self, record: StartRecord) -> None:
+        """Remember a record, instead of an earlier one of the same replica."""
+        try:
+            put(self._mine + record.replica_id, msgspec.msgpack.encode(record))
+        except FAILURES as error:
+            logger.warning("the start of replica %s is not recorded: %r", record.replica_id, error)
+
+    def of_version(self) -> list[StartRecord]:
+        """Return the records of this version."""
+        return list(self._read(self._mine).values())
+
+    def of_all_versions(self) -> list[StartRecord]:
+        """Return the records of all versions."""
+        return list(self._read(self._all).values())
+
+    def prune(self, alive: set[str], now: float) -> None:
+        """Forget what died long ago."""
+        for key, record in self._read(self._all).items():
+            if record.actor not in alive and now - record.since > KEPT_SECONDS:
+                self._forget(key)
+
+    def _forget(self, key: bytes) -> None:
+        try:
+            delete(key)
+        except FAILURES as error:
+            logger.warning("an old start stays on record: %r", error)
+
+    def _read(self, prefix: str) -> Mapping[bytes, StartRecord]:
+        found: dict[bytes, StartRecord] = {}
+        try:
+            for key in keys(prefix):
+                value = get(key)
+                if value is not None:
+                    found[key] = _DECODER.decode(value)
+        except FAILURES as error:
+            logger.warning("earlier starts are not known: %r", error)
+        return found
+
+
+def living_actors() -> set[str] | None:
+    """Return the names of all named actors that live, Serve's replicas among them; None where Ray does not say."""
+    try:
+        return {str(actor["name"]) for actor in list_named_actors(all_namespaces=True)}
+    except FAILURES as error:
+        logger.warning("it is not known which actors live: %r", error)
+        return None
+
+
+def version_of(settings: Mapping[str, Any]) -> str:
+    """Return a few characters that tell settings apart."""
+    return hashlib.blake2b(msgspec.json.encode(dict(sorted(settings.items()))), digest_size=4).hexdigest()

@@ -1,9 +1,11 @@
-"""What is remembered of the starts of a deployment's replicas, and how long the next one waits. Pure."""
+"""Starts of a deployment's replicas: what each reports, and how long the next one waits after failed ones. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Literal
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -12,6 +14,7 @@ SHORT_LIFE = 8.0
 FREE_FAILURES = 2  # in a row, before anybody waits
 LONGEST_PAUSE = 60.0
 MAX_REASON = 400
+logger = logging.getLogger(__name__)
 
 
 class StartRecord(msgspec.Struct, frozen=True):
@@ -76,3 +79,85 @@ def _failure(record: StartRecord, alive: bool, now: float) -> str:
         return "its process ended as soon as it was ready" if now - record.since < SHORT_LIFE else ""
     where = f" ({record.phase})" if record.phase else ""
     return f"its process ended while it was starting{where}"
+
+
+class Register(Protocol):
+    """What is needed of `cluster.lifecycle.control_store.StartRegister`."""
+
+    def put(self, record: StartRecord) -> None:
+        """Remember a record."""
+
+    def of_version(self) -> list[StartRecord]:
+        """Return the records of this version."""
+        ...
+
+    def prune(self, alive: set[str], now: float) -> None:
+        """Forget what died long ago."""
+
+
+class Start:
+    """Tells `register` of the start of `replica_id`, which Ray knows as `actor`.
+
+    alive: returns the names of the actors that live, None where that is not known: then nobody is held back.
+    clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        register: Register,
+        replica_id: str,
+        actor: str,
+        alive: Callable[[], set[str] | None],
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._register = register
+        self._alive = alive
+        self._clock = clock
+        self._sleep = sleep
+        now = clock()
+        self._record = StartRecord(replica_id, actor, now, now)
+
+    def hold_back(self) -> None:
+        """Wait as long as the starts before this one advise: one that dies at once must not keep the machine busy."""
+        now = self._clock()
+        failures, reason = self._failures(now)
+        seconds = pause(failures)
+        self._report(
+            state="waiting" if seconds else "starting",
+            failures=failures,
+            last_reason=reason,
+            next_try=now + seconds if seconds else 0.0,
+        )
+        if seconds:
+            logger.warning("%d starts failed, the last because: %s; next try in %g s", failures, reason, seconds)
+            self._sleep(seconds)
+            self._report(state="starting")
+
+    def phase(self, name: str) -> None:
+        """Tell that the start came to a phase."""
+        self._report(state="starting", phase=name)
+
+    def ready(self) -> None:
+        """Tell that the replica can serve."""
+        self._report(state="ready", phase="")
+
+    def failed(self, reason: str) -> None:
+        """Tell why the replica does not start."""
+        self._report(state="failed", reason=" ".join(reason.split())[:MAX_REASON])
+
+    def died(self, reason: str) -> None:
+        """Tell why the replica ends, if it has hardly begun to serve: then it is the start that failed."""
+        if self._clock() - self._record.since < SHORT_LIFE:
+            self.failed(reason)
+
+    def _failures(self, now: float) -> tuple[int, str]:
+        alive = self._alive()
+        if alive is None:
+            return 0, ""
+        self._register.prune(alive, now)
+        return failures_in_a_row(self._register.of_version(), alive, now)
+
+    def _report(self, **changes: object) -> None:
+        self._record = msgspec.structs.replace(self._record, since=self._clock(), **changes)
+        self._register.put(self._record)

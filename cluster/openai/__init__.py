@@ -1,1 +1,1 @@
-"""The OpenAI-compatible front end: one validator, token text, SSE and JSON answers, as an ASGI app."""
+"""OpenAI's protocol: fields, their one validator, calls, choices, and answers as JSON and SSE. It knows no HTTP."""

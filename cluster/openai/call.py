@@ -1,17 +1,39 @@
-"""One accepted call of a client: what every ingress hands on once it has been checked."""
+"""One accepted call of a client: its prompts or its conversation, and the engine requests that it becomes.
+
+Of a chat, what the model's template does not read is refused where it is part of what was said, else it is a hint.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 from cluster.errors import ApiError, as_api_error
-from cluster.openai.conversation import Conversation
-from cluster.openai.field_types import Prompt
-from cluster.openai.reasoning.parsers import ReasoningParser
-from cluster.openai.tools.choice import ToolUse
-from engine.errors import InvalidRequestError
+from cluster.openai.fields import Hints, Message, Prompt
+from cluster.openai.parsers.reasoning import ReasoningParser
+from cluster.openai.parsers.tool_choice import ToolUse
+from cluster.openai.request_fields import ChatFields, TokenizeFields
+from cluster.openai.served_model import ServedModel
+from engine.errors import InvalidRequestError, PromptTooLongError, context_words
+from engine.request import Request
 from engine.sampling_params import SamplingParams
+
+_MESSAGE_LOOP = re.compile(r"\bfor\s+(\w+)\s+in\s+\w*messages\b")
+ChatPrompt = ChatFields | TokenizeFields  # the fields that make a prompt out of messages
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat and how its template is to be filled in."""
+
+    messages: tuple[dict[str, Any], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    options: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +97,220 @@ class Call:
         elif typed.param == "prompt" and self.conversation is not None:
             typed.param = "messages"
         return typed
+
+
+Parse = Callable[[Mapping[str, Any], ServedModel], Call]
+
+
+def build_requests(call: Call, model: ServedModel) -> list[Request]:
+    """Return one request per prompt, in order; raises `InvalidRequestError` naming the field.
+
+    Long prompts take milliseconds and more: an event loop leaves them to an `FairThreadPool`.
+    """
+    _check_ids(call.params, model.vocab_size)
+    param = "prompt" if call.conversation is None else "messages"
+    prompts = [_truncated(ids, call, model) for ids in prompt_ids(call, model)]
+    for ids in prompts:
+        _check_length(len(ids), call, model, param)
+    params = model.tokenizer.with_bad_words(call.params)
+    return [_request(call, params, number, ids, len(prompts)) for number, ids in enumerate(prompts)]
+
+
+def prompt_ids(call: Call, model: ServedModel) -> list[list[int]]:
+    """Return the token ids of each prompt of a call, however long; raises `InvalidRequestError`."""
+    if call.conversation is not None:
+        return [chat_ids(call.conversation, call.prompt_options, model)]
+    return [_prompt_ids(prompt, call.prompt_options, model) for prompt in call.prompts]
+
+
+def chat_ids(conversation: Conversation, options: PromptOptions, model: ServedModel) -> list[int]:
+    """Return the tokens of a chat as the model's template writes it; raises `InvalidRequestError`.
+
+    Control tokens are the template's alone: in the text of messages and tools they are plain text.
+    """
+    return model.tokenizer.encode_chat(
+        conversation.messages,
+        add_generation_prompt=conversation.add_generation_prompt,
+        continue_final_message=conversation.continue_final_message,
+        options=conversation.options,
+        add_special_tokens=options.add_special_tokens,
+    )
+
+
+def _prompt_ids(prompt: Prompt, options: PromptOptions, model: ServedModel) -> list[int]:
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt, add_special_tokens=options.add_special_tokens) if prompt else []
+    if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < model.vocab_size)
+        raise InvalidRequestError(
+            f"prompt holds {wrong}, which is no token id of this model (0 to {model.vocab_size - 1})", "prompt"
+        )
+    return prompt
+
+
+def _truncated(ids: list[int], call: Call, model: ServedModel) -> list[int]:
+    keep = call.prompt_options.truncate
+    if keep is None:
+        return ids
+    return ids[-(max(model.longest_sequence - _wanted(call.params), 1) if keep == -1 else keep) :]
+
+
+def _check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Ids that clients send index tables as wide as the logits."""
+    for param, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+    ):
+        if ids and max(ids) >= vocab_size:
+            raise InvalidRequestError(
+                f"{param} holds {max(ids)}, which is no token id of this model (0 to {vocab_size - 1})", param
+            )
+
+
+def _wanted(params: SamplingParams) -> int:
+    """Tokens of output that there must be room for."""
+    return params.max_tokens or max(params.min_tokens, 1)
+
+
+def _check_length(length: int, call: Call, model: ServedModel, param: str) -> None:
+    if length == 0:
+        raise InvalidRequestError(f"{param} is empty: it must give at least one token", param)
+    wanted = _wanted(call.params)
+    if length + wanted <= model.longest_sequence:
+        return
+    words = context_words(model.longest_sequence, model.longest_sequence < model.max_model_len)
+    alone = length >= model.longest_sequence
+    raise PromptTooLongError(
+        f"{words}you requested {length + wanted} tokens ({length} in the {param}, {wanted} in the completion). "
+        f"Please reduce the length of the {param}{'' if alone else ' or of the completion'}.",
+        param,
+    )
+
+
+def _seed(call: Call, number: int) -> int:
+    """A seed that the client gave is that of each prompt; without one, equal prompts must not draw alike."""
+    return call.seed if call.params.seed is not None else (call.seed + number) % 2**63
+
+
+def _request(call: Call, params: SamplingParams, number: int, ids: list[int], count: int) -> Request:
+    return Request(
+        request_id=call.request_id if count == 1 else f"{call.request_id}-{number}",
+        prompt_token_ids=tuple(ids),
+        params=params,
+        seed=_seed(call, number),
+        priority=call.priority,
+        cache_salt=call.cache_salt,
+    )
+
+
+def conversation_of(checked: ChatPrompt, model: ServedModel, hints: Hints) -> Conversation:
+    """Return the conversation; raises `InvalidRequestError` naming what the model's template does not read.
+
+    hints: notes what it may do without.
+    """
+    if not checked.messages:
+        raise InvalidRequestError("messages must hold at least one message", "messages")
+    if checked.continue_final_message and checked.add_generation_prompt:
+        raise InvalidRequestError(
+            "add_generation_prompt must be false with continue_final_message=true", "add_generation_prompt"
+        )
+    template = model.tokenizer.chat_template or ""
+    messages = [_message(message, f"messages[{i}]", template, hints) for i, message in enumerate(checked.messages)]
+    add = not checked.continue_final_message and checked.add_generation_prompt is not False
+    return Conversation(tuple(messages), add, checked.continue_final_message, _options(checked, template, hints))
+
+
+def _options(checked: ChatPrompt, template: str, hints: Hints) -> dict[str, Any]:
+    """Variables of the template beside the messages."""
+    kwargs = checked.chat_template_kwargs
+    given = kwargs.model_dump(exclude_none=True) if kwargs else {}
+    options = {
+        name: value
+        for name, value in given.items()
+        if _is_used(name, f"chat_template_kwargs.{name}", template, hints)
+    }
+    effort = checked.reasoning_effort
+    if effort is not None and _is_used("reasoning_effort", "reasoning_effort", template, hints):
+        options["reasoning_effort"] = effort
+    if checked.tools and checked.tool_choice != "none":
+        _refuse_unread("tools", "tools", template)
+        options["tools"] = [tool.for_template() for tool in checked.tools]
+    return options
+
+
+def _message(message: Message, param: str, template: str, hints: Hints) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    one: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name is not None and _is_used(_names_read(template), f"{param}.name", template, hints):
+        one["name"] = message.name
+    one |= _thoughts(message, param, template, hints)
+    if message.tool_calls is not None:
+        _only_from("assistant", "tool_calls", message, param)
+        _refuse_unread("tool_calls", f"{param}.tool_calls", template)
+        one["tool_calls"] = [call.for_template() for call in message.tool_calls]
+    if message.role == "tool" or message.tool_call_id is not None:
+        one["tool_call_id"] = _tool_call_id(message, param, template)
+    return one
+
+
+def _thoughts(message: Message, param: str, template: str, hints: Hints) -> dict[str, str]:
+    """What the assistant thought, by either name; where both say something, the older counts."""
+    found: dict[str, str] = {}
+    for name, text in (("reasoning_content", message.reasoning_content), ("reasoning", message.reasoning)):
+        if text is None:
+            continue
+        _only_from("assistant", name, message, param)
+        if not _is_used("reasoning_content", f"{param}.{name}", template, hints):
+            continue
+        if found.setdefault("reasoning_content", text) != text:
+            other = f"{param}.{name}"
+            hints.leave(InvalidRequestError(f"{other} is not what reasoning_content says; send one of them", other))
+    return found
+
+
+def _tool_call_id(message: Message, param: str, template: str) -> str:
+    _only_from("tool", "tool_call_id", message, param)
+    _refuse_unread("tool|tool_call_id|ipython", f"{param}.role", template)
+    if message.tool_call_id is None:
+        name = f"{param}.tool_call_id"
+        raise InvalidRequestError(
+            f"{name} is missing: it names the call that this answers", name, "missing_parameter"
+        )
+    return message.tool_call_id
+
+
+def _only_from(role: str, field: str, message: Message, param: str) -> None:
+    if message.role != role:
+        name = f"{param}.{field}"
+        raise InvalidRequestError(f"{name} is allowed only in messages with role {role!r}", name)
+
+
+@lru_cache(maxsize=16)
+def _names_read(template: str) -> str:
+    """The pattern of a message's name as the template would read it: tools and their calls have names too."""
+    variables = "|".join({"message", *_MESSAGE_LOOP.findall(template)})
+    return rf"""(?:{variables})(?:\.name|\.get\(\s*["']name|\[\s*["']name)"""
+
+
+def _is_used(variable: str, param: str, template: str, hints: Hints) -> bool:
+    """Whether the template reads `variable`; where not, the field is a hint."""
+    if _reads(template, variable):
+        return True
+    hints.leave(_unread(param))
+    return False
+
+
+def _refuse_unread(variable: str, param: str, template: str) -> None:
+    if not _reads(template, variable):
+        raise _unread(param)
+
+
+def _unread(param: str) -> InvalidRequestError:
+    message = f"{param} is not used by this model's chat template; leave it out"
+    return InvalidRequestError(message, param, "unsupported_parameter")
+
+
+@lru_cache(maxsize=256)  # asked for each of thousands of messages
+def _reads(template: str, variable: str) -> bool:
+    return re.search(rf"\b(?:{variable})\b", template) is not None

@@ -1,130 +1,30 @@
-"""One call while it runs: tokens of its requests in, text of its choices out, stop strings and usage on the way."""
+"""One call while it runs: tokens of its requests in, deltas of its choices out, or one whole answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 from cluster.openai.call import Call
-from cluster.openai.deltas import Delta, PlacedLogprob, Usage
-from cluster.openai.echo import Opening, PromptResult, openings
-from cluster.openai.tools.answer import AnswerParser
-from cluster.openai.tools.deltas import merged
+from cluster.openai.choices import (
+    Choice,
+    Collected,
+    Delta,
+    PromptResult,
+    Usage,
+    answer_parser,
+    openings,
+)
+from cluster.openai.frames import Frames
 from cluster.telemetry.metrics import RequestTrack
 from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
-from engine.text.detokenizer import TextStream
 from engine.text.tokenizer import Tokenizer
 
 MANY_LOGPROBS = 512  # from so many tokens on, telling their log-probabilities takes milliseconds: worth a thread
-_PROMPT_END = 16  # tokens of a prompt that tell whether its answer starts with thinking
-
-
-class Choice:
-    """Turns the token chunks of one choice into deltas."""
-
-    def __init__(
-        self, index: int, stream: TextStream, opening: Opening | None = None, parser: AnswerParser | None = None
-    ) -> None:
-        self.done = False
-        self.reasoning_tokens = 0
-        self._index = index
-        self._stream = stream
-        self._opening = opening
-        self._parser = parser
-
-    def prepare(self) -> None:
-        """Work out what the first delta will tell of an echoed prompt, so that `take` does not take long."""
-        if self._opening is not None:
-            self._opening.placed()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens used so far."""
-        return self._stream.num_tokens
-
-    def take(self, chunk: TokenChunk) -> Delta:
-        """Return what `chunk` adds; sets `done` with the last delta."""
-        if self._parser is None or len(chunk.token_ids) < 2:
-            return self._take(chunk)
-        # Token by token: which of them were thinking, and which came after the last call, does not depend on the cut.
-        delta = Delta(self._index, "", ())
-        for one in _cut(chunk):
-            _join(delta, self._take(one))
-            if self.done:
-                break
-        return delta
-
-    def _take(self, chunk: TokenChunk) -> Delta:
-        stream, ids = self._stream, chunk.token_ids
-        before = stream.num_tokens
-        stop_token = chunk.finish_reason == "stop" and bool(ids)
-        if chunk.logprobs:
-            text, placed = self._push_placed(chunk, stop_token)
-        else:
-            text, placed = stream.push(ids, stop_token), []
-        reason = chunk.finish_reason
-        if reason is not None and not stream.stopped:
-            text += stream.flush()
-        if stream.stopped:
-            reason = "stop"
-            ids = ids[: stream.num_tokens - before]
-        self.done = reason is not None
-        delta = Delta(self._index, text, ids, placed, reason)
-        if self._parser is not None:
-            return self._parsed(delta, self._parser)
-        return delta if self._opening is None else self._opening.take(delta)
-
-    def _parsed(self, delta: Delta, parser: AnswerParser) -> Delta:
-        """Sort the text into thinking, content and calls; the choice is done when its one call is complete."""
-        found = parser.feed(delta.text)
-        delta.reasoning, delta.text, delta.calls = found.reasoning, found.content, found.calls
-        if found.reasoning:
-            self.reasoning_tokens = self.num_tokens  # thinking comes first, so all tokens so far were of it
-        if delta.finish_reason is not None:
-            rest = parser.finish()
-            if parser.within_thinking:
-                self.reasoning_tokens = self.num_tokens
-            delta.reasoning += rest.reasoning
-            delta.text += rest.content
-            delta.calls = merged((*found.calls, *rest.calls))
-        elif parser.done:
-            self.done = True
-            delta.finish_reason = "stop"
-        delta.finish_reason = delta.finish_reason and parser.finish_reason(delta.finish_reason)
-        return delta
-
-    def _push_placed(self, chunk: TokenChunk, stop_token: bool) -> tuple[str, list[PlacedLogprob]]:
-        """Push token by token, noting where in the text each begins."""
-        text, placed = "", []
-        last = len(chunk.token_ids) - 1
-        for i, (token_id, logprob) in enumerate(zip(chunk.token_ids, chunk.logprobs, strict=True)):
-            placed.append(PlacedLogprob(logprob, self._stream.num_chars))
-            text += self._stream.push((token_id,), stop_token and i == last)
-            if self._stream.stopped:
-                break
-        return text, placed
-
-
-def _cut(chunk: TokenChunk) -> Iterator[TokenChunk]:
-    """Yield the chunk token by token."""
-    last = len(chunk.token_ids) - 1
-    for i, token in enumerate(chunk.token_ids):
-        reason = chunk.finish_reason if i == last else None
-        yield replace(chunk, token_ids=(token,), logprobs=chunk.logprobs[i : i + 1], finish_reason=reason)
-
-
-def _join(delta: Delta, more: Delta) -> None:
-    """Put what follows into `delta`."""
-    delta.text += more.text
-    delta.reasoning += more.reasoning
-    delta.token_ids = (*delta.token_ids, *more.token_ids)
-    delta.logprobs = (*delta.logprobs, *more.logprobs)
-    delta.calls = merged((*delta.calls, *more.calls))
-    delta.finish_reason = more.finish_reason
 
 
 class Generation:
@@ -148,7 +48,7 @@ class Generation:
         streams = [s for one in requests for s in tokenizer.text_streams(call.params, one.prompt_token_ids)]
         begun = zip(streams, openings(call, self.prompts, tokenizer), strict=True)
         self._choices = [
-            Choice(i, stream, opening, _answer_parser(call, requests[i // self._n], i, tokenizer))
+            Choice(i, stream, opening, answer_parser(call, requests[i // self._n], i, tokenizer))
             for i, (stream, opening) in enumerate(begun)
         ]
         self._open = len(self._choices)
@@ -228,16 +128,24 @@ class Generation:
                 yield item
 
 
-def _answer_parser(call: Call, request: Request, choice: int, tokenizer: Tokenizer) -> AnswerParser | None:
-    """Return the parser of one choice, None where all text is content."""
-    if call.tool_use is None and call.thinking is None:
-        return None
-    thinking = None
-    if call.thinking is not None:
-        end = tokenizer.decode(request.prompt_token_ids[-_PROMPT_END:], skip_special_tokens=False)
-        thinking = call.thinking(call.thinking.starts_within(end))
-    tools = None if call.tool_use is None else call.tool_use.new_parser(f"{call.request_id}-{choice}")
-    return AnswerParser(thinking, tools)
+async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[Delta], frames: Frames) -> bytes:
+    """Return the JSON body of a call's answer, once all its choices are done."""
+    collected = [Collected() for _ in range(generation.num_choices)]
+    async for delta in deltas:
+        collected[delta.choice].add(delta)
+    usage = generation.usage
+
+    def body() -> bytes:
+        return frames.body([frames.choice(i, *one.whole(i)) for i, one in enumerate(collected)], usage)
+
+    many = _num_logprobs(call, usage) > MANY_LOGPROBS
+    return await asyncio.to_thread(body) if many else body()
+
+
+def _num_logprobs(call: Call, usage: Usage) -> int:
+    """Tokens of a whole answer whose log-probabilities are told, at least."""
+    output = usage.completion_tokens if call.params.logprobs is not None else 0
+    return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Fields of the API, and of servers like this one, that are refused, with what to send instead.
 
 A field with a value that asks for nothing is let through: clients send their defaults. One that could not change the
-answer is a hint (`cluster.openai.hints`).
+answer is a hint (`cluster.openai.fields`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPENAI_CHAT: Mapping[str, Refusal] = {
     "modalities": Refusal((["text"],), "text is the only one"),
     "moderation": Refusal(),
     "prediction": Refusal(hints=(dict,)),
-    "prompt_cache_options": Refusal(({}, {"mode": "implicit"}), "prefixes are cached of their own accord", (dict,)),
+    "prompt_cache_options": Refusal(({}, {"mode": "implicit"}), "prefixes are cached automatically", (dict,)),
     "prompt_cache_retention": Refusal(("in_memory",), "prefixes are kept in memory", (str,)),
     "service_tier": Refusal(("auto", "default"), "use priority", (str,)),
     "store": Refusal((False,), "nothing is stored here"),
@@ -72,7 +72,7 @@ EXTENSIONS: Mapping[str, Refusal] = {
     "regex": _use("structured_outputs={'regex': ...}"),
     "ebnf": _use("structured_outputs={'grammar': ...}"),
     "use_beam_search": Refusal((False,), "ask for n choices and choose among them"),
-    "length_penalty": Refusal((1, 1.0), "there is no beam search, whose it is", (int, float)),
+    "length_penalty": Refusal((1, 1.0), "there is no beam search", (int, float)),
     "spaces_between_special_tokens": Refusal((True,)),
     "return_tokens_as_token_ids": _use("return_token_ids", (False,)),
     "logits_processors": _use("logit_bias, allowed_token_ids or structured_outputs", ([],)),
@@ -88,14 +88,14 @@ CHAT_EXTENSIONS: Mapping[str, Refusal] = {
     "documents": Refusal(([],), "put them into a message"),
     "echo": Refusal((False,), "use completions, which has it"),
     "prompt": _use("messages, or completions"),
-    "include_reasoning": Refusal((True,), "take no notice of reasoning_content"),
+    "include_reasoning": Refusal((True,), "ignore reasoning_content"),
     "separate_reasoning": Refusal((True,), "the server's --reasoning-parser says whether it is"),
     "thinking_token_budget": Refusal((), "use max_completion_tokens"),
 }
 # Fields of chats that some clients send with every call of theirs, and that could not change what it returns.
 SENT_ANYWHERE: Mapping[str, Refusal] = {
     "metadata": Refusal((), "nothing is stored here", (dict,)),
-    "prompt_cache_key": Refusal((), "prefixes are found of their own accord", (str,)),
+    "prompt_cache_key": Refusal((), "prefixes are found automatically", (str,)),
     "reasoning_effort": Refusal((), "use chat completions", (str,)),
     "safety_identifier": Refusal((), "nothing is stored here", (str,)),
     "service_tier": Refusal((), "use priority", (str,)),

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.openai.reasoning.parsers import ReasoningParser
-from cluster.openai.tools.parser import ToolParser
+from cluster.openai.parsers.reasoning import ReasoningParser
+from cluster.openai.parsers.tool_parser import ToolParser
 from engine.request import Pooling
 from engine.text.tokenizer import Tokenizer
 

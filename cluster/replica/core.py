@@ -7,44 +7,94 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.admission.figures import QueueFigures, together
-from cluster.lifecycle.autoscaling.speed import StepSpeed
-from cluster.replica.cached_blocks import CachedBlocks, Changes
-from cluster.replica.engine_thread import Core, EngineMaker, EngineThread
-from cluster.replica.facts import ReplicaFacts, ReplicaTimes
-from cluster.replica.grammar_start import Grammars
-from cluster.replica.intake import Intake
-from cluster.replica.router_session import RouterSession
-from cluster.replica.runs import Runs
-from cluster.telemetry.aside import Aside
-from cluster.telemetry.steps import StepFigures
+from cluster.accounts.flight_recorder import FlightRecorder
+from cluster.admission.capacity import QueueState, together
+from cluster.replica.engine_thread import EngineMaker, EngineThread
+from cluster.replica.grammar_start import Grammars, GrammarStart
+from cluster.replica.sessions import CachedBlocks, Changes, RouterSession, Run, Runs
+from cluster.telemetry.logs import BestEffort
+from cluster.telemetry.step_metrics import StepMetrics, StepSpeed
 from cluster.wire.link import CLOSED, DAMAGED, ENGINE_DEAD, SILENT, SUPERSEDED, LinkClosedError, RouterLink
-from cluster.wire.message_parts import Costs, Load
 from cluster.wire.messages import (
+    MAX_NAME,
     Abort,
     Begun,
+    Costs,
     DamagedSubmitError,
     Draining,
     Explain,
     Explained,
     FinishChoice,
+    FinishRow,
+    Load,
     Ping,
+    Rejected,
     Resync,
     Submit,
     Up,
+    Welcome,
 )
-from cluster.wire.translation import clipped, costs_of, load_of, waited
-from engine.errors import InvalidRequestError
+from cluster.wire.translation import clipped, costs_of, load_of, submitted_request, waited
+from engine.core import EngineCore
+from engine.errors import InvalidRequestError, redacted
+from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
-from engine.telemetry.flight import FlightRecorder
-from engine.telemetry.wordless import wordless
+from engine.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.engine_spans import EngineSpans
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block.
+
+    token_budget: tokens that a step of its engine may compute.
+    """
+
+    replica_id: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_kv_blocks: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    token_budget: int = 8192
+
+    def welcome(self, incarnation: int, draining: bool) -> Welcome:
+        """Return the first message to a router."""
+        return Welcome(
+            self.replica_id,
+            incarnation,
+            self.model,
+            self.max_model_len,
+            self.vocab_size,
+            self.block_size,
+            self.num_kv_blocks,
+            self.eos_token_ids,
+            draining,
+            self.fingerprint,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaTimes:
+    """Times in seconds.
+
+    heartbeat: how often a router is told that all is well, and what runs here for it. router_timeout: silence of a
+    router after which it is taken for dead and its requests are ended. costs: between two looks of a router at the
+    accounts.
+    """
+
+    heartbeat: float = 0.5
+    router_timeout: float = 10.0
+    costs: float = 1.0
 
 
 class ReplicaCore:
@@ -58,7 +108,7 @@ class ReplicaCore:
 
     def __init__(
         self,
-        core: Core,
+        core: EngineCore,
         facts: ReplicaFacts,
         times: ReplicaTimes | None = None,
         on_dead: Callable[[str], None] | None = None,
@@ -75,16 +125,16 @@ class ReplicaCore:
         self._on_dead = on_dead
         self._loop = asyncio.get_running_loop()
         self._engine = engine(core, self._loop, self)
-        self.figures = StepFigures(facts.model, facts.token_budget)
+        self.metrics = StepMetrics(facts.model, facts.token_budget)
         self._sessions: dict[str, RouterSession] = {}  # by router id
-        self._runs = Runs()
+        self._runs = Runs(self._engine.used)
         self._cached = CachedBlocks()
         self._num_sessions = 0
         self._draining = False
         self._clock = clock
         self._spans = spans
-        self._aside = Aside()
-        self._intake = Intake(self._engine, self._runs, self.figures, grammars, clock, spans, self._aside)
+        self._best_effort = BestEffort()
+        self._grammars = GrammarStart(grammars, self._on_compiled, self.on_rejected, self._engine.flight)
         self._speed = StepSpeed()
         self._engine.start()
         self._ticker = self._loop.create_task(self._tick())
@@ -97,7 +147,7 @@ class ReplicaCore:
     @property
     def costs(self) -> Costs:
         """Who has used what, as of a moment ago."""
-        return costs_of(self._engine.costs, self._intake.grammar_seconds())
+        return costs_of(self._engine.costs, self._grammars.spent())
 
     @property
     def queue_age(self) -> float:
@@ -126,7 +176,7 @@ class ReplicaCore:
         return self._speed.seconds_for(self.stats.outstanding_tokens)
 
     @property
-    def queue(self) -> QueueFigures:
+    def queue(self) -> QueueState:
         """What waits in the routers."""
         return together(session.queue for session in self._sessions.values())
 
@@ -160,11 +210,11 @@ class ReplicaCore:
         self._ticker.cancel()
         for session in list(self._sessions.values()):
             self._end_session(session, CLOSED, "the replica stops")
-        await self._intake.close()
+        await self._grammars.close()
         if not await self._loop.run_in_executor(None, self._engine.stop):
             logger.error("replica %s: the engine thread did not end", self.facts.replica_id)
         if self._spans is not None:
-            self._aside.do(self._spans.abandon, CLOSED, self._clock())
+            self._best_effort.do(self._spans.abandon, CLOSED, self._clock())
 
     async def serve(self, link: RouterLink) -> None:
         """Serve one router until its link ends; its requests are ended with it."""
@@ -183,23 +233,23 @@ class ReplicaCore:
     def on_report(self, report: StepReport) -> None:
         """Send each router its share of one engine step."""
         now = self._loop.time()
-        self._aside.do(self._speed.note, report.num_tokens, report.seconds)
+        self._best_effort.do(self._speed.note, report.num_tokens, report.seconds)
         for run in self._runs.distribute(report):
-            self._intake.break_off(run)
-        self._aside.do(self.figures.note, report)
-        blocks = self._aside.do(self._cached.note, report.events)
+            self._break_off(run)
+        self._best_effort.do(self.metrics.note, report)
+        blocks = self._best_effort.do(self._cached.note, report.events)
         load = load_of(report.stats, 0.0)
         for session in list(self._sessions.values()):
             if blocks is not None or session.has_rows:
                 self._flush(session, report.step, load, now, blocks)
         if self._spans is not None:  # last: no token waits for that
-            self._aside.do(self._spans.note, report, self._engine.flight)
+            self._best_effort.do(self._spans.note, report, self._engine.flight)
 
     def on_begin(self, request_ids: list[str]) -> None:
         """Tell each router which of its attempts are computed from now on."""
-        self._aside.do(self._tell_begun, request_ids)
+        self._best_effort.do(self._report_begun, request_ids)
 
-    def _tell_begun(self, request_ids: list[str]) -> None:
+    def _report_begun(self, request_ids: list[str]) -> None:
         begun: dict[RouterSession, list[int]] = {}
         for run in filter(None, map(self._runs.get, request_ids)):
             begun.setdefault(run.session, []).append(run.stream)
@@ -207,8 +257,12 @@ class ReplicaCore:
             session.send(Begun(streams))
 
     def on_rejected(self, request_id: str, error: InvalidRequestError) -> None:
-        """Tell the one router that asked."""
-        self._intake.rejected(request_id, error)
+        """Tell the one router that asked for it that a request cannot run."""
+        self._end_spans(request_id, error.code)
+        run = self._runs.get(request_id)
+        if run is not None:
+            self._runs.drop(run)
+            self._refuse(run.session, _rejection(run.stream, error))
 
     def on_dead(self, reason: str) -> None:
         """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.
@@ -219,7 +273,7 @@ class ReplicaCore:
             return
         self.dead_reason = clipped(reason)
         if self._spans is not None:
-            self._aside.do(self._spans.abandon, ENGINE_DEAD, self._clock())
+            self._best_effort.do(self._spans.abandon, ENGINE_DEAD, self._clock())
         for session in list(self._sessions.values()):
             self._end_session(session, ENGINE_DEAD, self.dead_reason)
         if self._on_dead is not None:
@@ -235,10 +289,10 @@ class ReplicaCore:
         self._sessions[link.router_id] = session
         session.send(self.facts.welcome(self.incarnation, self._draining))
         if len(self._cached):
-            self._tell_blocks(session, now)
+            self._report_blocks(session, now)
         return session
 
-    def _tell_blocks(self, session: RouterSession, now: float) -> None:
+    def _report_blocks(self, session: RouterSession, now: float) -> None:
         """Tell a router all that the prefix cache holds."""
         for changes in self._cached.snapshot():
             session.flush(0, self._load(), self._others(session), changes)
@@ -246,7 +300,7 @@ class ReplicaCore:
     def _end_session(self, session: RouterSession, code: str, message: str) -> None:
         session.link.close(code, message)
         for run in list(session.runs.values()):
-            self._intake.abort(run)
+            self._abort(run)
         if self._sessions.get(session.link.router_id) is session:
             del self._sessions[session.link.router_id]
 
@@ -256,18 +310,18 @@ class ReplicaCore:
             message = await session.link.receive()
         except DamagedSubmitError as error:
             session.last_heard = self._loop.time()
-            logger.error("replica %s: a Submit cannot be read", self.facts.replica_id, exc_info=wordless(error))
-            self._intake.refuse_broken(session, error.stream)
+            logger.error("replica %s: a Submit cannot be read", self.facts.replica_id, exc_info=redacted(error))
+            self._refuse_broken(session, error.stream)
             return
         session.last_heard = self._loop.time()
         try:
             self._handle(session, message)
         except Exception as error:
             told = self.facts.replica_id, type(message).__name__, session.link.router_id
-            cause = wordless(error)
+            cause = redacted(error)
             logger.error("replica %s: a %s of router %s could not be handled", *told, exc_info=cause)
             if isinstance(message, Submit):
-                self._intake.refuse_broken(session, message.stream)
+                self._refuse_broken(session, message.stream)
 
     def _flush(self, session: RouterSession, step: int, load: Load, now: float, blocks: Changes | None) -> None:
         """Send a router its report; where that fails its link ends, since rows are lost."""
@@ -275,28 +329,101 @@ class ReplicaCore:
             session.flush(step, load, self._others(session), blocks, self._costs_for(session, now))
         except Exception as error:
             told = self.facts.replica_id, session.link.router_id
-            logger.error("replica %s: no report can be sent to router %s", *told, exc_info=wordless(error))
+            logger.error("replica %s: no report can be sent to router %s", *told, exc_info=redacted(error))
             self._end_session(session, DAMAGED, "a report could not be sent")
 
     def _handle(self, session: RouterSession, message: Up) -> None:
         match message:
             case Submit():
-                self._intake.submit(session, message)
+                self._submit(session, message)
             case Abort(stream=stream):
-                self._intake.abort(session.runs.get(stream))
+                self._abort(session.runs.get(stream))
             case FinishChoice(stream=stream, choice=choice):
-                self._intake.finish_choice(session.runs.get(stream), choice)
+                self._finish_choice(session.runs.get(stream), choice)
             case Explain(ticket, name, tenant):
                 flight, now = self._engine.flight, self._clock()
                 events = [waited(event, now) for event in flight.of(name, tenant)]
                 session.send(Explained(ticket, events))
             case Resync():
-                self._tell_blocks(session, self._loop.time())
+                self._report_blocks(session, self._loop.time())
             case Ping(requests, tokens, age, rate, submitted):
-                session.queue = QueueFigures(requests, tokens, age, rate)
+                session.queue = QueueState(requests, tokens, age, rate)
                 session.highest_stream = max(session.highest_stream, submitted - 1)
             case _:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
+
+    def _submit(self, session: RouterSession, submit: Submit) -> None:
+        """Begin what a router asks for, or tell it why not."""
+        if submit.stream <= session.highest_stream:
+            return  # said before: it runs, or has ended
+        session.highest_stream = submit.stream
+        engine_id = f"{submit.request_id}@{session.number}.{submit.stream}"
+        try:
+            request = submitted_request(submit, engine_id, self._clock())
+        except InvalidRequestError as error:
+            self._refuse(session, _rejection(submit.stream, error))
+            return
+        for event in submit.story:
+            at = self._clock() - event.age
+            self._engine.flight.note(engine_id, event.what, event.detail, at, submit.tenant)
+        self._runs.start(session, submit.stream, request)
+        self._best_effort.do(self.metrics.submitted, request.resume is not None)
+        if self._spans is not None and submit.trace is not None:
+            self._best_effort.do(self._spans.begin, request, submit.trace, self._clock())
+        if request.params.structured is None:
+            self._engine.add(request)
+        else:
+            self._grammars.begin(request, request.params.structured)
+
+    def _refuse_broken(self, session: RouterSession, stream: int) -> None:
+        """Refuse a submit that could not be read or handled; what was begun of it is taken back."""
+        session.highest_stream = max(session.highest_stream, stream)
+        self._abort(session.runs.get(stream))
+        error = InvalidRequestError("the request could not be started", None, "internal_error")
+        self._refuse(session, _rejection(stream, error))
+
+    def _break_off(self, run: Run) -> None:
+        """End a run whose share of a step could not be put together, and tell its router with the same report."""
+        for lane in run.lanes.values():
+            message = "its tokens could not be told"
+            run.session.finishes.append(FinishRow(lane.key, FinishReason.ERROR.value, lane.count, message))
+        self._abort(run)
+
+    def _abort(self, run: Run | None) -> None:
+        """End a run that its router wants no more, if there is one."""
+        if run is None:
+            return
+        if self._grammars.give_up(run.engine_id):
+            self._end_spans(run.engine_id, "cancelled")
+        else:
+            self._engine.abort(run.engine_id)
+        self._runs.drop(run)
+
+    def _finish_choice(self, run: Run | None, choice: int) -> None:
+        """End one choice of a run, if there is one; the others go on."""
+        if run is None or choice not in run.lanes:
+            return
+        if len(run.lanes) == 1:
+            self._abort(run)
+            return
+        self._engine.finish_choice(run.engine_id, choice)
+        self._runs.drop_lane(run.lanes[choice])
+
+    def _on_compiled(self, request: Request, grammar: CompiledGrammar) -> None:
+        now = self._clock()
+        seconds = 0.0 if request.arrival_time is None else now - request.arrival_time
+        self._best_effort.do(self.metrics.compiled, seconds)
+        if self._spans is not None:
+            self._best_effort.do(self._spans.compiled, request.request_id, now)
+        self._engine.add(request, grammar)
+
+    def _end_spans(self, request_id: str, code: str) -> None:
+        if self._spans is not None:
+            self._best_effort.do(self._spans.refused, request_id, code, self._clock())
+
+    def _refuse(self, session: RouterSession, rejection: Rejected) -> None:
+        self._best_effort.do(self.metrics.refused, rejection.code)
+        session.send(rejection)
 
     def _others(self, session: RouterSession) -> int:
         """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
@@ -321,7 +448,7 @@ class ReplicaCore:
                 for session in self._sessions.values():
                     session.last_heard = now
             for session in list(self._sessions.values()):
-                self._aside.do(self._attend, session, now)
+                self._best_effort.do(self._attend, session, now)
             expected = now + self._times.heartbeat / 2
             await asyncio.sleep(self._times.heartbeat / 2)
 
@@ -330,3 +457,8 @@ class ReplicaCore:
             self._end_session(session, SILENT, "the router has been silent for too long")
         elif now - session.last_beat >= self._times.heartbeat:
             session.beat(self._load(), now, self._others(session), self._costs_for(session, now))
+
+
+def _rejection(stream: int, error: InvalidRequestError) -> Rejected:
+    param = None if error.param is None else clipped(error.param, MAX_NAME)
+    return Rejected(stream, clipped(error.code, MAX_NAME), clipped(str(error)), param)

@@ -6,18 +6,22 @@ import asyncio
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.telemetry.log_lines import about_request
-from engine.errors import EngineDeadError, InvalidRequestError
+from typing_extensions import override
+
+from cluster.accounts.costs import Costs, Usage
+from cluster.accounts.engine_accounts import EngineAccounts
+from cluster.accounts.flight_recorder import FlightRecorder
+from cluster.telemetry.logs import about_request
+from engine.core import EngineCore
+from engine.errors import EngineDeadError, InvalidRequestError, redacted
 from engine.grammar.base import CompiledGrammar
 from engine.report import EngineStats, StepReport
-from engine.request import Request
-from engine.telemetry.flight import FlightRecorder
-from engine.telemetry.ledger import Costs
-from engine.telemetry.wordless import wordless
+from engine.request import Request, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -26,49 +30,6 @@ COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
 BEGIN_WAIT = 0.05  # seconds that a step waits at most until it is told what it tries again
 MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
-
-
-class Core(Protocol):
-    """What the thread needs of `engine.core.EngineCore`; only the thread calls it."""
-
-    def call_on_begin(self, told: Callable[[list[Request]], None]) -> None:
-        """Have `told` called, before each step, with the requests that it is the first for."""
-
-    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        """Take in a request and the grammar that its output must match. Raises `InvalidRequestError`."""
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; False if it is not live."""
-        ...
-
-    def finish_choice(self, request_id: str, choice: int) -> bool:
-        """End one choice of a request; False if it is not live."""
-        ...
-
-    def step(self) -> StepReport:
-        """Run one step. Raises `EngineDeadError`."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the present figures."""
-        ...
-
-    def costs(self) -> Costs:
-        """Return the present accounts."""
-        ...
-
-    @property
-    def flight(self) -> FlightRecorder:
-        """What requests had to wait for. From any thread."""
-        ...
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step would have anything to do."""
-        ...
-
-    def close(self) -> None:
-        """End the workers and free everything."""
 
 
 class EngineListener(Protocol):
@@ -87,71 +48,21 @@ class EngineListener(Protocol):
         """The engine cannot go on; nothing else will be reported. Called once."""
 
 
-class Engine(Protocol):
-    """What a replica needs of whoever runs its engine: an `EngineThread`, or a simulated one."""
+class Engine(ABC):
+    """What runs the engine of a replica: an `EngineThread`, or a simulated one.
 
-    @property
-    def stats(self) -> EngineStats:
-        """Figures after the latest step or command."""
-
-    @property
-    def costs(self) -> Costs:
-        """Who has used what, as of a moment ago."""
-
-    @property
-    def flight(self) -> FlightRecorder:
-        """What requests had to wait for."""
-
-    @property
-    def progress_age(self) -> float:
-        """Seconds since the engine last moved, or was seen idle and ready."""
-
-    def is_healthy(self, deadline: float) -> bool:
-        """Whether the engine lives and moved within the last `deadline` seconds."""
-
-    def start(self) -> None:
-        """Begin to run. Can be called once."""
-
-    def stop(self, timeout: float = 10.0) -> bool:
-        """End and close the engine; return whether that was done within `timeout` seconds. From any thread."""
-
-    def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
-        """Have the engine run `request`; `on_rejected` is called if it refuses."""
-
-    def abort(self, request_id: str) -> None:
-        """Have the engine end a request; unknown ids are passed over."""
-
-    def finish_choice(self, request_id: str, choice: int) -> None:
-        """Have the engine end one choice of a request; unknown ones are passed over."""
-
-
-EngineMaker = Callable[[Core, asyncio.AbstractEventLoop, EngineListener], Engine]
-
-
-class EngineThread:
-    """Runs the engine while there is work and parks when there is none.
-
-    Commands (`add`, `abort`, `finish_choice`) may come from any thread; they are carried out in order before the
-    next step, so an aborted request's blocks are free within two steps. Reports are handed over once, in order.
+    Commands (`add`, `abort`, `finish_choice`) are carried out in order before the next step, so an aborted request's
+    blocks are free within two steps. The listener hears of each outcome once, in order, on the event loop.
     """
 
-    def __init__(self, core: Core, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
+    def __init__(self, core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
         self._core = core
         self._loop = loop
         self._listener = listener
         self._commands: deque[Command] = deque()
-        self._outcomes: deque[Command] = deque()
-        self._delivery_due = False
-        self._wake = threading.Event()
-        self._delivered = threading.Event()
-        self._stopping = False
-        self._dead = False
-        self._broken = False  # a report was lost on its way: nothing that follows is passed on
         self._stats = core.stats()
-        self._costs = core.costs()
-        self._costs_due = 0.0
-        self._last_progress = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._accounts = EngineAccounts(core.clock)
+        core.call_on_event(self._accounts.note)
         core.call_on_begin(self._begin)
 
     @property
@@ -160,41 +71,35 @@ class EngineThread:
         return self._stats
 
     @property
-    def costs(self) -> Costs:
-        """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
-        return self._costs
-
-    @property
     def flight(self) -> FlightRecorder:
         """What requests had to wait for, also while a step hangs."""
-        return self._core.flight
+        return self._accounts.flight
+
+    def used(self, sequence: Sequence) -> Usage:
+        """Return what a sequence has used that has ended."""
+        return self._accounts.used(sequence)
 
     @property
-    def last_progress(self) -> float:
-        """When the engine last finished a step, or was seen idle and ready (seconds, `time.monotonic`)."""
-        return self._last_progress
+    @abstractmethod
+    def costs(self) -> Costs:
+        """Who has used what, as of a moment ago."""
 
     @property
+    @abstractmethod
     def progress_age(self) -> float:
-        """Seconds since `last_progress`."""
-        return max(0.0, time.monotonic() - self._last_progress)
+        """Seconds since the engine last moved, or was seen idle and ready."""
 
+    @abstractmethod
     def is_healthy(self, deadline: float) -> bool:
         """Whether the engine lives and moved within the last `deadline` seconds."""
-        return not self._dead and self._thread.is_alive() and self.progress_age <= deadline
 
+    @abstractmethod
     def start(self) -> None:
         """Begin to run. Can be called once."""
-        self._thread.start()
 
+    @abstractmethod
     def stop(self, timeout: float = 10.0) -> bool:
-        """End the thread and close the engine; return whether that was done within `timeout` seconds."""
-        self._stopping = True
-        self._wake.set()
-        self._delivered.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout)
-        return not self._thread.is_alive()
+        """End and close the engine; return whether that was done within `timeout` seconds. From any thread."""
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Have the engine run `request`; `on_rejected` is called if it refuses."""
@@ -208,8 +113,99 @@ class EngineThread:
         """Have the engine end one choice of a request; unknown ones are passed over."""
         self._command(lambda: self._core.finish_choice(request_id, choice))
 
+    @abstractmethod
+    def _wake_up(self) -> None:
+        """See to it that commands are carried out."""
+
+    @abstractmethod
+    def _publish(self, outcome: Command) -> None:
+        """Have the listener told, on the event loop."""
+
+    def _begin(self, requests: list[Request]) -> None:
+        """Tell what the step at hand begins, before it is run."""
+        request_ids = [request.request_id for request in requests]
+        self._publish(lambda: self._listener.on_begin(request_ids))
+
     def _command(self, command: Command) -> None:
         self._commands.append(command)
+        self._wake_up()
+
+    def _take_orders(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _add(self, request: Request, grammar: CompiledGrammar | None) -> None:
+        try:
+            self._core.add(request, grammar)
+        except InvalidRequestError as error:
+            refusal = error
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            # One request's data must not end the others'.
+            request_id, cause = request.request_id, redacted(error)
+            extra = about_request(request_id)
+            logger.error("request %s could not be added", request_id, exc_info=cause, extra=extra)
+            refusal = InvalidRequestError("the request could not be started", None, "internal_error")
+        else:
+            return
+        self._publish(lambda: self._listener.on_rejected(request.request_id, refusal))
+
+
+EngineMaker = Callable[[EngineCore, asyncio.AbstractEventLoop, EngineListener], Engine]
+
+
+class EngineThread(Engine):
+    """Runs the engine while there is work and parks when there is none. Commands may come from any thread."""
+
+    def __init__(self, core: EngineCore, loop: asyncio.AbstractEventLoop, listener: EngineListener) -> None:
+        super().__init__(core, loop, listener)
+        self._outcomes: deque[Command] = deque()
+        self._delivery_due = False
+        self._wake = threading.Event()
+        self._delivered = threading.Event()
+        self._stopping = False
+        self._dead = False
+        self._broken = False  # a report was lost on its way: nothing that follows is passed on
+        self._costs = self._accounts.costs()
+        self._costs_due = 0.0
+        self._last_progress = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    @override
+    def costs(self) -> Costs:
+        """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
+        return self._costs
+
+    @property
+    @override
+    def progress_age(self) -> float:
+        """Seconds since the engine finished a step, or was seen idle and ready."""
+        return max(0.0, time.monotonic() - self._last_progress)
+
+    @override
+    def is_healthy(self, deadline: float) -> bool:
+        """Whether the engine lives and moved within the last `deadline` seconds."""
+        return not self._dead and self._thread.is_alive() and self.progress_age <= deadline
+
+    @override
+    def start(self) -> None:
+        """Begin to run. Can be called once."""
+        self._thread.start()
+
+    @override
+    def stop(self, timeout: float = 10.0) -> bool:
+        """End the thread and close the engine; return whether that was done within `timeout` seconds."""
+        self._stopping = True
+        self._wake.set()
+        self._delivered.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @override
+    def _wake_up(self) -> None:
         self._wake.set()
 
     def _run(self) -> None:
@@ -227,8 +223,7 @@ class EngineThread:
             self._core.close()
 
     def _cycle(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        self._take_orders()
         self._await_delivery()
         if self._core.has_unfinished:
             report = self._core.step()
@@ -239,7 +234,8 @@ class EngineThread:
             self._park()
         self._last_progress = now = time.monotonic()
         if now >= self._costs_due:
-            self._costs, self._costs_due = self._core.costs(), now + COSTS_AGE
+            self._core.emit_time()
+            self._costs, self._costs_due = self._accounts.costs(), now + COSTS_AGE
 
     def _park(self) -> None:
         # A command that came before `clear` is seen by the check after it; one that comes later sets the event.
@@ -255,23 +251,7 @@ class EngineThread:
             if len(self._outcomes) >= MAX_UNDELIVERED and not self._stopping:
                 self._delivered.wait(IDLE_TICK)
 
-    def _add(self, request: Request, grammar: CompiledGrammar | None) -> None:
-        try:
-            self._core.add(request, grammar)
-        except InvalidRequestError as error:
-            refusal = error
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            # One request's data must not end the others'.
-            request_id, cause = request.request_id, wordless(error)
-            extra = about_request(request_id)
-            logger.error("request %s could not be added", request_id, exc_info=cause, extra=extra)
-            refusal = InvalidRequestError("the request could not be started", None, "internal_error")
-        else:
-            return
-        self._publish(lambda: self._listener.on_rejected(request.request_id, refusal))
-
+    @override
     def _begin(self, requests: list[Request]) -> None:
         """Tell what the step at hand begins, before it is run.
 
@@ -292,6 +272,7 @@ class EngineThread:
         self._dead = True
         self._publish(lambda: self._listener.on_dead(reason))
 
+    @override
     def _publish(self, outcome: Command) -> None:
         self._outcomes.append(outcome)
         if self._delivery_due:

@@ -8,19 +8,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from cluster.telemetry.log_lines import about_request
-from engine.errors import InvalidRequestError
-from engine.grammar.base import CompiledGrammar, PreparedGrammar
+from cluster.accounts.flight_recorder import FlightRecorder, Wait
+from cluster.telemetry.logs import about_request
+from engine.errors import InvalidRequestError, redacted
+from engine.grammar.base import CompiledGrammar
+from engine.inputs.grammar_masks import PreparedGrammar
 from engine.request import Request
 from engine.sampling_params import StructuredOutput
-from engine.telemetry.flight import FlightRecorder, Wait
-from engine.telemetry.wordless import wordless
 
 logger = logging.getLogger(__name__)
 
 
 class Grammars(Protocol):
-    """What is needed of `engine.grammar.process.GrammarService`."""
+    """What is needed of `engine.grammar.compile_service.GrammarService`."""
 
     def submit(self, wanted: StructuredOutput, owner: str = "") -> Future[CompiledGrammar]:
         """Return what will be the grammar, or an `InvalidRequestError`."""
@@ -100,7 +100,7 @@ class GrammarStart:
             self._refuse(request, error)
         except Exception as error:
             # One request's grammar must not end the others'.
-            request_id, cause = request.request_id, wordless(error)
+            request_id, cause = request.request_id, redacted(error)
             extra = about_request(request_id)
             logger.error("request %s: its grammar could not be made or used", request_id, exc_info=cause, extra=extra)
             why = InvalidRequestError("the grammar could not be made ready", "structured", "internal_error")

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import logging.handlers
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+from prometheus_client.core import Metric
+
+from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.config import ClusterConfig
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts
-from cluster.replica.flight_dump import dump_flight
-from cluster.replica.group_start import StartedGroup, listening_host
-from cluster.replica.process_metrics import replica_metrics
+from cluster.private_files import opener
+from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.worker_group import StartedGroup, listening_host, memory_metric
 from cluster.telemetry.families import Source
-from cluster.telemetry.publishing import Publishing, on_loop
-from cluster.telemetry.ray_publisher import RayPublisher, publish_period
+from cluster.telemetry.metrics import account_metrics, engine_metrics
+from cluster.telemetry.publishing import Publishing, RayPublisher, on_loop, publish_period
+from cluster.telemetry.samples import family_of
 from cluster.telemetry.tracing.start import replica_spans
-from cluster.wire.announcement import Announcement
-from cluster.wire.link import LinkAddress
+from cluster.wire.link import Announcement, LinkAddress
 from cluster.wire.tcp import LinkServer
+from cluster.wire.translation import waited
 from engine.core import EngineCore
-from engine.device.heap import settle_heap
+from engine.device.machine import settle_heap
 from engine.errors import EngineDeadError
-from engine.grammar.process import GrammarService
+from engine.grammar.compile_service import GrammarService
 from engine.loader.fingerprint import model_fingerprint, replica_fingerprint, vocabulary_fingerprint
 from engine.text.tokenizer import Tokenizer
 
@@ -34,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 # A step may take `step_timeout`; the collective that missed it reports so itself, unless this process is stuck too.
 HEALTH_FACTOR = 1.5
-LAST_WORDS = 0.2  # seconds for links to carry the reason out before the process ends
+EXIT_DELAY = 0.2  # seconds for links to carry the reason out before the process ends
 LINK_PATIENCE = 5.0  # seconds that a router may hold a lease without a link
+MOST_DUMPS = 20  # in a folder; the oldest goes
+PREFIX = "squadron-flight-"
 
 
 class ReplicaHost:
@@ -71,8 +78,8 @@ class ReplicaHost:
         self._publishing = Publishing(on_loop(lambda: replica_metrics(self.core)), publisher, publish_period())
         self._publishing.start()
         self._addresses: dict[str, asyncio.Task[LinkAddress]] = {}  # host -> where links are taken there
-        if group.gang is not None:
-            threading.Thread(target=self._watch_gang, name="gang-watch", daemon=True).start()
+        if group.workers is not None:
+            threading.Thread(target=self._watch_workers, name="worker-watch", daemon=True).start()
         settle_heap()
 
     async def lease(self, router_id: str, node: str) -> AsyncIterator[Announcement]:
@@ -110,25 +117,25 @@ class ReplicaHost:
             self._addresses[host] = self._loop.create_task(LinkServer(self.core.serve).start(host))
         return self._addresses[host]
 
-    def _watch_gang(self) -> None:
-        gang = self._group.gang
+    def _watch_workers(self) -> None:
+        workers = self._group.workers
         try:
-            if gang is not None:
-                gang.wait_for_death()
+            if workers is not None:
+                workers.wait_for_death()
         except EngineDeadError as error:
             self._loop.call_soon_threadsafe(self.core.on_dead, str(error))
 
     def _on_dead(self, reason: str) -> None:
-        """The engine or a rank is gone: gangs die together. Who started this starts another, routers go elsewhere."""
+        """The engine or a rank is gone: all end together. Who started this starts another, routers go elsewhere."""
         logger.error("replica %s ends: %s", self._id, reason)
         self._publishing.stop()
-        if self._group.gang is not None:
-            self._group.gang.kill()
+        if self._group.workers is not None:
+            self._group.workers.kill()
         # Beside the loop: nothing may hold up the end of this process.
-        threading.Thread(target=self._last_words, args=(reason,), name="last-words", daemon=True).start()
-        self._loop.call_later(LAST_WORDS, _end_process)
+        threading.Thread(target=self._record_exit, args=(reason,), name="exit-record", daemon=True).start()
+        self._loop.call_later(EXIT_DELAY, _end_process)
 
-    def _last_words(self, reason: str) -> None:
+    def _record_exit(self, reason: str) -> None:
         if self._log_folder is not None:
             dump_flight(self.core.flight, self._log_folder, self._id, reason)
         self._on_death(reason)
@@ -168,3 +175,47 @@ def _facts(replica_id: str, config: ClusterConfig, group: StartedGroup) -> Repli
         ),
         token_budget=info.config.max_num_batched_tokens,
     )
+
+
+def log_folder(logger_name: str = "ray.serve") -> Path | None:
+    """Return where a logger writes its file, as Ray Serve set it up in this process; None where it writes none."""
+    for handler in logging.getLogger(logger_name).handlers:
+        inner = handler.target if isinstance(handler, logging.handlers.MemoryHandler) else handler
+        if isinstance(inner, logging.FileHandler):
+            return Path(inner.baseFilename).parent
+    return None
+
+
+def dump_flight(
+    flight: FlightRecorder, folder: Path, replica_id: str, reason: str, clock: Callable[[], float] = time.time
+) -> Path | None:
+    """Write what is recorded to a new file of `folder` and return its path; None, and a line in the log, on failure.
+
+    The file is its owner's alone: it names tenants, and when they asked for what. clock: seconds since 1970. Events
+    bear their age in seconds when the file was written.
+    """
+    now, at = flight.clock(), clock()
+    known = flight.everything()
+    requests = {key: [waited(event, now) for event in events] for key, events in known.items()}
+    body = {"replica": replica_id, "at": at, "reason": reason, "requests": requests}
+    path = folder / f"{PREFIX}{replica_id}-{at:.3f}.json"
+    try:
+        with open(path, "xb", opener=opener) as file:
+            file.write(msgspec.json.encode(body))
+        for old in sorted(folder.glob(f"{PREFIX}*.json"), key=lambda one: one.stat().st_mtime)[:-MOST_DUMPS]:
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("the flight record cannot be kept in %s: %s", folder, error)
+        return None
+    logger.info("what requests waited for is in %s", path)
+    return path
+
+
+def replica_metrics(core: ReplicaCore) -> Iterable[Metric]:
+    """Yield the figures of a replica and of its rank 0. Called on the event loop that it lives on."""
+    model, replica = core.facts.model, core.facts.replica_id
+    yield from engine_metrics(model, {replica: core.stats})
+    yield from account_metrics(model, {replica: core.costs})
+    yield family_of("replica_queue_age_seconds", {(model,): core.queue_age})
+    yield from core.metrics.collect(core.num_unwanted)
+    yield memory_metric(model)

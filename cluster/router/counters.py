@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from cluster.telemetry.buckets import BLOCK_SECONDS
-from cluster.telemetry.histogram import Histogram
+from cluster.telemetry.families import BLOCK_SECONDS
+from cluster.telemetry.samples import Histogram
 
+# Codes of errors that a request, once it is taken in, ends with by a fault of ours; all others are its client's.
+FAULTS = (
+    "no_replica",
+    "replica_lost",
+    "model_changed",
+    "out_of_memory",
+    "prompt_logprobs_out_of_memory",
+    "shutting_down",
+    "internal_error",
+    "request_quarantined",
+)
+OUTCOMES = ("completed", "aborted", "deadline_exceeded", *FAULTS)  # that alerts go by
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.8, 2.0)
 
 

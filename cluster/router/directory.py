@@ -1,4 +1,10 @@
-"""A router's register of replicas: finds each by a lease, links up with it, and lets go when it leaves or dies."""
+"""A router's register of replicas: finds each by a lease, links up with it, and lets go when it leaves or dies.
+
+A router keeps one lease call pending. Serve's request router (in the router's own process) holds it back until a
+replica exists that the caller does not know, and sends it there; the stream that answers is the router's lease on
+that replica. Serve waits for open streams when it stops a replica, and breaks them when the replica dies, so a lease
+is also how a router hears of both. Public Ray API: `ray.serve.request_router`.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +17,83 @@ from typing import Any
 
 import ray
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from cluster.router.discovery import ReplicaWatch
 from cluster.router.dispatcher import Dispatcher
 from cluster.tasks import is_cancelled
-from cluster.wire.announcement import Announcement
-from cluster.wire.link import LOST, LinkError, OtherProtocolError
+from cluster.wire.link import LOST, Announcement, LinkError, OtherProtocolError
 from cluster.wire.tcp import connect
 
 logger = logging.getLogger(__name__)
+
+
+class ReplicaWatch:
+    """A router's view of the replica set, handed by reference to the request router in the same process.
+
+    `known` holds the ids of replicas that are leased or not wanted now. `on_members` is called on `loop` with all
+    running ids whenever Serve changes the set. Sent to a replica it becomes None: it has no meaning elsewhere.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_members: Callable[[frozenset[str]], None]) -> None:
+        self.known: set[str] = set()
+        self._loop = loop
+        self._on_members = on_members
+
+    def members_changed(self, ids: frozenset[str]) -> None:
+        """Tell the router, from the request router's thread. Nobody listens any more once its loop is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._on_members, ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(None), ())
+
+
+class LeaseRequestRouter(RequestRouter):
+    """Serve's request router for the replica deployment: sends each lease call to a replica its caller lacks."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Start with nobody watching (called by Serve)."""
+        self._watches: list[ReplicaWatch] = []
+        self._recheck = asyncio.Event()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the replicas unknown to the caller, waiting until there is one; any replica for other calls."""
+        # No isinstance: Serve may copy this class by value, and its globals are then not the caller's.
+        watch: ReplicaWatch | None = pending_request.kwargs.get("watch") if pending_request else None
+        if pending_request is None or watch is None:
+            return [candidate_replicas]
+        if watch not in self._watches:
+            self._watches.append(watch)
+            watch.members_changed(self._ids())
+        while not pending_request.future.done():
+            self._recheck.clear()
+            fresh = [r for r in self.curr_replicas.values() if r.replica_id.unique_id not in watch.known]
+            if fresh:
+                return [fresh]
+            await self._wait_for_change()
+        # The call was given up, perhaps while a replica was being asked. Serve notices when it is given candidates,
+        # and only then: with none it would ask again at once, for ever, and its loop would do nothing else.
+        return [candidate_replicas]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the new set from Serve's controller and pass it on to whoever watches."""
+        super().update_replicas(replicas)
+        self._recheck.set()
+        for watch in self._watches:
+            watch.members_changed(self._ids())
+
+    async def _wait_for_change(self) -> None:
+        # A watch forgets a replica whose link broke without Serve changing the set: look again now and then.
+        try:
+            await asyncio.wait_for(self._recheck.wait(), timeout=0.25)
+        except TimeoutError:
+            return
+
+    def _ids(self) -> frozenset[str]:
+        return frozenset(replica_id.unique_id for replica_id in self.curr_replicas)
+
 
 RETRY_SECONDS = 0.25
 MOST_RETRY_SECONDS = 4.0  # between two tries of a replica that takes no link
@@ -62,10 +136,10 @@ class ReplicaDirectory:
         self._on_demand = on_demand
         self._found_one = False
         self._rouse = rouse
-        self._look = asyncio.Event()
+        self._wake = asyncio.Event()
         dispatcher.call_when_leaving(self._said_to_go)
         if on_demand:
-            dispatcher.call_when_waiting(self._look.set)
+            dispatcher.call_when_waiting(self._wake.set)
         self._spawn(self._search())
 
     @property
@@ -135,7 +209,7 @@ class ReplicaDirectory:
         except OtherProtocolError as error:
             self._leave(replica_id, str(error))
         except LinkError as error:
-            self._tell_unlinked(replica_id, str(error))
+            self._report_unlinked(replica_id, str(error))
             self._refusals[replica_id] += 1
         finally:
             self._announced.pop(replica_id, None)
@@ -147,9 +221,9 @@ class ReplicaDirectory:
     def _leave(self, replica_id: str, why: str) -> None:
         """Have nothing to do with a replica for as long as it is there."""
         self._foreign.add(replica_id)
-        self._tell_unlinked(replica_id, why)
+        self._report_unlinked(replica_id, why)
 
-    def _tell_unlinked(self, replica_id: str, why: str) -> None:
+    def _report_unlinked(self, replica_id: str, why: str) -> None:
         """Log why a replica has no link, once however often it is tried."""
         if self._unlinked.get(replica_id) != why:
             logger.warning("no link to replica %s: %s", replica_id, why)
@@ -162,10 +236,10 @@ class ReplicaDirectory:
         always pending it would never leave the deployment without.
         """
         while self._on_demand and not self._is_wanted():
-            self._look.clear()
+            self._wake.clear()
             with suppress(TimeoutError):  # what `rouse` goes by changes without a word
                 async with asyncio.timeout(None if self._found_one else RETRY_SECONDS):
-                    await self._look.wait()
+                    await self._wake.wait()
 
     def _is_wanted(self) -> bool:
         awaited = not self._members and self._dispatcher.queue().requests > 0
@@ -180,7 +254,7 @@ class ReplicaDirectory:
         if replica_id not in self._foreign | self._going:
             self._watch.known.discard(replica_id)
         self._leaving.discard(replica_id)
-        self._look.set()
+        self._wake.set()
 
     def _members_changed(self, ids: frozenset[str]) -> None:
         """Take note of Serve's set of replicas."""
@@ -192,7 +266,7 @@ class ReplicaDirectory:
         for gone in self._unlinked.keys() - ids:
             del self._unlinked[gone], self._refusals[gone]
         self._let_leave()
-        self._look.set()
+        self._wake.set()
 
     def _said_to_go(self, replica_id: str) -> None:
         """Take note that a replica says it is to go, maybe before Serve does."""

@@ -6,30 +6,46 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
+from typing import Concatenate, ParamSpec
 
+from cluster.accounts.flight_recorder import FlightRecorder, Wait
+from cluster.admission.capacity import QueueState, ReplicaCapacity, together
 from cluster.admission.deadline import DeadlineTimers, deadline_exceeded
-from cluster.admission.figures import QueueFigures, together
-from cluster.admission.room import ReplicaRoom
 from cluster.errors import ApiError
-from cluster.router.attempts import Attempts
-from cluster.router.blame import Blame
 from cluster.router.counters import DispatcherCounters
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.fleet import Fleet, ReplicaView
-from cluster.router.inquiries import Explanation, Inquiries, explanation
-from cluster.router.member import LiveRequest, Member
-from cluster.router.progress import Progress
-from cluster.router.routing.cache_reports import CacheReports
-from cluster.router.token_log import TokenLog
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.placement import Placement
+from cluster.router.prefix_index import CacheReports
+from cluster.router.quarantine import Blame
+from cluster.router.replica_handle import LiveRequest, ReplicaHandle
+from cluster.router.replica_set import ReplicaEvents, ReplicaSet, ReplicaView
+from cluster.router.token_log import ChoiceLog, TokenLog
+from cluster.router.why import Explanation, Inquiries, explanation
+from cluster.telemetry.logs import about_request
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
-from cluster.wire.link import CLOSED, DAMAGED, DETOURS, ReplicaLink
-from cluster.wire.messages import Begun, Down, Draining, Explained, FinishChoice, Heartbeat, Rejected, Report
-from cluster.wire.translation import waited
-from engine.request import Request
-from engine.telemetry.flight import FlightRecorder, Wait
+from cluster.wire.link import CLOSED, DAMAGED, ReplicaLink
+from cluster.wire.messages import (
+    Begun,
+    Down,
+    Draining,
+    Explained,
+    FinishChoice,
+    FinishRow,
+    Heartbeat,
+    Ping,
+    PooledRow,
+    PromptRow,
+    Rejected,
+    Report,
+)
+from cluster.wire.translation import pooled_state, prompt_logprobs, waited
+from engine.errors import redacted
+from engine.grammar.texts import shape
+from engine.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-UNLIKELY = 0.25  # suspicion of a request that waited while its replica broke a link off
+LOGPROBS_COUNT = 8  # times as much as one without, at most, does a token with log-probabilities count while it waits
+P = ParamSpec("P")
 
 
 class Dispatcher:
@@ -38,6 +54,7 @@ class Dispatcher:
     A request runs on one replica at a time. When that one is lost, the request is submitted to another together with
     its token log and goes on at the next position; nothing that the former one still says of it is believed.
 
+    caches: what the replicas tell of their prefix caches.
     on_link_lost: called with the replica's id and the code of the link's end, to look for a new link.
     """
 
@@ -47,51 +64,45 @@ class Dispatcher:
         rng: Random | None = None,
         on_link_lost: Callable[[str, str], None] | None = None,
     ) -> None:
+        config, rng = config or DispatcherConfig(), rng or Random()
         self.counters = DispatcherCounters()
-        self._config = config or DispatcherConfig()
-        self._on_link_lost = on_link_lost
+        self._max_pending_tokens = config.max_pending_tokens
         self._loop = asyncio.get_running_loop()
-        rng = rng or Random()
-        self._blame = Blame(self._config.quarantine_deaths, self._config.no_replica_timeout, self._loop.time)
-        self._fleet = Fleet(self._config, self, rng, self._blame)
+        self._blame = Blame(config.quarantine_deaths, config.no_replica_timeout, self._loop.time)
+        self._replicas = ReplicaSet(config, rng, self._blame)
+        self.caches: CacheReports = self._replicas.caches
         self._live: dict[str, LiveRequest] = {}
         self._flight = FlightRecorder(self._loop.time)
-        self._attempts = Attempts(self._config, self._fleet, self.counters, self._flight, self._blame, rng)
-        self._progress = Progress(
-            self._live,
-            self._fleet,
-            self._attempts,
-            self.counters,
-            self._blame,
-            self._config.max_pending_tokens,
-            self._loop.time,
-        )
-        self._inquiries = Inquiries(self._attempts.send)
+        self._placement = Placement(config, self._replicas, self.counters, self._flight, self._blame, rng)
+        self._placement.on_link_lost = on_link_lost
+        self._inquiries = Inquiries(self._placement.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
         self._on_leaving: Callable[[str], None] = self.remove_replica
-        self._queue_before: Callable[[], QueueFigures] = QueueFigures
+        self._queue_before: Callable[[], QueueState] = QueueState
         self._quiet = asyncio.Event()
         self._quiet.set()
+        moved = self._placement
+        self._replicas.listen(
+            ReplicaEvents(self._on_message, moved.on_lost, moved.place_waiting, moved.on_overstay, self._ping)
+        )
 
     @property
     def ready(self) -> bool:
         """Whether some replica takes requests and reported progress lately."""
-        return not self._closing and self._fleet.pool.has_ready()
+        return not self._closing and self._replicas.selection.has_ready()
 
-    @property
+    def room(self) -> ReplicaCapacity | None:
+        """Return what the replicas hold that take requests, of those that move if any do; None without a replica."""
+        return None if self._closing else self._replicas.selection.room()
+
     def has_replica(self) -> bool:
         """Whether some replica takes requests, be its steps as slow as they may."""
         return self.room() is not None
 
-    def room(self) -> ReplicaRoom | None:
-        """Return what the replicas hold that take requests, of those that move if any do; None without a replica."""
-        return None if self._closing else self._fleet.pool.room()
-
-    @property
-    def caches(self) -> CacheReports:
-        """What the replicas tell of their prefix caches."""
-        return self._fleet.caches
+    def tokens_computed(self) -> int:
+        """Return the tokens that replicas have brought or prefilled so far."""
+        return self.counters.tokens + self.counters.prefilled
 
     @property
     def closing(self) -> bool:
@@ -101,32 +112,12 @@ class Dispatcher:
     @property
     def given_up_ago(self) -> float:
         """Seconds since a new request was last refused because no replica came for it."""
-        return self._loop.time() - self._attempts.last_given_up
-
-    def watch_queue(self, figures: Callable[[], QueueFigures]) -> None:
-        """Count what waits in front of this as waiting, too."""
-        self._queue_before = figures
-
-    def call_when_waiting(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called whenever a request has to wait for a replica."""
-        self._attempts.on_waiting = callback
-
-    def call_when_leaving(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`."""
-        self._on_leaving = callback
-
-    def queue(self) -> QueueFigures:
-        """Return what waits, here for a replica and in front of this; replicas are told."""
-        return together([self._queue_before(), self._attempts.queue()])
-
-    def submitted(self) -> int:
-        """Return the stream key that no submit so far has reached; replicas are told."""
-        return self._attempts.next_stream
+        return self._loop.time() - self._placement.last_given_up
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait here for a replica."""
-        return self._attempts.queue().requests
+        return self._placement.queue().requests
 
     @property
     def num_live(self) -> int:
@@ -134,10 +125,36 @@ class Dispatcher:
         return len(self._live)
 
     @property
+    def num_of_others(self) -> int:
+        """Requests that the replicas have of others, as they last said."""
+        return sum([replica.num_of_others for replica in self._replicas.linked])
+
+    @property
     def fingerprint(self) -> str | None:
         """Of the model that the replicas run, where there is a replica and all run the same."""
-        found = {member.fingerprint for member in self._fleet.members}
+        found = {replica.fingerprint for replica in self._replicas.linked}
         return found.pop() if len(found) == 1 else None
+
+    def replicas(self) -> list[ReplicaView]:
+        """Return a snapshot of the replicas and their load."""
+        return self._replicas.views()
+
+    def log_of(self, request_id: str) -> TokenLog | None:
+        """Return the token log of a live request, to be looked at, not changed."""
+        live = self._live.get(request_id)
+        return None if live is None else live.log
+
+    def watch_queue(self, figures: Callable[[], QueueState]) -> None:
+        """Count what waits in front of this as waiting, too."""
+        self._queue_before = figures
+
+    def call_when_waiting(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called whenever a request has to wait for a replica."""
+        self._placement.on_waiting = callback
+
+    def call_when_leaving(self, callback: Callable[[str], None]) -> None:
+        """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`."""
+        self._on_leaving = callback
 
     def turned_away(self, request: Request, waited: float, outcome: str) -> None:
         """Note that a request waited in front of this, `waited` seconds, and never came in."""
@@ -151,27 +168,13 @@ class Dispatcher:
         """
         now = self._loop.time()
         own = [waited(event, now) for event in self._flight.of(name, tenant)]
-        return explanation(own, await self._inquiries.ask(self._fleet.members, name, tenant))
-
-    def log_of(self, request_id: str) -> TokenLog | None:
-        """Return the token log of a live request, to be looked at, not changed."""
-        live = self._live.get(request_id)
-        return None if live is None else live.log
-
-    @property
-    def num_of_others(self) -> int:
-        """Requests that the replicas have of others, as they last said."""
-        return sum([member.num_of_others for member in self._fleet.members])
-
-    def replicas(self) -> list[ReplicaView]:
-        """Return a snapshot of the replicas and their load."""
-        return self._fleet.views()
+        return explanation(own, await self._inquiries.ask(self._replicas.linked, name, tenant))
 
     def add_link(self, link: ReplicaLink) -> None:
         """Use a replica from now on; a link to an earlier life of it is given up."""
         self._blame.is_alive(link.incarnation)
-        self._fleet.add(link)
-        self._attempts.place_waiting()
+        self._replicas.add(link)
+        self._placement.place_waiting()
 
     def remove_replica(self, replica_id: str) -> None:
         """Send nothing new to a replica and close its link once it has finished what it runs.
@@ -179,14 +182,14 @@ class Dispatcher:
         What overstays there goes on elsewhere (`DispatcherConfig.hand_over_after`). One that fell silent before, and
         was not found again, is taken for dead.
         """
-        member = self._fleet.get(replica_id)
-        if member is None:
-            self._fleet.has_left(replica_id)
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            self._replicas.has_left(replica_id)
             self._blame.has_gone(replica_id)
-            self._attempts.place_waiting()
+            self._placement.place_waiting()
             return
-        member.draining = True
-        self._attempts.retire_if_idle(member)
+        replica.draining = True
+        self._placement.retire_if_idle(replica)
 
     async def drain(self) -> None:
         """Accept no more requests and wait until all have ended."""
@@ -197,8 +200,10 @@ class Dispatcher:
         """End every request with `shutting_down` and all links."""
         self._closing = True
         for live in list(self._live.values()):
-            self._attempts.fail(live, ApiError("shutting_down", "the server is shutting down"))
-        await self._fleet.close(CLOSED)
+            self._placement.fail(live, ApiError("shutting_down", "the server is shutting down"))
+        await self._replicas.close(CLOSED)
+
+    # --- the requests
 
     async def generate(self, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
         """Run `request` and yield its new tokens; see `TokenSource.generate`."""
@@ -227,60 +232,11 @@ class Dispatcher:
         log.discard()
         attempt = live.attempt
         if live.log.finished:
-            self._attempts.end(live)
+            self._placement.end(live)
             live.log.wake()
         elif still_runs and attempt is not None:
-            attempt.member.streams.pop(attempt.stream + choice, None)
-            self._attempts.send(attempt.member, FinishChoice(attempt.stream, choice))
-
-    def on_message(self, member: Member, message: Down) -> None:
-        """Act on what a replica said (called by the fleet)."""
-        match message:
-            case Report():
-                self._progress.on_report(member, message)
-            case Heartbeat(incarnation=incarnation):
-                if incarnation == member.incarnation:
-                    self._progress.on_heartbeat(member, message)
-                    self._fleet.note_heartbeat(member, message)
-            case Begun(streams=streams):
-                self._progress.on_begun(member, streams)
-            case Rejected():
-                self._progress.on_rejected(member, message)
-            case Explained():
-                self._inquiries.on_answer(member, message)
-            case Draining():
-                self._on_leaving(member.replica_id)
-            case _:
-                self._fleet.lose(member, DAMAGED, f"a {type(message).__name__} is not expected here")
-
-    def on_lost(self, member: Member, code: str, message: str) -> None:
-        """Move what ran on a lost replica elsewhere (called by the fleet)."""
-        stranded = list(member.live.values())
-        logger.info("replica %s is lost with %d requests: %s: %s", member.replica_id, len(stranded), code, message)
-        self.counters.links_lost[code] += 1
-        self._blame.link_ended(member, code)
-        queued = {live for live in stranded if live.attempt is not None and not live.attempt.begun}
-        for live in stranded:
-            self._attempts.detach(live, code)
-        reason = f"replica {member.replica_id} is lost: {code}"
-        for live in stranded:
-            if code in DETOURS:
-                self._attempts.redirect(live, reason, UNLIKELY if live in queued else 1.0)
-            else:
-                self._attempts.move(live, reason)
-        if self._on_link_lost is not None:
-            self._loop.call_soon(self._on_link_lost, member.replica_id, code)
-
-    def on_room(self) -> None:
-        """Go on with what waited (called by the fleet)."""
-        self._attempts.place_waiting()
-
-    def on_overstay(self, member: Member) -> None:
-        """Go on elsewhere with what still runs on a draining replica, where that can be (called by the fleet)."""
-        for live in list(member.live.values()):
-            if self._fleet.pool.has_successor(live):
-                self._attempts.withdraw(live, "draining")
-                self._attempts.move(live, f"replica {member.replica_id} is to go")
+            attempt.replica.streams.pop(attempt.stream + choice, None)
+            self._placement.send(attempt.replica, FinishChoice(attempt.stream, choice))
 
     def _accept(self, request: Request, context: CallContext) -> LiveRequest:
         if self._closing:
@@ -302,34 +258,34 @@ class Dispatcher:
         if live.log.finished:
             live.log.wake()
         else:
-            self._attempts.place(live)
+            self._placement.place(live)
         return live
 
     def _note_turn(self, request: Request, waited: float) -> None:
         began, detail = self._loop.time() - waited, f"of tenant {request.tenant}"
         self._flight.note(request.request_id, Wait.TURN, detail, began, request.tenant)
 
+    def _expire(self, live: LiveRequest) -> None:
+        self._placement.fail(live, deadline_exceeded())
+
     def _release(self, live: LiveRequest) -> None:
         """End the request for good: its consumer has left, served or not."""
-        self._attempts.end(live, "" if live.log.finished else "cancelled")
+        log = live.log
+        self._placement.end(live, "" if log.finished else "cancelled")
         self._deadlines.forget(live)
         self._blame.forget(live)
         del self._live[live.request_id]
-        outcome = "completed" if live.log.finished else "aborted"
-        if live.log.error is not None:
-            outcome = live.log.error.code
-        elif live.log.finished:
+        outcome = "completed" if log.finished else "aborted"
+        if log.error is not None:
+            outcome = log.error.code
+        elif log.finished:
             self._observe(live)
         self.counters.outcomes[outcome] += 1
         if live.request_id in self._flight:
             self._flight.note(live.request_id, Wait.DONE, outcome)
         if not self._live:
             self._quiet.set()
-        if live.trace is not None:
-            live.trace.end(live)
-
-    def _expire(self, live: LiveRequest) -> None:
-        self._attempts.fail(live, deadline_exceeded())
+        live.end_trace()
 
     def _observe(self, live: LiveRequest) -> None:
         now = self._loop.time()
@@ -338,3 +294,154 @@ class Dispatcher:
         self.counters.block_seconds.observe(live.block_seconds)
         if live.first_token_at is not None and live.log.longest > 1:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
+
+    def queue(self) -> QueueState:
+        """Return what waits, here for a replica and in front of this; replicas are told."""
+        return together([self._queue_before(), self._placement.queue()])
+
+    # --- what the replicas say
+
+    def _ping(self) -> Ping:
+        queue = self.queue()
+        return Ping(queue.requests, queue.tokens, max(0.0, queue.age), queue.rate, self._placement.next_stream)
+
+    def _on_message(self, replica: ReplicaHandle, message: Down) -> None:
+        """Act on what a replica said."""
+        match message:
+            case Report():
+                self._on_report(replica, message)
+            case Heartbeat(incarnation=incarnation):
+                if incarnation == replica.incarnation:
+                    self._placement.reconcile(replica, message)
+                    self._replicas.note_heartbeat(replica, message)
+            case Begun(streams=streams):
+                replica.begun(streams)
+            case Rejected():
+                self._on_rejected(replica, message)
+            case Explained():
+                self._inquiries.on_answer(replica, message)
+            case Draining():
+                self._on_leaving(replica.replica_id)
+            case _:
+                self._replicas.lose(replica, DAMAGED, f"a {type(message).__name__} is not expected here")
+
+    def _on_report(self, replica: ReplicaHandle, report: Report) -> None:
+        """Take in one step of a replica; one that is not the next of its link is dropped, or ends the link."""
+        if report.incarnation != replica.incarnation or report.sequence < replica.next_report:
+            self.counters.stale_reports += 1
+            return
+        if report.sequence > replica.next_report:
+            self._replicas.lose(replica, DAMAGED, f"report {replica.next_report} is missing")
+            return
+        replica.next_report += 1
+        replica.note(report)
+        self.counters.reports += 1
+        watched, wrong = replica.read(report, self.counters)
+        for choice in watched:
+            self._alone(choice, self._on_new_tokens)
+        for choice, problem in wrong:
+            self._break_off(choice, problem)
+        streams = replica.streams
+        for prompt in report.prompts:
+            self._alone(streams.get(prompt.stream), self._on_prompt, prompt)
+        for pooled in report.pooled:
+            self._alone(streams.get(pooled.stream), self._on_pooled, pooled)
+        for row in report.finishes:
+            self._alone(streams.get(row.stream), self._on_finish, replica, row)
+        if report.blocks is not None and not replica.gone:
+            self._replicas.note_blocks(replica, report.blocks)
+
+    def _alone(
+        self,
+        choice: ChoiceLog | None,
+        act: Callable[Concatenate[ChoiceLog, P], None],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
+        """Act on what was said of one choice, if it is anybody's; a fault in that ends its request and no other."""
+        if choice is None:
+            return
+        try:
+            act(choice, *args, **kwargs)
+        except Exception as error:
+            request_id = choice.log.request.request_id
+            cause, extra = redacted(error), about_request(request_id)
+            logger.error("request %s: a report cannot be taken in", request_id, exc_info=cause, extra=extra)
+            self._break_off(choice, "what was said of it cannot be taken in")
+
+    def _on_new_tokens(self, choice: ChoiceLog) -> None:
+        live = self._progressed(choice)
+        if live.first_token_at is None:
+            live.first_token_at = self._loop.time()
+            self.counters.ttft.observe(live.first_token_at - live.accepted_at)
+        # Fewer may wait where log-probabilities come with each, which take up far more than a token.
+        each = min(1 + (choice.log.request.params.logprobs or 0), LOGPROBS_COUNT)
+        most = max(1, self._max_pending_tokens // each)
+        choice.check_at = choice.delivered + most
+        if choice.pending > most:
+            message = f"more than {most} tokens waited for a reader that did not take them"
+            self._placement.fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
+
+    def _on_prompt(self, choice: ChoiceLog, row: PromptRow) -> None:
+        self._progressed(choice)
+        if not choice.log.add_prompt_logprobs(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
+            self._break_off(choice, "log-probabilities of its prompt are not at their place")
+
+    def _on_pooled(self, choice: ChoiceLog, row: PooledRow) -> None:
+        choice.log.embedding = pooled_state(row)
+        self._progressed(choice)
+
+    def _progressed(self, choice: ChoiceLog) -> LiveRequest:
+        """Note that a request's attempt has brought something, and return the request."""
+        live = self._live[choice.log.request.request_id]
+        attempt = live.attempt
+        if attempt is not None and not attempt.progressed:
+            self._blame.forget(live)
+            if attempt.replica.progressed(live, attempt, self.counters):
+                self._placement.has_room()
+        return live
+
+    def _on_finish(self, choice: ChoiceLog, replica: ReplicaHandle, row: FinishRow) -> None:
+        live = self._live[choice.log.request.request_id]
+        if row.reason == FinishReason.ABORT:
+            self._placement.detach(live, "given_up")
+            self._placement.redirect(live, f"replica {replica.replica_id} gave it up")
+        elif row.reason == FinishReason.ERROR and row.code:
+            self._fail(live, replica, ApiError(row.code, row.message))
+        elif row.reason == FinishReason.ERROR:
+            self._break_off(choice, f"replica {replica.replica_id} ended it: {row.message}")
+        elif row.num_tokens != len(choice.tokens):
+            self._break_off(choice, f"{row.num_tokens} tokens were generated, {len(choice.tokens)} arrived")
+        else:
+            del replica.streams[row.stream]
+            choice.finish(row.reason)
+            live.note_use(row.used)
+            if live.log.finished:
+                self._placement.detach(live)
+                live.context.on_end()
+            live.log.wake()
+
+    def _on_rejected(self, replica: ReplicaHandle, refusal: Rejected) -> None:
+        """End a request that a replica refused."""
+        live = replica.live.get(refusal.stream)
+        if live is not None:
+            self._placement.detach(live, refusal.code)
+            self._fail(live, replica, ApiError(refusal.code, refusal.message, param=refusal.param))
+
+    def _break_off(self, choice: ChoiceLog, problem: str) -> None:
+        live = self._live[choice.log.request.request_id]
+        _log_problem(live, problem)
+        self._placement.fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
+
+    def _fail(self, live: LiveRequest, replica: ReplicaHandle, error: ApiError) -> None:
+        """End a request as its replica said; where that is no fault of the client's, this log has it too."""
+        if error.code == "internal_error":
+            _log_problem(live, f"replica {replica.replica_id} failed on it: {error.message}")
+        self._placement.fail(live, error)
+
+
+def _log_problem(live: LiveRequest, problem: str) -> None:
+    """Log what went wrong with a request, and the form of what its output had to match, which may be why."""
+    wanted = live.log.request.params.structured
+    form = "" if wanted is None else f"; it had to match {shape(wanted)}"
+    logger.error("request %s: %s%s", live.request_id, problem, form, extra=about_request(live.request_id))

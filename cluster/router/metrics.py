@@ -1,34 +1,32 @@
-"""Prometheus metrics of a router: requests, links, what requests cost.
+"""What a router adds to `cluster.telemetry.metrics`: requests, links, prefix caches, costs, failed starts, tenants.
 
 At every scrape accepted = ended (over all outcomes) + live, whatever was killed meanwhile; and of each replica the
-idle seconds and those of all tenants are all seconds.
+idle seconds and those of all tenants are all seconds. Labels are names from the key file and of models, never what
+a client sent.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.router.counters import DispatcherCounters
-from cluster.router.fleet import ReplicaView
-from cluster.telemetry.engine import account_metrics
-from cluster.telemetry.samples import by_label, family_of, histogram_of
+from cluster.admission.tenants import Tenancy, TenantCounts
+from cluster.lifecycle.starts import failed_before
+from cluster.router.counters import OUTCOMES, DispatcherCounters
+from cluster.router.models import Models
+from cluster.router.prefix_index import CacheReports
+from cluster.router.readiness import fresh
+from cluster.router.replica_set import ReplicaView
+from cluster.telemetry.metrics import Metrics, account_metrics
+from cluster.telemetry.samples import Labels, by_label, family_of, histogram_of
 from cluster.wire.link import ENDS
 
-# Codes of errors that a request, once it is taken in, ends with by a fault of ours; all others are its client's.
-FAULTS = (
-    "no_replica",
-    "replica_lost",
-    "model_changed",
-    "out_of_memory",
-    "prompt_logprobs_out_of_memory",
-    "shutting_down",
-    "internal_error",
-    "request_quarantined",
-)
-OUTCOMES = ("completed", "aborted", "deadline_exceeded", *FAULTS)  # that alerts go by
+if TYPE_CHECKING:  # a front end without Ray must not wait for it
+    from cluster.lifecycle.app_status import AppPicture
 
 
 class RequestCollector(Collector):
@@ -86,3 +84,103 @@ class CostCollector(Collector):
         label = (self._model_name,)
         yield histogram_of("request_device_seconds", label, self._counters.device_seconds)
         yield histogram_of("request_kv_block_seconds", label, self._counters.block_seconds)
+
+
+class RoutingCollector(Collector):
+    """Reads the figures of one model's router at each scrape."""
+
+    def __init__(self, model_name: str, counters: DispatcherCounters, caches: CacheReports) -> None:
+        self._model_name = model_name
+        self._counters = counters
+        self._caches = caches
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance (called by the registry)."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the counters and the one gauge."""
+        label = (self._model_name,)
+        yield family_of("router_predicted_cached_tokens", {label: self._counters.predicted_tokens})
+        yield family_of("router_actual_cached_tokens", {label: self._counters.found_tokens})
+        yield family_of("router_resyncs", {label: self._caches.num_resyncs})
+        yield family_of("router_index_blocks", {label: len(self._caches.index)})
+
+
+class StartCollector(Collector):
+    """Tells at each scrape how often the starts that go on now have failed before.
+
+    models: each model with what Serve calls the deployment of its replicas. picture: what was last seen of the app.
+    """
+
+    def __init__(self, models: Sequence[tuple[str, str]], picture: Callable[[], AppPicture | None]) -> None:
+        self._models = models
+        self._picture = picture
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance (called by the registry)."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the one gauge, with no samples while Ray is not reached."""
+        picture = fresh(self._picture(), time.monotonic())
+        starts = {} if picture is None else picture.starts
+        known = [(model, starts[deployment]) for model, deployment in self._models if deployment in starts]
+        yield family_of("replica_failed_starts", {(model,): failed_before(records) for model, records in known})
+
+
+class TenantCollector(Collector):
+    """Reads the counters of a `Tenancy` and the models' gates when Prometheus asks.
+
+    A request that never got to a model counts under the name "", or that of the one model there is.
+    """
+
+    def __init__(self, tenancy: Tenancy, models: Models, metrics: Metrics) -> None:
+        self._tenancy = tenancy
+        self._models = models
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        """Tell nothing in advance: which tenants there are is known when asked."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the figures of every tenant that has called."""
+        yield from _door(self._counts())
+        yield from self._gates(sorted({tenant for _, tenant in self._tenancy.counts}))
+
+    def _counts(self) -> Mapping[tuple[str, str], TenantCounts]:
+        found: dict[tuple[str, str], TenantCounts] = {}
+        for (model, tenant), counts in self._tenancy.counts.items():
+            found.setdefault((self._metrics.label(model), tenant), TenantCounts()).add(counts)
+        return found
+
+    def _gates(self, tenants: Sequence[str]) -> Iterable[Metric]:
+        waiting: dict[Labels, float] = {}
+        shed: dict[Labels, float] = {}
+        for front in self._models:
+            queued = front.admission.waiting()
+            for tenant in tenants:
+                waiting[front.model_id, tenant] = queued.get(tenant, 0)
+                shed[front.model_id, tenant] = front.admission.shed[tenant]
+        yield family_of("tenant_requests_queued", waiting)
+        yield family_of("tenant_requests_shed", shed)
+        yield from self._queues()
+
+    def _queues(self) -> Iterable[Metric]:
+        queues = {(front.model_id,): front.admission for front in self._models}
+        waits = {label: admission.state() for label, admission in queues.items()}
+        yield family_of("sequences_dispatched", {label: admission.num_inside for label, admission in queues.items()})
+        yield family_of("tokens_dispatched", {label: admission.tokens_inside for label, admission in queues.items()})
+        yield family_of("queued_tokens", {label: figures.tokens for label, figures in waits.items()})
+        yield family_of("queue_age_seconds", {label: figures.age for label, figures in waits.items()})
+        yield family_of("queue_drain_tokens_per_second", {label: figures.rate for label, figures in waits.items()})
+
+
+def _door(found: Mapping[tuple[str, str], TenantCounts]) -> Iterable[Metric]:
+    requests: dict[Labels, float] = {
+        (*key, outcome): number for key, counts in found.items() for outcome, number in counts.requests.items()
+    }
+    yield family_of("tenant_requests", requests)
+    yield family_of("tenant_prompt_tokens", {key: counts.prompt_tokens for key, counts in found.items()})
+    yield family_of("tenant_generation_tokens", {key: counts.output_tokens for key, counts in found.items()})

@@ -137,7 +137,7 @@ class TokenLog:
             chunks[:1] = [replace(chunk, embedding=self.embedding) for chunk in chunks[:1]]
         return chunks
 
-    def tell_prompt(self, first: int, logprobs: Sequence[TokenLogprob]) -> bool:
+    def add_prompt_logprobs(self, first: int, logprobs: Sequence[TokenLogprob]) -> bool:
         """Take in log-probabilities of the prompt from position `first` on; False if others should have come."""
         if first != max(self.num_scored, 1) or not logprobs:
             return False

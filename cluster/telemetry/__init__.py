@@ -1,1 +1,1 @@
-"""What is told of requests and steps: metrics, traces, logs, and why a request waited."""
+"""What is reported of requests and steps: metrics, traces, logs."""

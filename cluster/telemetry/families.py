@@ -1,6 +1,6 @@
-"""Every family of figures that Squadron shows to Prometheus: one table, for code, docs, tests and dashboards.
+"""Every family of metrics that Squadron reports to Prometheus: one table for code, docs, tests and dashboards.
 
-Names, types and buckets are vLLM's (V1) where it has the same figure: `squadron_` takes the place of `vllm:`. A
+Names, types and buckets are vLLM's (V1) where it has the same metric: `squadron_` takes the place of `vllm:`. A
 family has all of vLLM's buckets and sometimes finer ones below them; its alias has exactly vLLM's.
 """
 
@@ -10,22 +10,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.telemetry.buckets import (
-    BLOCK_SECONDS,
-    CHOICES,
-    COUNTS,
-    FINE,
-    FINE_WHOLE,
-    FIRST_TOKEN,
-    PER_TOKEN,
-    SEQUENCES,
-    SHARES,
-    STEP_SECONDS,
-    STEP_TOKENS,
-    USED_SECONDS,
-    WHOLE,
-    Buckets,
-)
+Buckets = tuple[float, ...]
+
+# vLLM's (V1), in seconds.
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+             80.0)  # fmt: skip
+WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+         1920.0, 7680.0)  # fmt: skip
+# Below vLLM's least, for small models and for phases that take no time.
+FINE = (0.001, 0.0025, 0.005)
+FINE_WHOLE = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1)
+
+# vLLM's as well; of tokens it has those up to the model's context.
+STEP_TOKENS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
+CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+
+SEQUENCES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 96.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+STEP_SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2e-4, 3e-4, 5e-4, 7.5e-4, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015,
+                0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # fmt: skip
+USED_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+BLOCK_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5, 1e6)
+
 
 PREFIX = "squadron_"
 VLLM_METRICS = "vllm:"  # at `/metrics`
@@ -154,14 +163,14 @@ TABLE: tuple[Family, ...] = (
         "Requests that wait in the router: for their turn, or for a replica.",
         vllm="num_requests_waiting",  # in which all count that wait, since a vLLM has no queue but its engine's
     ),
-    _counter("requests_accepted", _R, "Requests that were taken in."),
+    _counter("requests_accepted", _R, "Requests accepted."),
     _counter("requests_ended", _R, "Requests that ended: completed, aborted, or the error's code.", "outcome"),
     _counter("migrations", _R, "Requests moved to another replica."),
     _counter("links_lost", _R, "Links to replicas that ended, by reason.", "reason"),
-    _counter("stale_rows", _R, "Rows and reports of former attempts and lives, dropped."),
-    _counter("misplaced_rows", _R, "Tokens that were not the next one, dropped."),
+    _counter("stale_rows", _R, "Dropped rows and reports of earlier attempts or incarnations."),
+    _counter("misplaced_rows", _R, "Dropped tokens that were not the next one."),
     _gauge("replicas", _R, "Replicas that the router has links to, by state: ready, not_ready.", "state"),
-    _gauge("replica_failed_starts", _R, "Starts of replicas that failed in a row before those that go on now."),
+    _gauge("replica_failed_starts", _R, "Failed starts of replicas in a row before the current ones."),
     _histogram("request_device_seconds", _R, "Device seconds of a completed request.", USED_SECONDS),
     _histogram("request_kv_block_seconds", _R, "KV block seconds of a completed request.", BLOCK_SECONDS),
     # ---- routing: what was expected in prefix caches, and what was there
@@ -170,20 +179,20 @@ TABLE: tuple[Family, ...] = (
         _R,
         "Prompt tokens that the router expected in the prefix cache of the replica it chose.",
     ),
-    _counter("router_actual_cached_tokens", _R, "Prompt tokens that were in it, of the same requests."),
-    _counter("router_resyncs", _R, "Times that a replica had to tell its prefix cache anew."),
+    _counter("router_actual_cached_tokens", _R, "Prompt tokens that were in that cache, of the same requests."),
+    _counter("router_resyncs", _R, "Full resyncs of a replica's prefix cache."),
     _gauge("router_index_blocks", _R, "KV blocks in the router's index."),
     # ---- admission and tenants
-    _gauge("sequences_dispatched", _R, "Sequences past the fair gate."),
-    _gauge("tokens_dispatched", _R, "Tokens of prompts and expected output past the fair gate."),
-    _gauge("queued_tokens", _R, "Tokens of prompts and expected output that wait at it."),
-    _gauge("queue_age_seconds", _R, "Seconds that the first request at it has waited."),
+    _gauge("sequences_dispatched", _R, "Sequences given to the replicas."),
+    _gauge("tokens_dispatched", _R, "Tokens of prompts and expected output given to the replicas."),
+    _gauge("queued_tokens", _R, "Tokens of prompts and expected output that wait in the router."),
+    _gauge("queue_age_seconds", _R, "Seconds that the oldest waiting request has waited."),
     _gauge("queue_drain_tokens_per_second", _R, "Rate at which the queue drains; 0 = not known."),
-    _counter("tenant_requests", _R, "Requests by tenant and what the door said.", "tenant", "outcome"),
+    _counter("tenant_requests", _R, "Requests by tenant and result of admission.", "tenant", "outcome"),
     _counter("tenant_prompt_tokens", _R, "Prompt tokens charged.", "tenant"),
     _counter("tenant_generation_tokens", _R, "Tokens generated.", "tenant"),
     _gauge("tenant_requests_queued", _R, "Requests that wait for their tenant's turn.", "tenant"),
-    _counter("tenant_requests_shed", _R, "Requests let in, then refused: too many waited, or too long.", "tenant"),
+    _counter("tenant_requests_shed", _R, "Requests accepted, then refused: too many waited, or too long.", "tenant"),
     # ---- replicas: the engine's state, told to routers
     _gauge("num_requests_running", _T, "Sequences in the running batch.", "replica", vllm=True),
     _gauge("num_requests_waiting", _T, "Sequences that wait to run.", "replica", vllm=True),
@@ -215,7 +224,7 @@ TABLE: tuple[Family, ...] = (
     _counter(
         "tenant_grammar_seconds",
         _T,
-        "Seconds of the replica's compiler of grammars that a tenant used.",
+        "Seconds of the replica's grammar compiler that a tenant used.",
         "replica",
         "tenant",
     ),
@@ -239,21 +248,21 @@ TABLE: tuple[Family, ...] = (
     ),
     # ---- replicas: one observation for each step of the engine
     _histogram("iteration_tokens_total", _P, "Tokens computed by a step.", STEP_TOKENS, vllm=True),
-    _histogram("step_batch_size", _P, "Sequences that run while a step does.", SEQUENCES),
+    _histogram("step_batch_size", _P, "Running sequences during a step.", SEQUENCES),
     _histogram("step_budget_used_ratio", _P, "Share of the token budget that a step uses, 1 = all.", SHARES),
     _histogram("step_seconds", _P, "A whole step: host, channel and device.", STEP_SECONDS),
     _histogram("step_host_seconds", _P, "Host time of a step: schedule, prepare, update.", STEP_SECONDS),
     _histogram("step_device_seconds", _P, "Forward and sampling of a step, on rank 0.", STEP_SECONDS),
-    _histogram("step_channel_seconds", _P, "Telling the other ranks of a step.", STEP_SECONDS),
+    _histogram("step_channel_seconds", _P, "Broadcast of a step to the other ranks.", STEP_SECONDS),
     # ---- replicas: queue, drops, migrations
-    _gauge("replica_queue_age_seconds", _P, "Seconds that the sequence which waits longest has waited."),
+    _gauge("replica_queue_age_seconds", _P, "Seconds that the oldest waiting sequence has waited."),
     _counter("engine_choices_ended", _P, "Choices that ended, by reason, or the code of an error.", "reason"),
-    _counter("engine_requests_resumed", _P, "Requests that go on here after they ran elsewhere."),
-    _counter("submits_refused", _P, "Requests that routers sent and that were not taken, by code.", "code"),
-    _counter("rows_unwanted", _P, "Tokens that were dropped since nobody wants them any more."),
+    _counter("engine_requests_resumed", _P, "Requests that continue here after they ran on another replica."),
+    _counter("submits_refused", _P, "Requests from routers that were refused, by code.", "code"),
+    _counter("rows_unwanted", _P, "Dropped tokens of requests that have ended."),
     # ---- ranks
     _histogram("rank_forward_seconds", _K, "A rank's part of a step; on rank 0 with sampling.", STEP_SECONDS),
-    _histogram("rank_channel_wait_seconds", _K, "Wait of a rank for its next step, idle time too.", STEP_SECONDS),
+    _histogram("rank_channel_wait_seconds", _K, "Wait of a rank for its next step, with idle time.", STEP_SECONDS),
     _gauge("rank_memory_bytes", _K, "Memory of a rank's process (host), and on its GPU (device).", "kind"),
 )
 

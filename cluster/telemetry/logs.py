@@ -1,16 +1,97 @@
-"""Where our own modules log to: where Ray Serve writes its log, so that one file tells the whole story."""
+"""Logs: where our modules log to, records as lines of JSON, and what may fail with no more than a line.
+
+Our lines go where Ray Serve writes its log, so that one file tells the whole story.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.handlers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, ParamSpec, TypeVar
 
-from cluster.telemetry.log_lines import JsonLines
+from engine.errors import redacted
 
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FIELDS = "squadron"  # attribute of a record that holds its fields; Ray Serve sets others, `request_id` among them
+EXCHANGED = {
+    "request_id": "id",
+    "client_id": "client_id",
+    "tenant": "tenant",
+    "model": "model",
+    "code": "error",
+    "trace_id": "trace_id",
+}
+ATTEMPT_MARK = "@"  # parts a request's id from the attempt, in the ids that an engine knows requests by
 OUR_PACKAGES = ("cluster", "engine", "parallel")
 JSON = "json"  # the setting `log_format`
+
+
+def about(exchange: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return what to log beside a message (`extra=`) of an exchange with a client: ids, names and error code."""
+    return {FIELDS: {field: exchange[name] for field, name in EXCHANGED.items() if exchange.get(name)}}
+
+
+def about_request(request_id: str) -> dict[str, dict[str, str]]:
+    """Return what to log beside a message (`extra=`) about a request."""
+    return {FIELDS: {"request_id": request_id}}
+
+
+class JsonLines(logging.Formatter):
+    """Fields: ts (UTC), level, logger, message, those of the process, those of the record, exception.
+
+    process: what tells this process from others: its router or replica, rank, model.
+    """
+
+    def __init__(self, process: Mapping[str, str | int] | None = None) -> None:
+        super().__init__()
+        self._process = dict(process or {})
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of ASCII."""
+        line: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": _message(record),
+            **self._process,
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        try:
+            return json.dumps(line, default=str, allow_nan=False)
+        except Exception:  # a field that is no JSON must not cost the line
+            return json.dumps({name: _text(value) for name, value in line.items()})
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # what it is made of does not fit together: logging itself would print a traceback in its place
+        return f"{_text(record.msg)} {_text(record.args)}"
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    fields = dict(getattr(record, FIELDS, {}))
+    request_id, mark, attempt = str(fields.get("request_id", "")).partition(ATTEMPT_MARK)
+    if mark:
+        fields |= {"request_id": request_id, "attempt": attempt}
+    return fields
 
 
 def log_to_serve(
@@ -59,3 +140,24 @@ def _log_to(handlers: list[logging.Handler], level: int) -> None:
         logger.setLevel(level)
         logger.handlers = list(handlers)
         logger.propagate = False
+
+
+class BestEffort:
+    """Does for one replica what no token depends on.
+
+    What fails is logged once: a line for each step would hide all else.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def do(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Return what `act` returns, None where it fails."""
+        try:
+            return act(*args, **kwargs)
+        except Exception as error:
+            name = getattr(act, "__qualname__", repr(act))
+            if name not in self._told:
+                self._told.add(name)
+                logger.error("%s failed, which is not told again; all else goes on", name, exc_info=redacted(error))
+            return None

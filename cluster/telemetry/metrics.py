@@ -1,4 +1,4 @@
-"""Prometheus figures of one front end: what it sees of its requests, and what the replicas report.
+"""Prometheus metrics of one front end: what it sees of its requests, and what the replicas' engines report.
 
 All families are those of `cluster.telemetry.families`. Each app has a registry of its own.
 """
@@ -6,25 +6,73 @@ All families are those of `cluster.telemetry.families`. Each app has a registry 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from cluster.telemetry.engine import engine_metrics
-from cluster.telemetry.of_tenant import OfTenant
-from cluster.telemetry.samples import family_of, live_counter, live_histogram
-from cluster.telemetry.vllm import VllmNames
+from cluster.telemetry.samples import Labels, TenantRegistry, VllmNames, family_of, live_counter, live_histogram
+from cluster.wire.messages import Costs, Usage
 from engine.report import EngineStats
 from engine.request import Request
 
+_READ: Mapping[str, Callable[[EngineStats], float]] = {
+    "num_requests_running": lambda stats: stats.num_running,
+    "num_requests_waiting": lambda stats: stats.num_waiting,
+    "kv_cache_usage_perc": lambda stats: stats.kv_usage,
+    "outstanding_prompt_tokens": lambda stats: stats.outstanding_tokens,
+    "prefix_cache_queries": lambda stats: stats.prefix_query_tokens,
+    "prefix_cache_hits": lambda stats: stats.prefix_hit_tokens,
+    "num_preemptions": lambda stats: stats.preemptions,
+    "engine_prompt_tokens": lambda stats: stats.prompt_tokens,
+    "engine_generation_tokens": lambda stats: stats.generated_tokens,
+}
+_UNITS: Mapping[str, Callable[[Usage], float]] = {
+    "device_seconds": lambda used: used.device_seconds,
+    "kv_block_seconds": lambda used: used.block_seconds,
+}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+def engine_metrics(model_name: str, engines: Mapping[str, EngineStats]) -> Iterable[Metric]:
+    """Yield the metrics of a model's engines, by replica."""
+    for name, read in _READ.items():
+        yield family_of(name, {(model_name, replica): read(stats) for replica, stats in engines.items()})
+    blocks: dict[Labels, float] = {
+        (model_name, replica, state): number
+        for replica, stats in engines.items()
+        for state, number in _blocks(stats).items()
+    }
+    yield family_of("kv_blocks", blocks)
+
+
+def _blocks(stats: EngineStats) -> Mapping[str, int]:
+    free, cached = stats.kv_blocks_free, stats.kv_blocks_cached
+    return {"free": free, "cached": cached, "held": stats.kv_blocks_total - free - cached}
+
+
+def account_metrics(model_name: str, accounts: Mapping[str, Costs]) -> Iterable[Metric]:
+    """Yield the accounts of a model's replicas, by replica."""
+    for unit, read in _UNITS.items():
+        used = {(model_name, replica): costs for replica, costs in accounts.items()}
+        yield family_of(unit, {labels: read(costs.total) for labels, costs in used.items()})
+        yield family_of(f"idle_{unit}", {labels: read(costs.idle) for labels, costs in used.items()})
+        tenants: dict[Labels, float] = {
+            (*labels, name): read(usage) for labels, costs in used.items() for name, usage in costs.tenants.items()
+        }
+        yield family_of(f"tenant_{unit}", tenants)
+    compiled: dict[Labels, float] = {
+        (model_name, replica, name): seconds
+        for replica, costs in accounts.items()
+        for name, seconds in costs.grammars.items()
+    }
+    yield family_of("tenant_grammar_seconds", compiled)
+
+
 @dataclass(frozen=True, slots=True)
-class ReplicaFigures:
+class ReplicaStats:
     """The last report of one replica."""
 
     replica: str
@@ -33,10 +81,10 @@ class ReplicaFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterFigures:
+class ReplicaSetStats:
     """What a router knows of a model's replicas. `migrations`: requests it moved to another one since it started."""
 
-    replicas: Sequence[ReplicaFigures] = field(default_factory=tuple)
+    replicas: Sequence[ReplicaStats] = field(default_factory=tuple)
     migrations: int = 0
 
 
@@ -56,12 +104,12 @@ class Metrics:
         self.registry.register(self._collectors)
         self._vllm = VllmNames(self.registry) if vllm else None
 
-    def of(self, model_name: str, figures: Callable[[], ClusterFigures] = ClusterFigures) -> ModelMetrics:
-        """Return the metrics of a model, which must be new. figures: of its replicas, asked at each scrape."""
+    def of(self, model_name: str, stats: Callable[[], ReplicaSetStats] = ReplicaSetStats) -> ModelMetrics:
+        """Return the metrics of a model, which must be new. stats: of its replicas, asked at each scrape."""
         if model_name in self._models:
             raise ValueError(f"the model {model_name!r} has metrics already")
         self._models.append(model_name)
-        self.register(_ReplicaCollector(model_name, figures, self._started))
+        self.register(_ReplicaCollector(model_name, stats, self._started))
         return ModelMetrics(model_name, self.families, self.clock)
 
     def label(self, model_name: str = "") -> str:
@@ -71,7 +119,7 @@ class Metrics:
     def render(self, tenant: str | None = None) -> bytes:
         """Return the Prometheus text of all metrics, or of those of one tenant alone."""
         if tenant is not None:
-            return generate_latest(OfTenant(self.registry, tenant))
+            return generate_latest(TenantRegistry(self.registry, tenant))
         return generate_latest(self.registry) + (b"" if self._vllm is None else generate_latest(self._vllm))
 
     def answered(self, route: str, status: int, model_name: str = "") -> None:
@@ -222,18 +270,18 @@ class _Collectors(Collector):
 
 
 class _ReplicaCollector(Collector):
-    """Asks for the replicas' figures when Prometheus asks us."""
+    """Asks for the replicas' statistics when Prometheus asks us."""
 
-    def __init__(self, model_name: str, figures: Callable[[], ClusterFigures], started: float) -> None:
+    def __init__(self, model_name: str, stats: Callable[[], ReplicaSetStats], started: float) -> None:
         self._model_name = model_name
-        self._figures = figures
+        self._stats = stats
         self._started = started
 
     def collect(self) -> Iterable[Metric]:
         """Yield what replicas told, one sample for each, and what the router knows of them and of itself."""
-        figures, model = self._figures(), self._model_name
-        yield from engine_metrics(model, {one.replica: one.stats for one in figures.replicas})
-        ready = sum(1 for one in figures.replicas if one.ready)
-        yield family_of("replicas", {(model, "ready"): ready, (model, "not_ready"): len(figures.replicas) - ready})
-        yield family_of("migrations", {(model,): figures.migrations})
+        stats, model = self._stats(), self._model_name
+        yield from engine_metrics(model, {one.replica: one.stats for one in stats.replicas})
+        ready = sum(1 for one in stats.replicas if one.ready)
+        yield family_of("replicas", {(model, "ready"): ready, (model, "not_ready"): len(stats.replicas) - ready})
+        yield family_of("migrations", {(model,): stats.migrations})
         yield family_of("router_start_time_seconds", {(model,): self._started})

@@ -1,27 +1,33 @@
-"""The thread that publishes a process's figures, some times a minute and beside all that is hot."""
+"""Publishes a process's metrics through Ray's, some times a minute, in a thread beside all that is hot.
+
+Ray's agent on each node then shows the metrics of all its processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from typing import Protocol
 
+import ray
 from prometheus_client.core import Metric
+from prometheus_client.samples import Sample
+from ray.serve import metrics as serve_metrics
+from ray.util.metrics import Counter, Gauge
+
+from cluster.telemetry.families import VLLM_RAY, Family, Kind, Source
+from cluster.telemetry.samples import BY_FULL_NAME, alias_labels, namesake, own_samples, vllm_samples
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = 5.0  # seconds that an event loop may be held up
 Snapshot = Callable[[], Iterable[Metric]]
-
-
-class Publisher(Protocol):
-    """Where figures go (`cluster.telemetry.ray_publisher`)."""
-
-    def publish(self, metrics: Iterable[Metric]) -> None:
-        """Take the present figures."""
+# Ray's counters refuse 0, and one that nothing was added to is not shown. This is lost in any sum.
+LEAST = 5e-324
+REPORT_INTERVAL, LEAST_INTERVAL = 10_000, 1_000  # milliseconds
+_Key = tuple[str, tuple[str, ...]]
 
 
 class Publishing:
@@ -30,13 +36,13 @@ class Publishing:
     What keeps it from that is logged when it begins and when it is over, not at every round between.
     """
 
-    def __init__(self, snapshot: Snapshot, publisher: Publisher, period: float) -> None:
+    def __init__(self, snapshot: Snapshot, publisher: RayPublisher, period: float) -> None:
         self._snapshot = snapshot
         self._publisher = publisher
         self._period = period
         self._stop = threading.Event()
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name="figures", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
         """Begin. Can be called once."""
@@ -60,13 +66,13 @@ class Publishing:
         except LoopGoneError:
             raise
         except TimeoutError:
-            self._failed("figures are not published: the event loop is held up", traceback=False)
+            self._failed("metrics are not published: the event loop is held up", traceback=False)
         except Exception:
             # Figures must not end what they are about; the next round may do better.
-            self._failed("figures are not published", traceback=True)
+            self._failed("metrics are not published", traceback=True)
         else:
             if self._failing:
-                logger.info("figures are published again")
+                logger.info("metrics are published again")
             self._failing = False
 
     def _failed(self, message: str, traceback: bool) -> None:
@@ -76,7 +82,7 @@ class Publishing:
 
 
 class LoopGoneError(Exception):
-    """The event loop whose figures are wanted is closed."""
+    """The event loop whose metrics are wanted is closed."""
 
 
 def on_loop(collect: Snapshot, patience: float = PATIENCE) -> Snapshot:
@@ -102,3 +108,86 @@ def _fill(found: Future[list[Metric]], collect: Snapshot) -> None:
         found.set_result(list(collect()))
     except Exception as error:
         found.set_exception(error)
+
+
+def publish_period() -> float:
+    """Return how often Ray is told, in seconds: twice for each of its reports, so that none is of old metrics.
+
+    Until this process ends Ray reports what it was told last; two reports later it forgets the gauges. The interval
+    of its reports is not public: where Ray has it no more, it is taken for what Ray's own default is.
+    """
+    settings = getattr(ray, "_config", None)
+    told = getattr(settings, "metrics_report_interval_ms", None)
+    return max(told() if told is not None else REPORT_INTERVAL, LEAST_INTERVAL) / 2000
+
+
+class RayPublisher:
+    """Tells Ray the present metrics, whenever asked. Used by one thread.
+
+    Counters are told by what was added since, gauges as they are. A histogram is told as gauges, the very series that
+    Prometheus makes of one (`NAME_bucket` with `le`, `NAME_sum`, `NAME_count`): Ray's own would put each value in the
+    middle of its bucket on the way, so that sums were wrong, and would have to be told every single value.
+
+    sources: whose families this process measures; all others are passed over. own: values of the labels that tell it
+    apart (`Family.own_labels`). vllm: whether to publish under vLLM's names as well.
+    """
+
+    def __init__(self, sources: Iterable[Source], own: Mapping[str, str], vllm: bool = False) -> None:
+        self._sources = frozenset(sources)
+        self._own = dict(own)
+        self._vllm = vllm
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._told: dict[_Key, float] = {}
+
+    def publish(self, metrics: Iterable[Metric]) -> None:
+        """Tell Ray the present metrics."""
+        for metric in metrics:
+            family = BY_FULL_NAME.get(metric.name)
+            if family is None or family.source not in self._sources:
+                continue
+            own = {label: self._own[label] for label in family.own_labels}
+            for sample in own_samples(metric):
+                self._report(family.full_name, family, sample, metric.name, {**sample.labels, **own})
+            if self._vllm and family.vllm:
+                all_labels = alias_labels(family)
+                for sample in vllm_samples(metric, family):
+                    tags = {**all_labels, **sample.labels, **own}
+                    self._report(VLLM_RAY + family.vllm, namesake(family), sample, metric.name, tags)
+
+    def _report(self, name: str, family: Family, sample: Sample, told_as: str, tags: dict[str, str]) -> None:
+        suffix = sample.name.removeprefix(told_as)
+        if family.kind is Kind.COUNTER:
+            self._add(name, family, sample.value, tags)
+        else:
+            self._gauge(name + suffix, family, tags).set(sample.value, tags)
+
+    def _add(self, name: str, family: Family, value: float, tags: dict[str, str]) -> None:
+        key = (name, tuple(tags.values()))
+        told = self._told.get(key)
+        if told is not None and told >= value:
+            return  # nothing new, or a sum of floats that was rounded and will be more again
+        self._counter(name, family, tags).inc(value - (told or 0.0) or LEAST, tags)
+        self._told[key] = value
+
+    def _counter(self, name: str, family: Family, tags: Mapping[str, str]) -> Counter:
+        if name not in self._counters:
+            self._counters[name] = Counter(name, family.text, tuple(tags))
+        return self._counters[name]
+
+    def _gauge(self, name: str, family: Family, tags: Mapping[str, str]) -> Gauge:
+        if name not in self._gauges:
+            self._gauges[name] = Gauge(name, family.text, tuple(tags))
+        return self._gauges[name]
+
+
+def show_to_dashboard() -> None:
+    """Have Serve's counter of requests tell of this replica. Called in a replica of Serve.
+
+    The dashboard joins metrics with that counter, by process, to learn whose they are. Serve counts a request when it
+    has ended, and those of a replica of ours are leases, which end with it: without this its panels would be empty.
+    """
+    counter = serve_metrics.Counter(
+        "serve_deployment_request_counter", "Requests processed in this replica.", ("route",)
+    )
+    counter.inc(LEAST, {"route": ""})

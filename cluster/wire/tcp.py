@@ -3,6 +3,9 @@
 The server takes a secret made for this life of the replica, in a first frame that is short and due within seconds; a
 stranger on the port is told `unauthenticated` and nothing else. A peer that vanishes without a word is noticed by who
 uses the link: both sides speak at least every second and give a silent peer up.
+
+A frame is four bytes of length, then the message. The length's high bit marks a goodbye: it carries "code: message"
+and is the last frame. A connection that ends without one was lost.
 """
 
 from __future__ import annotations
@@ -11,35 +14,34 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections import OrderedDict
+import socket
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from typing import cast
 
-from cluster.wire.framing import FrameStream
 from cluster.wire.link import (
     CLOSED,
     DAMAGED,
+    LOST,
     OTHER_PROTOCOL,
     REFUSED,
-    In,
-    Link,
+    SLOW_CONSUMER,
+    FramePipe,
+    FrameReplicaLink,
+    FrameRouterLink,
     LinkAddress,
     LinkClosedError,
     LinkLimits,
     LinkRefusedError,
+    MessageTooLargeError,
     OtherProtocolError,
-    Out,
     ReplicaLink,
     RouterLink,
 )
 from cluster.wire.messages import (
     PROTOCOL_VERSION,
     DamagedMessageError,
-    DamagedSubmitError,
-    Down,
     Hello,
-    Up,
-    Welcome,
-    decode_down,
     decode_up,
     encode,
 )
@@ -52,53 +54,151 @@ MOST_UNKNOWN = 64  # connections of nobody who is known yet; beyond that, who ca
 HELLO_TIMEOUT = 5.0  # seconds for the first words of either side
 
 Serve = Callable[[RouterLink], Awaitable[None]]
+HEADER = 4  # bytes
+GOODBYE = 1 << 31
+INBOX_MARK = 4 * 2**20  # bytes read and not taken from which on no more is read
+LINGER = 1.0  # seconds that a closing connection gives the peer to take what was sent
 
 
-class _TcpEnd(Link[Out, In]):
-    """One end of a connection."""
+class FrameStream(asyncio.Protocol):
+    """One connection. What the kernel does not take waits here, up to `max_waiting` bytes; then the peer is cut off.
 
-    def __init__(self, stream: FrameStream, decode: Callable[[bytes], In]) -> None:
-        self._stream = stream
-        self._decode = decode
+    max_frame: longest frame that may be sent. max_received: longest that is accepted; a server keeps it small until
+    it knows whom it talks to.
+    """
 
-    def send(self, message: Out) -> None:
-        """Hand the message's frame to the connection."""
-        self._stream.send(encode(message))
-
-    async def receive(self) -> In:
-        """Take the next frame."""
-        frame = await self._stream.receive()
-        try:
-            return self._decode(frame)
-        except DamagedSubmitError:
-            raise
-        except DamagedMessageError as error:
-            self.close(DAMAGED, str(error))
-            raise LinkClosedError(DAMAGED, str(error)) from error
-
-    def close(self, code: str = CLOSED, message: str = "") -> None:
-        """Say goodbye with the reason, after what was sent."""
-        self._stream.close(code, message)
+    def __init__(self, max_waiting: int, max_frame: int, max_received: int) -> None:
+        self.max_received = max_received
+        self.ended: LinkClosedError | None = None  # why the connection is over for this end
+        self.over = asyncio.Event()  # the socket is closed
+        self._max_frame = max_frame
+        self._max_waiting = max_waiting
+        self._inbox = FramePipe(INBOX_MARK + 2 * max_frame + 2**20, max_frame)
+        self._received = bytearray()
+        self._backlog: deque[bytes] = deque()
+        self._backlog_bytes = 0
+        self._kernel_takes = True
+        self._reading_paused = False
+        self._transport: asyncio.Transport | None = None
 
     @property
     def closed(self) -> bool:
         """Whether this end said or heard goodbye, or the connection broke."""
-        return self._stream.ended is not None
+        return self.ended is not None
 
-    async def wait_closed(self) -> None:
-        """Wait until the socket is closed."""
-        await self._stream.over.wait()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take over a new connection (called by asyncio)."""
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self.ended is not None:  # turned away before asyncio came to it
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Cut what arrived into frames (called by asyncio)."""
+        if self.ended is not None:
+            return
+        received = self._received
+        received += data
+        at = 0
+        while self.ended is None and len(received) - at >= HEADER:
+            head = int.from_bytes(received[at : at + HEADER], "big")
+            length = head & ~GOODBYE
+            if length > self.max_received:
+                self.close(DAMAGED, f"a frame of {length} bytes is longer than {self.max_received}")
+                break
+            if len(received) - at < HEADER + length:
+                break
+            frame = bytes(received[at + HEADER : at + HEADER + length])
+            at += HEADER + length
+            if head >= GOODBYE:
+                self._hear_goodbye(frame)
+            else:
+                self._inbox.put(frame)
+        del received[:at]
+        if self._inbox.waiting_bytes > INBOX_MARK and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Note the end of the connection (called by asyncio)."""
+        self._end(LOST, f"the connection broke{f': {exc}' if exc else ''}")
+        self._backlog.clear()
+        self.over.set()
+
+    def pause_writing(self) -> None:
+        """Keep frames here from now on (called by asyncio)."""
+        self._kernel_takes = False
+
+    def resume_writing(self) -> None:
+        """Pass on what waited (called by asyncio)."""
+        self._kernel_takes = True
+        while self._backlog and self._kernel_takes and self._transport is not None:
+            frame = self._backlog.popleft()
+            self._backlog_bytes -= len(frame)
+            self._transport.write(frame)
+        if self.ended is not None and not self._backlog and self._transport is not None:
+            self._transport.close()
+
+    def send(self, frame: bytes) -> None:
+        """Send one frame, now or when the kernel takes it. Raises `LinkClosedError` and `MessageTooLargeError`."""
+        if self.ended is not None:
+            raise LinkClosedError(self.ended.code, self.ended.message)
+        if len(frame) > self._max_frame:
+            raise MessageTooLargeError(f"a message of {len(frame)} bytes exceeds the link's {self._max_frame}")
+        if self._backlog_bytes + len(frame) > self._max_waiting:
+            message = f"more than {self._max_waiting} bytes wait for the peer"
+            self._backlog.clear()
+            self.close(SLOW_CONSUMER, message)
+            raise LinkClosedError(SLOW_CONSUMER, message)
+        self._write(len(frame).to_bytes(HEADER, "big") + frame)
+
+    async def receive(self) -> bytes:
+        """Return the next frame, one caller at a time. Raises `LinkClosedError`."""
+        frame = await self._inbox.get()
+        if self._reading_paused and self._inbox.waiting_bytes <= INBOX_MARK // 2 and self._transport is not None:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        return frame
+
+    def close(self, code: str = CLOSED, message: str = "") -> None:
+        """Say goodbye after what was sent, and close when the peer has taken it, or soon. Can be called twice."""
+        if self.ended is not None:
+            return
+        text = f"{code}: {message}".encode()[: self._max_frame]
+        self._end(code, message)
+        self._inbox.close(code, message, discard=True)
+        if self._transport is not None and not self._transport.is_closing():
+            self._write((GOODBYE | len(text)).to_bytes(HEADER, "big") + text)
+            self._shut(self._transport)
+
+    def _hear_goodbye(self, frame: bytes) -> None:
+        code, _, message = frame.decode(errors="replace").partition(": ")
+        self._end(code, message)
+        self._backlog.clear()
+        if self._transport is not None:
+            self._shut(self._transport)
+
+    def _shut(self, transport: asyncio.Transport) -> None:
+        if not self._backlog:
+            transport.close()
+        asyncio.get_running_loop().call_later(LINGER, transport.abort)
+
+    def _write(self, data: bytes) -> None:
+        if self._kernel_takes and self._transport is not None:
+            self._transport.write(data)
+        else:
+            self._backlog.append(data)
+            self._backlog_bytes += len(data)
+
+    def _end(self, code: str, message: str) -> None:
+        if self.ended is None:
+            self.ended = LinkClosedError(code, message)
+        self._inbox.close(code, message)
 
 
-class TcpReplicaLink(_TcpEnd[Up, Down], ReplicaLink):
-    """The router's end; made by `connect`."""
-
-
-class TcpRouterLink(_TcpEnd[Down, Up], RouterLink):
-    """The replica's end; made by `LinkServer` for each router."""
-
-
-async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | None = None) -> TcpReplicaLink:
+async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | None = None) -> ReplicaLink:
     """Open a link to the replica at `address`.
 
     Raises `LinkRefusedError` within `HELLO_TIMEOUT` seconds; `OtherProtocolError` where trying again is of no use.
@@ -110,8 +210,7 @@ async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | Non
             await asyncio.get_running_loop().create_connection(lambda: stream, address.host, address.port)
             stream.send(GREETING + address.secret.encode())
             stream.send(encode(Hello(router_id)))
-            link = TcpReplicaLink(stream, decode_down)
-            welcome = await link.receive()
+            return await FrameReplicaLink.welcomed(stream)
     except (OSError, LinkClosedError) as error:  # TimeoutError is an OSError
         stream.close()
         if isinstance(error, LinkClosedError) and error.code == OTHER_PROTOCOL:
@@ -121,11 +220,6 @@ async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | Non
     except BaseException:
         stream.close()
         raise
-    if not isinstance(welcome, Welcome):
-        stream.close(DAMAGED, "the first message must be a Welcome")
-        raise LinkRefusedError(f"the replica's first message was a {type(welcome).__name__}, not a Welcome")
-    link.welcome = welcome
-    return link
 
 
 class LinkServer:
@@ -170,9 +264,7 @@ class LinkServer:
         try:
             hello = await asyncio.wait_for(self._hello(stream), HELLO_TIMEOUT)
             self._unknown.pop(stream, None)
-            link = TcpRouterLink(stream, decode_up)
-            link.hello = hello
-            await self._serve(link)
+            await self._serve(FrameRouterLink(stream, hello))
         except TimeoutError:
             stream.close(REFUSED, f"the first message must come within {HELLO_TIMEOUT:g} s")
         except LinkRefusedError as error:

@@ -8,15 +8,15 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from cluster.wire.message_parts import MAX_TEXT, Costs, Load, PooledRow, PromptRow, TraceContext, Usage, Waited
-from cluster.wire.messages import Submit
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS
+from cluster.accounts.costs import Costs as EngineCosts
+from cluster.accounts.costs import Usage as EngineUsage
+from cluster.accounts.flight_recorder import Event
+from cluster.wire.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.telemetry.flight import Event
-from engine.telemetry.ledger import MAX_TENANTS, NANOS, OTHERS
-from engine.telemetry.ledger import Costs as EngineCosts
 
 HASH_KEY_BYTES = 8
 NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -142,20 +142,19 @@ def waited(event: Event, now: float) -> Waited:
     return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 
 
-def usage_of(device_ns: int, block_ns: int) -> Usage:
+def usage_of(used: EngineUsage) -> Usage:
     """Return nanoseconds of usage as they travel."""
-    return Usage(device_ns / NANOS, block_ns / NANOS)
+    return Usage(used.device_ns / NANOS, used.block_ns / NANOS)
 
 
 def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> Costs:
     """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
-    total, idle = usage_of(costs.total.device_ns, costs.total.block_ns), costs.idle
-    tenants = {name: usage_of(used.device_ns, used.block_ns) for name, used in costs.tenants.items()}
+    tenants = {name: usage_of(used) for name, used in costs.tenants.items()}
     compiled: dict[str, float] = {}
     for tenant, seconds in grammars.items():
         name = tenant if tenant in tenants or len(compiled) < MAX_TENANTS else OTHERS
         compiled[name] = compiled.get(name, 0.0) + seconds
-    return Costs(total, usage_of(idle.device_ns, idle.block_ns), tenants, compiled)
+    return Costs(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
 
 
 def stats_of(load: Load) -> EngineStats:

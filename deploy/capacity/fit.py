@@ -1,26 +1,29 @@
-"""Whether a model fits GPUs, and what of their memory goes where."""
+"""Whether a model fits GPUs, what of their memory goes where, and what comes nearest where it does not fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deploy.capacity.gpus import Gpu
-from deploy.cli.sizes import gib
+from cluster.config import flag
+from deploy.capacity.gpus import GPUS, Gpu
+from deploy.cli.terminal import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv.room import fit_cache, gpu_budget
-from engine.models.spec import DecoderSpec
-from engine.quantization.layers import quantization_of
+from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, gpu_budget
+from engine.models.config import ModelConfig
+from engine.quantization.select import quantization_of
 from engine.resolve import resolve_for
 from engine.worker.footprint import Footprint, footprint_of
+from parallel.errors import ShardingError
 
 # What is on a GPU beside torch's own tensors: the context of CUDA with its loaded kernels, and the buffers of NCCL
 # where there are several ranks. Estimates: no GPU has told yet.
 CONTEXT_BYTES = 512 << 20
 NCCL_BYTES = 512 << 20
 
-Measure = Callable[[EngineConfig, DecoderSpec], Footprint]
+Measure = Callable[[EngineConfig, ModelConfig], Footprint]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Fit:
 
     gpu: Gpu
     config: EngineConfig
-    spec: DecoderSpec
+    model: ModelConfig
     footprint: Footprint
     num_blocks: int
     lowered_unasked: bool = False
@@ -59,19 +62,19 @@ class Fit:
         return int(self.gpu.total_bytes * self.config.gpu_memory_utilization)
 
 
-def fit(config: EngineConfig, spec: DecoderSpec, gpu: Gpu, measure: Measure = footprint_of) -> Fit:
+def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = footprint_of) -> Fit:
     """Return how a model fits. config: as asked for, whatever its device.
 
     Raises `ConfigError` naming the setting where it does not fit or the GPU lacks the units for it, `ShardingError`
     where it cannot be split.
     """
-    full = resolve_for(config, spec, "cuda")
-    gpu.flops(product_dtype(full, spec))
+    full = resolve_for(config, model, "cuda")
+    gpu.flops(product_dtype(full, model))
     if full.fp8_cache and gpu.fp8 is None:
         raise ConfigError(
             f"kv_cache_dtype={full.kv_cache_dtype}: {gpu.name} has no fp8; use kv_cache_dtype=auto", "kv_cache_dtype"
         )
-    found = measure(full, spec)
+    found = measure(full, model)
     left = cache_budget(full, found, gpu)
     blocks = left // found.block_bytes
     if blocks < 2:
@@ -86,12 +89,12 @@ def fit(config: EngineConfig, spec: DecoderSpec, gpu: Gpu, measure: Measure = fo
         blocks = full.num_kv_blocks
     shrink = config.max_model_len is None
     fitted = fit_cache(full, blocks, found.block_bytes, shrink)
-    return Fit(gpu, fitted, spec, found, blocks, shrink and fitted.context_len < spec.max_positions)
+    return Fit(gpu, fitted, model, found, blocks, shrink and fitted.context_len < model.max_positions)
 
 
-def product_dtype(config: EngineConfig, spec: DecoderSpec) -> str:
+def product_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """Return what the products in the layers are computed in: the model's dtype, or "fp8"."""
-    quantization = quantization_of(config, spec)
+    quantization = quantization_of(config, model.quantization)
     return "fp8" if quantization is not None and quantization.weights == "fp8" else config.dtype
 
 
@@ -118,3 +121,89 @@ def _too_large(config: EngineConfig, found: Footprint, gpu: Gpu) -> str:
         f"{gib(gpu.total_bytes * config.gpu_memory_utilization)} that gpu_memory_utilization="
         f"{config.gpu_memory_utilization:g} allows"
     )
+
+
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32)  # ranks that are tried
+LEAST_TOKENS = 256  # of a step, below which prompts would crawl
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A deployment as it was asked for.
+
+    accept: raises `ConfigError` where a fit does not do. measured: footprints that were measured already.
+    """
+
+    config: EngineConfig
+    model: ModelConfig
+    gpu: Gpu
+    accept: Callable[[Fit], object] = lambda _: None
+    measured: dict[EngineConfig, Footprint] = field(default_factory=dict)
+
+    def works(self, gpu: Gpu | None = None, **settings: Any) -> bool:
+        """Whether it would fit, and do, with another GPU or other settings."""
+        try:
+            self.accept(fit(replace(self.config, **settings), self.model, gpu or self.gpu, self._footprint))
+        except (ConfigError, ShardingError):
+            return False
+        return True
+
+    def _footprint(self, config: EngineConfig, model: ModelConfig) -> Footprint:
+        if config not in self.measured:
+            self.measured[config] = footprint_of(config, model)
+        return self.measured[config]
+
+
+def nearest(asked: Asked) -> list[str]:
+    """Return the single changes that would do, as flags, nearest first; none where no single one does."""
+    return [*_sizes(asked), *_contexts(asked), *_steps(asked), *_dtypes(asked), *_gpus(asked)]
+
+
+def _sizes(asked: Asked) -> Iterator[str]:
+    """Another number of ranks: more where memory is short, or the nearest that the model can be split over."""
+    now = asked.config.tensor_parallel_size
+    for size in sorted((size for size in SIZES if size != now), key=lambda size: (size < now, abs(size - now))):
+        if asked.works(tensor_parallel_size=size):
+            yield f"--tensor-parallel-size {size}"
+            return
+
+
+def _contexts(asked: Asked) -> Iterator[str]:
+    """The longest context that fits, in steps of a block."""
+    most = asked.config.max_model_len
+    block = asked.config.block_size
+    if most is None:
+        return
+    low, high = 0, min(most, asked.model.max_positions) // block
+    if high and asked.works(max_model_len=high * block):
+        low = high
+    while low < high - 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if asked.works(max_model_len=middle * block) else (low, middle)
+    if low * block >= min(LEAST_CONTEXT, most):
+        yield f"{flag('max_model_len')} {low * block}"
+
+
+def _steps(asked: Asked) -> Iterator[str]:
+    """A smaller step, whose activations leave more."""
+    tokens = asked.config.max_num_batched_tokens // 2
+    while tokens >= LEAST_TOKENS:
+        if asked.works(max_num_batched_tokens=tokens):
+            yield f"{flag('max_num_batched_tokens')} {tokens}"
+            return
+        tokens //= 2
+
+
+def _dtypes(asked: Asked) -> Iterator[str]:
+    plain = replace(asked.config, max_model_len=None, num_kv_blocks=None)
+    if resolve_for(plain, asked.model, "cuda").dtype == "float32" and asked.works(dtype="bfloat16"):
+        yield f"{flag('dtype')} bfloat16"
+
+
+def _gpus(asked: Asked) -> Iterator[str]:
+    """The least GPU of those that do and are not this one."""
+    others = [gpu for gpu in GPUS.values() if gpu.name != asked.gpu.name]
+    for gpu in sorted(others, key=lambda gpu: (gpu.memory, gpu.bandwidth)):
+        if asked.works(gpu):
+            yield f"--gpu {gpu.name}"
+            return

@@ -21,7 +21,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deploy.cli.sizes import GIB
+from deploy.cli.terminal import GIB
 from engine.errors import ConfigError
 
 # What CUDA reports is less than the sheet's figure, which is in GiB whatever it says: 139.8 GiB of an H200's 141,

@@ -1,4 +1,9 @@
-"""How many replicas a load takes."""
+"""How many replicas a load takes, by the least time that steps can take.
+
+Williams, Waterman and Patterson, "Roofline" (2009): a step multiplies and moves bytes at the same time, so that it
+takes as long as the slower of the two at the data sheet's rates. What is not counted makes every real step slower:
+launches, host, collectives, activations.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,90 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from cluster.config import flag
-from deploy.capacity.fit import Fit
-from deploy.capacity.roofline import Roofline
+from deploy.capacity.fit import Fit, product_dtype
 from engine.errors import ConfigError
+from engine.kernels.base import FEW_ROWS
+from engine.quantization.select import quantization_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The least seconds of something, and whether operations or bytes bound it."""
+
+    compute: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """The longer of the two."""
+        return max(self.compute, self.memory)
+
+    @property
+    def bound(self) -> str:
+        """Which of the two it is."""
+        return "compute" if self.compute >= self.memory else "memory"
+
+
+class Roofline:
+    """Least times on one tensor-parallel group."""
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        config, model, found = fit.config, fit.model, fit.footprint
+        self._rate = fit.gpu.flops(config.dtype)
+        # Products in fp8 count as so many fewer in the dtype, in which the output head and attention stay.
+        self._in_layers = found.layer_products * self._rate / fit.gpu.flops(product_dtype(config, model))
+        quantization = quantization_of(config, model.quantization)
+        self._in_int8 = quantization is not None and quantization.weights == "int8"
+        self._bandwidth = fit.gpu.bytes_per_second
+        self._layers = [(layer, layer.window or config.context_len) for layer in found.attention]
+        self._written = sum(layer.token_bytes for layer in found.attention)  # what one new token adds to the cache
+
+    def prefill(self, tokens: int, cached: int = 0) -> list[StepTime]:
+        """Return the steps of a prompt of `tokens`, the first `cached` of which are in the cache."""
+        chunk = self._fit.config.max_num_batched_tokens
+        return [self._chunk(first, min(chunk, tokens - first)) for first in range(cached, tokens, chunk)]
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Return the least time of a whole prompt, alone."""
+        return sum(step.seconds for step in self.prefill(tokens))
+
+    def decode(self, sequences: int, context: int) -> StepTime:
+        """Return one step of `sequences` that each see `context` tokens, their new one included."""
+        found = self._fit.footprint
+        read = sum(min(context, window) * layer.token_bytes for layer, window in self._layers)
+        attended = sum(min(context, window) * layer.pair_operations for layer, window in self._layers)
+        products = 2 * (self._in_layers + found.head_products) * sequences
+        return self._time(
+            products + attended * sequences, self._weights(sequences) + sequences * (read + self._written)
+        )
+
+    def _chunk(self, first: int, count: int) -> StepTime:
+        """Return the step of the tokens from `first` on, which see those before them."""
+        found = self._fit.footprint
+        attended = sum(_seen(first, count, window) * layer.pair_operations for layer, window in self._layers)
+        read = sum(min(first, window) * layer.token_bytes for layer, window in self._layers)
+        products = 2 * (self._in_layers * count + found.head_products)
+        return self._time(products + attended, self._weights(count) + read + count * self._written)
+
+    def _weights(self, rows: int) -> int:
+        """Return the bytes of weights that a step of so many rows moves: int8 is widened for many, and read again."""
+        found, config = self._fit.footprint, self._fit.config
+        widened = self._in_int8 and rows > FEW_ROWS
+        return found.read_bytes + (2 * getattr(torch, config.dtype).itemsize * found.layer_products if widened else 0)
+
+    def _time(self, operations: float, moved: float) -> StepTime:
+        return StepTime(operations / self._rate, moved / self._bandwidth)
+
+
+def _seen(first: int, count: int, window: int) -> int:
+    """Return how many keys the queries at `first` to `first + count - 1` see together, each at most `window`."""
+    rising = min(max(window - first, 0), count)  # queries that see all before them
+    return rising * first + rising * (rising + 1) // 2 + (count - rising) * window
+
 
 USUAL_INPUT, USUAL_OUTPUT = 1024, 256  # tokens of a request of which nothing else is said
 
@@ -166,8 +251,8 @@ def _last(most: int, seconds: Callable[[int], float], target: float) -> int:
 
 
 def _remedy(fit: Fit, tokens: int) -> str:
-    if tokens > fit.spec.max_positions:
-        return f"the model has {fit.spec.max_positions} positions: lower input_len or output_len"
+    if tokens > fit.model.max_positions:
+        return f"the model has {fit.model.max_positions} positions: lower input_len or output_len"
     if fit.lowered_unasked:
         return "no more fits the memory"
     return f"raise max_model_len to {tokens}"

@@ -1,6 +1,8 @@
-"""`python -m deploy.chart` writes what is made of descriptions: files of the chart, dashboards and alerts.
+"""`python -m deploy.chart` writes the schema, values, tables, dashboards, alerts; `--check` says what is stale.
 
-`--check` tells what is stale.
+They are written because each repeats something that has one source: values.yaml, its schema and the README's tables
+are views of the same models, which share the flags' settings; dashboards and alerts may only ask for metrics that
+the table of families has. By hand the copies would part.
 """
 
 from __future__ import annotations
@@ -12,15 +14,12 @@ from typing import Annotated
 
 import typer
 
-from deploy.alerts.scope import EVERYTHING, RELEASE
-from deploy.alerts.table import TTFT_MARK, TTFT_SECONDS
-from deploy.chart.monitoring import monitoring_files
+from deploy.chart.files import dashboard_files, group_text, rules_file, values_text, with_table
 from deploy.chart.schema import values_schema
-from deploy.chart.table import with_table
-from deploy.chart.values_file import group_text, values_text
+from deploy.observability.alerts import EVERYTHING, RELEASE, TTFT_MARK, TTFT_SECONDS
 
-DEPLOY = Path(__file__).parents[1]
-CHART = DEPLOY.parent / "helm" / "squadron"
+OBSERVABILITY = Path(__file__).parents[1] / "observability"
+CHART = Path(__file__).parents[2] / "helm" / "squadron"
 
 
 def chart_files(folder: Path) -> dict[Path, str]:
@@ -31,13 +30,14 @@ def chart_files(folder: Path) -> dict[Path, str]:
         folder / "values.yaml": values_text(),
         folder / "defaults" / "worker-group.yaml": group_text(),
         readme: with_table(readme.read_text(encoding="utf-8")),
-        **monitoring_files(folder, TTFT_MARK, RELEASE),
+        **dashboard_files(folder),
+        **rules_file(folder / "alerts", TTFT_MARK, RELEASE),
     }
 
 
 def shipped_files(folder: Path) -> dict[Path, str]:
-    """Return what `folder` should hold for those who run no chart: dashboards to import, rules for Prometheus."""
-    return monitoring_files(folder, f"{TTFT_SECONDS:g}", EVERYTHING)
+    """Return what `folder` should hold for those who run no chart: rules for Prometheus."""
+    return rules_file(folder, f"{TTFT_SECONDS:g}", EVERYTHING)
 
 
 def stale_files(files: Mapping[Path, str]) -> list[Path]:
@@ -54,10 +54,10 @@ def write(
         bool, typer.Option("--check", help="Write nothing; say what is stale, with exit code 1.")
     ] = False,
     folder: Annotated[Path, typer.Option(help="The chart.")] = CHART,
-    deploy: Annotated[Path, typer.Option(help="Where dashboards/ and alerts/ are.")] = DEPLOY,
+    observability: Annotated[Path, typer.Option(help="Where the rules for Prometheus are.")] = OBSERVABILITY,
 ) -> None:
     """Write values.schema.json, values.yaml, the README's table of values, dashboards and alerts."""
-    files = chart_files(folder) | shipped_files(deploy)
+    files = chart_files(folder) | shipped_files(observability)
     stale = stale_files(files)
     for path in stale:
         if not check:

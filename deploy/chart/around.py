@@ -6,43 +6,43 @@ from typing import Literal
 
 from pydantic import Field
 
-from deploy.alerts.table import TTFT_SECONDS
-from deploy.chart.part import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Port, Quantity, Texts
+from deploy.chart.pods import Anything, Count, Cpu, NotNegative, OptionalName, Part, Percent, Port, Quantity, Texts
+from deploy.observability.alerts import TTFT_SECONDS
 
 
 class ApiKeys(Part):
-    """Who may use the endpoint."""
+    """API keys of the endpoint."""
 
     existingSecret: OptionalName = Field(
         default="",
-        description="Secret with the file of keys that `squadron keys new` writes; needed, unless allowOpen.",
+        description="Secret with the key file of `squadron keys new`; required, unless allowOpen.",
     )
     allowOpen: bool = Field(
-        default=False, description="Whether there may be no keys: then whoever gets through uses the endpoint."
+        default=False, description="Allow an endpoint without keys, open to everyone who reaches it."
     )
-    fileKey: str = Field(default="keys.yaml", min_length=1, description="Key in it of that file.")
+    fileKey: str = Field(default="keys.yaml", min_length=1, description="Key of that file in the secret.")
     probeKey: str = Field(
         default="probe-key",
         min_length=1,
-        description="Key in it of one API key, in plain text, for probes of /ready.",
+        description="Key of one API key in the secret, in plain text, for probes of /ready.",
     )
 
 
 class RayToken(Part):
-    """The token without which Ray answers nobody."""
+    """The token that Ray's ports require."""
 
-    enabled: bool = Field(default=True, description="Whether Ray's ports want a token.")
+    enabled: bool = Field(default=True, description="Require a token on Ray's ports.")
     existingSecret: OptionalName = Field(
         default="", description="Secret with the token under auth_token; empty = KubeRay makes one."
     )
 
 
 class FaultTolerance(Part):
-    """What is left when the head dies."""
+    """Ray's state in Redis, which survives the head."""
 
     enabled: bool = Field(
         default=False,
-        description="Whether Ray's control store lies in Redis, so that a new head takes up the old one's cluster.",
+        description="Keep Ray's control store in Redis, so that a new head takes over the cluster.",
     )
     redisAddress: str = Field(
         default="",
@@ -50,20 +50,20 @@ class FaultTolerance(Part):
         description="Address of Redis, such as redis:6379 or rediss://redis:6380.",
     )
     redisPort: Port | None = Field(
-        default=None, description="Port that the NetworkPolicy lets pods reach; empty = that of the address."
+        default=None, description="Redis port that the NetworkPolicy allows; empty = that of the address."
     )
     existingSecret: OptionalName = Field(default="", description="Secret with the password of Redis.")
-    passwordKey: str = Field(default="password", min_length=1, description="Key of the password.")
-    usernameKey: str = Field(default="", description="Key of a user's name; empty = none.")
+    passwordKey: str = Field(default="password", min_length=1, description="Key of the password in the secret.")
+    usernameKey: str = Field(default="", description="Key of the user name in the secret; empty = none.")
 
 
 class Autoscaling(Part):
     """Pods that come and go with the replicas of models (`max_replicas`)."""
 
-    enabled: bool = Field(default=False, description="Whether Ray's autoscaler adds and removes pods.")
-    idleTimeoutSeconds: NotNegative = Field(default=300, description="Seconds after which an idle pod goes.")
+    enabled: bool = Field(default=False, description="Let Ray's autoscaler add and remove pods.")
+    idleTimeoutSeconds: NotNegative = Field(default=300, description="Seconds after which an idle pod is removed.")
     upscalingMode: Literal["Default", "Aggressive", "Conservative"] = Field(
-        default="Default", description="How eagerly pods come."
+        default="Default", description="How fast pods are added."
     )
     cpu: Cpu = Field(default="500m", description="CPUs of the autoscaler.")
     memory: Quantity = Field(default="1Gi", description="Memory of the autoscaler.")
@@ -74,17 +74,17 @@ class Upgrade(Part):
 
     type: Literal["NewCluster", "NewClusterWithIncrementalUpgrade", "None"] = Field(
         default="NewCluster",
-        description="A whole new cluster first; the same step by step (which needs autoscaling, a Gateway class and "
-        "a feature gate of KubeRay); or nothing.",
+        description="A new cluster first; the same in steps (needs autoscaling, a Gateway class and "
+        "a feature gate of KubeRay); or no change.",
     )
-    gatewayClassName: str = Field(default="", description="Gateway class, for step by step.")
-    stepSizePercent: Percent = Field(default=10, description="Share of the traffic that moves in a step.")
+    gatewayClassName: str = Field(default="", description="Gateway class, for upgrades in steps.")
+    stepSizePercent: Percent = Field(default=10, description="Share of the traffic that moves per step.")
     intervalSeconds: Count = Field(default=10, description="Seconds between steps.")
     maxSurgePercent: Percent = Field(
-        default=100, description="Share of the capacity that the new cluster may have beyond the old one."
+        default=100, description="Extra capacity of the new cluster, relative to the old one."
     )
     deletionDelaySeconds: NotNegative = Field(
-        default=600, description="Seconds that the old cluster stays, for its streams to end."
+        default=600, description="Seconds that the old cluster stays, so that its streams can end."
     )
 
 
@@ -93,42 +93,42 @@ class DisruptionBudget(Part):
 
     enabled: bool = Field(
         default=True,
-        description="Whether there are PodDisruptionBudgets: of each group all pods with replicas but one stay.",
+        description="Create PodDisruptionBudgets: one pod with replicas of each group may be evicted at a time.",
     )
-    head: bool = Field(default=True, description="Whether the head may not be evicted, unless Redis keeps its state.")
+    head: bool = Field(default=True, description="Forbid the eviction of the head, unless Redis keeps its state.")
 
 
 class NetworkPolicy(Part):
-    """Who may talk to the pods, and with whom they may talk."""
+    """Allowed connections from and to the pods."""
 
-    enabled: bool = Field(default=True, description="Whether all else is refused.")
+    enabled: bool = Field(default=True, description="Create a NetworkPolicy that refuses all other connections.")
     clients: list[Anything] = Field(
         default=[{"podSelector": {}}],
-        description="Peers that may use the endpoint: pods of the namespace. Add an ingress controller elsewhere.",
+        description="Peers that may use the endpoint, such as pods of the namespace. Add an ingress controller.",
     )
     operator: list[Anything] = Field(
         default=[
             {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
         ],
-        description="Peers that may steer Ray: KubeRay's operator.",
+        description="Peers that may control Ray: KubeRay's operator.",
     )
     monitoring: list[Anything] = Field(default=[], description="Peers that may read metrics, such as Prometheus.")
-    hub: bool = Field(default=True, description="Whether pods may reach anybody's port 443, to fetch models.")
-    egress: list[Anything] = Field(default=[], description="Further rules of egress.")
+    hub: bool = Field(default=True, description="Let pods reach port 443 anywhere, to fetch models.")
+    egress: list[Anything] = Field(default=[], description="More egress rules.")
 
 
 class Ingress(Part):
-    """An Ingress before the endpoint."""
+    """An Ingress for the endpoint."""
 
-    enabled: bool = Field(default=False, description="Whether there is one.")
+    enabled: bool = Field(default=False, description="Create it.")
     className: str = Field(default="", description="Ingress class.")
     annotations: Texts = Field(
-        default={}, description="Annotations; proxies must not buffer streams nor cut long ones."
+        default={}, description="Annotations; a proxy must not buffer streams or cut long ones."
     )
     host: str = Field(
         default="",
         pattern=r"^((\*\.)?[a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
-        description="Host name, such as llm.example.com; needed.",
+        description="Host name, such as llm.example.com; required.",
     )
     path: str = Field(default="/", pattern="^/", description="Path.")
     tlsSecret: OptionalName = Field(default="", description="Secret of the certificate; empty = no TLS.")
@@ -137,56 +137,54 @@ class Ingress(Part):
 class Gateway(Part):
     """An HTTPRoute to the endpoint."""
 
-    enabled: bool = Field(default=False, description="Whether there is one.")
-    parentRefs: list[Anything] = Field(default=[], description="Gateways that it belongs to.")
+    enabled: bool = Field(default=False, description="Create it.")
+    parentRefs: list[Anything] = Field(default=[], description="Parent Gateways.")
     hostnames: list[str] = Field(default=[], description="Host names.")
     requestTimeout: str = Field(
-        default="0s", pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$", description="Longest request; 0s = no limit."
+        default="0s", pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$", description="Timeout of a request; 0s = none."
     )
     annotations: Texts = Field(default={}, description="Annotations.")
 
 
 class PodMonitor(Part):
-    """A PodMonitor of Prometheus' operator."""
+    """A PodMonitor for the Prometheus operator."""
 
-    enabled: bool = Field(default=False, description="Whether there is one.")
+    enabled: bool = Field(default=False, description="Create it.")
     interval: str = Field(default="15s", pattern=r"^[0-9]+(ms|s|m)$", description="Time between two scrapes.")
-    labels: Texts = Field(default={}, description="Labels by which Prometheus finds it.")
+    labels: Texts = Field(default={}, description="Labels that Prometheus selects.")
 
 
 class PrometheusRule(Part):
-    """A PrometheusRule of Prometheus' operator, with Squadron's alerts."""
+    """A PrometheusRule for the Prometheus operator, with Squadron's alerts."""
 
-    enabled: bool = Field(default=False, description="Whether there is one, for the release's own service.")
-    labels: Texts = Field(default={}, description="Labels by which Prometheus finds it.")
+    enabled: bool = Field(default=False, description="Create it, for this release's service.")
+    labels: Texts = Field(default={}, description="Labels that Prometheus selects.")
     ttftSeconds: float = Field(
-        default=TTFT_SECONDS, gt=0, description="Time to first token (p95) above which there is an alert."
+        default=TTFT_SECONDS, gt=0, description="Time to first token (p95, seconds) above which an alert fires."
     )
 
 
 class Dashboards(Part):
-    """Grafana's dashboards, as ConfigMaps."""
+    """Grafana dashboards as ConfigMaps."""
 
-    enabled: bool = Field(default=False, description="Whether there are any; one set for a Grafana is enough.")
-    labels: Texts = Field(
-        default={"grafana_dashboard": "1"}, description="Labels by which Grafana's sidecar finds them."
-    )
+    enabled: bool = Field(default=False, description="Create them; one set is enough for a Grafana.")
+    labels: Texts = Field(default={"grafana_dashboard": "1"}, description="Labels that Grafana's sidecar selects.")
     annotations: Texts = Field(default={}, description="Annotations, such as grafana_folder.")
 
 
 class Batch(Part):
-    """A RayJob that answers the rows of files, on a cluster of its own."""
+    """A RayJob that answers the rows of files, on its own cluster."""
 
-    enabled: bool = Field(default=False, description="Whether there is one.")
-    model: NotNegative = Field(default=0, description="Which of `models` answers: its place in the list.")
-    inputs: list[str] = Field(default=[], description="Files, folders, patterns or URLs; needed.")
-    output: str = Field(default="", description="File or URL of the answers, which all nodes see; needed.")
-    ledger: str = Field(default="", description="Folder for what is done so far; needed where the output is a URL.")
-    args: list[str] = Field(default=[], description="Further flags of `squadron batch`.")
-    backoffLimit: NotNegative = Field(
-        default=3, description="How often a job that failed is started again; it goes on where it was."
-    )
+    enabled: bool = Field(default=False, description="Create it.")
+    model: NotNegative = Field(default=0, description="Index of the model in `models`.")
+    inputs: list[str] = Field(default=[], description="Files, folders, patterns or URLs; required.")
+    output: str = Field(default="", description="File or URL of the answers, visible on all nodes; required.")
+    ledger: str = Field(default="", description="Folder of the progress; required if the output is a URL.")
+    args: list[str] = Field(default=[], description="More flags of `squadron batch`.")
+    backoffLimit: NotNegative = Field(default=3, description="Restarts of a failed job, which resumes.")
     ttlSecondsAfterFinished: NotNegative = Field(
-        default=600, description="Seconds that the cluster stays after its end."
+        default=600, description="Seconds that the cluster stays after the job."
     )
-    activeDeadlineSeconds: Count | None = Field(default=None, description="Longest time of a job; empty = none.")
+    activeDeadlineSeconds: Count | None = Field(
+        default=None, description="Time limit of the job in seconds; empty = none."
+    )

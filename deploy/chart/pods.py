@@ -2,83 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from deploy.chart.part import Anything, Count, Cpu, NotNegative, OptionalName, Part, Quantity, Texts
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+# As a pattern binds texts alone, numbers pass it too, which is how CPUs are mostly written.
+Cpu = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$", json_schema_extra={"type": ["string", "number"]})]
+OptionalName = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$", max_length=253)]
+Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Percent = Annotated[int, Field(ge=0, le=100)]
+Texts = dict[str, str]
+Anything = dict[str, Any]  # a piece of a Kubernetes object, which Kubernetes itself checks
+
+
+class Part(BaseModel):
+    """A part of the values. Its fields' descriptions are the comments of values.yaml and the README's table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Image(Part):
     """The image of all pods."""
 
-    repository: str = Field(
-        default="squadron", min_length=1, description="Image with Squadron, Python and bash in it."
-    )
+    repository: str = Field(default="squadron", min_length=1, description="Image with Squadron, Python and bash.")
     tag: str = Field(default="", description="Tag; empty = the chart's appVersion.")
-    digest: str = Field(
-        default="", pattern=r"^(sha256:[0-9a-f]{64})?$", description="Digest, which wins over the tag."
-    )
-    pullPolicy: Literal["IfNotPresent", "Always", "Never"] = Field(
-        default="IfNotPresent", description="When it is pulled."
-    )
-    pullSecrets: list[str] = Field(default=[], description="Names of secrets for the registry.")
+    digest: str = Field(default="", pattern=r"^(sha256:[0-9a-f]{64})?$", description="Digest; overrides the tag.")
+    pullPolicy: Literal["IfNotPresent", "Always", "Never"] = Field(default="IfNotPresent", description="Pull policy.")
+    pullSecrets: list[str] = Field(default=[], description="Secrets for the registry.")
 
 
 class Service(Part):
     """The endpoint."""
 
-    enabled: bool = Field(default=True, description="Whether there is a RayService; off for batches alone.")
-    port: int = Field(default=8000, ge=1024, le=65535, description="Port of HTTP in the pods and of the Service.")
+    enabled: bool = Field(default=True, description="Create a RayService; off for batches only.")
+    port: int = Field(default=8000, ge=1024, le=65535, description="HTTP port of the pods and of the Service.")
 
 
 class Accelerator(Part):
-    """What a rank runs on."""
+    """Accelerator of a rank."""
 
     resource: str = Field(
         default="",
         pattern=r"^([-a-z0-9.]+/[-A-Za-z0-9_.]+)?$",  # Kubernetes takes no such resource without a domain
-        description="Resource that a node offers, such as nvidia.com/gpu, of which each rank takes one; empty = CPU.",
+        description="Resource of a node, such as nvidia.com/gpu; each rank takes one; empty = CPU.",
     )
 
 
 class WorkerGroup(Part):
     """Pods of one kind."""
 
-    name: str = Field(
-        pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", description="Name, which `models[].workerGroup` gives."
-    )
-    accelerator: Accelerator = Field(default=Accelerator(), description="What a rank runs on.")
+    name: str = Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$", description="Name, as in `models[].workerGroup`.")
+    accelerator: Accelerator = Field(default=Accelerator(), description="Accelerator of a rank.")
     ranksPerPod: Count | None = Field(
         default=None,
-        description="Ranks that a pod has room for; empty = the largest tensor_parallel_size of its models. "
-        "Where a model has more, each of its replicas gets several pods.",
+        description="Ranks per pod; empty = the largest tensor_parallel_size of its models. "
+        "A model with more ranks gets several pods for each replica.",
     )
     replicas: NotNegative | None = Field(
-        default=None, description="Pods (of a model over several: sets of them); empty = as the models need."
+        default=None, description="Pods (sets of pods for a model over several); empty = as the models need."
     )
     minReplicas: NotNegative | None = Field(
-        default=None, description="Fewest under autoscaling; empty = for min_replicas."
+        default=None, description="Minimum with autoscaling; empty = what min_replicas needs."
     )
-    maxReplicas: Count | None = Field(default=None, description="Most under autoscaling; empty = for max_replicas.")
+    maxReplicas: Count | None = Field(
+        default=None, description="Maximum with autoscaling; empty = what max_replicas needs."
+    )
     cpu: Cpu | None = Field(
-        default=None, description="CPUs of a pod; empty = cpus_per_worker of each rank, and room for routers."
+        default=None, description="CPUs of a pod; empty = cpus_per_worker for each rank, plus room for routers."
     )
-    memory: Quantity = Field(default="16Gi", description="Memory of a pod, shared memory included.")
+    memory: Quantity = Field(default="16Gi", description="Memory of a pod, including shared memory.")
     sharedMemory: Quantity = Field(
         default="4Gi", description="Size of /dev/shm: Ray's objects, messages between ranks, NCCL."
     )
     objectStoreBytes: int = Field(
         default=1_000_000_000,
         ge=80_000_000,
-        description="Bytes of /dev/shm for Ray's objects, of which Squadron has few.",
+        description="Bytes of /dev/shm for Ray's objects; Squadron needs few.",
     )
-    labels: Texts = Field(default={}, description="Further labels of its pods.")
-    annotations: Texts = Field(default={}, description="Annotations of its pods.")
-    nodeSelector: Texts = Field(default={}, description="Labels that a node must have.")
-    tolerations: list[Anything] = Field(default=[], description="Taints that are put up with.")
+    labels: Texts = Field(default={}, description="More labels for the worker pods.")
+    annotations: Texts = Field(default={}, description="Annotations of the worker pods.")
+    nodeSelector: Texts = Field(default={}, description="Required labels of the node.")
+    tolerations: list[Anything] = Field(default=[], description="Tolerations for the worker pods.")
     affinity: Anything = Field(default={}, description="Affinity.")
-    topologySpreadConstraints: list[Anything] = Field(default=[], description="How pods spread over nodes and zones.")
+    topologySpreadConstraints: list[Anything] = Field(
+        default=[], description="Spread of the pods over nodes and zones."
+    )
     priorityClassName: str = Field(default="", description="Priority class.")
     runtimeClassName: str = Field(default="", description="Runtime class, such as nvidia.")
 
@@ -89,73 +100,75 @@ class Head(Part):
     cpu: Cpu = Field(default="1", description="CPUs.")
     memory: Quantity = Field(default="4Gi", description="Memory.")
     sharedMemory: Quantity = Field(default="1Gi", description="Size of /dev/shm.")
-    objectStoreBytes: int = Field(default=200_000_000, ge=80_000_000, description="Bytes of it for Ray's objects.")
-    labels: Texts = Field(default={}, description="Further labels of its pod.")
-    annotations: Texts = Field(default={}, description="Annotations of its pod.")
-    nodeSelector: Texts = Field(default={}, description="Labels that a node must have.")
-    tolerations: list[Anything] = Field(default=[], description="Taints that are put up with.")
+    objectStoreBytes: int = Field(
+        default=200_000_000, ge=80_000_000, description="Bytes of /dev/shm for Ray's objects."
+    )
+    labels: Texts = Field(default={}, description="More labels for the head pod.")
+    annotations: Texts = Field(default={}, description="Annotations of the head pod.")
+    nodeSelector: Texts = Field(default={}, description="Required labels of the node.")
+    tolerations: list[Anything] = Field(default=[], description="Tolerations for the head pod.")
     affinity: Anything = Field(default={}, description="Affinity.")
     priorityClassName: str = Field(default="", description="Priority class.")
 
 
 class ModelCache(Part):
-    """Where models from the hub are kept."""
+    """Cache for models from the hub."""
 
     type: Literal["none", "pvc", "existingClaim"] = Field(
         default="none",
-        description="none = each pod has its own; pvc = a claim of the release; existingClaim = one that is there.",
+        description="none = one cache per pod; pvc = a claim of this release; existingClaim = an existing claim.",
     )
     fetch: bool = Field(
-        default=True, description="Whether worker pods fetch their models and look at them before Ray starts there."
+        default=True, description="Fetch and check the models of a worker pod before Ray starts in it."
     )
     existingClaim: OptionalName = Field(default="", description="Name of the claim, for type existingClaim.")
-    size: Quantity = Field(default="200Gi", description="Size, for type pvc, and most of what type none may hold.")
+    size: Quantity = Field(default="200Gi", description="Size, for type pvc; limit, for type none.")
     storageClassName: str | None = Field(
         default=None,
         pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$",
-        description="Storage class, for type pvc; null = the cluster's default, '' = a volume that is there.",
+        description="Storage class, for type pvc; null = the cluster's default, '' = an existing volume.",
     )
     accessModes: list[Literal["ReadWriteMany", "ReadWriteOnce"]] = Field(
         default=["ReadWriteMany"],
         min_length=1,
         description="Access modes, for type pvc. Pods on several nodes need ReadWriteMany.",
     )
-    keep: bool = Field(default=True, description="Whether the claim outlives `helm uninstall`.")
+    keep: bool = Field(default=True, description="Keep the claim after `helm uninstall`.")
 
 
 class Disk(Part):
-    """What pods may write to the disk of their node: one that writes more is evicted, and not its neighbours."""
+    """Limits for what pods write to their node's disk; a pod that writes more is evicted."""
 
     tmp: Quantity = Field(
-        default="50Gi", description="Most of /tmp: Ray's logs, objects that it spills, files of batches on their way."
+        default="50Gi", description="Limit of /tmp: Ray's logs, spilled objects, batch files in transit."
     )
-    home: Quantity = Field(default="20Gi", description="Most of the home: what libraries compile and keep.")
+    home: Quantity = Field(
+        default="20Gi", description="Limit of the home folder: compiled code and caches of libraries."
+    )
     request: Quantity = Field(
         default="2Gi",
-        description="What a pod asks of its node's disk; with modelCache.type none give more than its models take.",
+        description="Requested ephemeral storage; with modelCache.type none more than the size of its models.",
     )
 
 
 class Hub(Part):
-    """The hub that models come from."""
+    """The hub of models."""
 
-    existingSecret: OptionalName = Field(default="", description="Secret with a token of the hub.")
-    tokenKey: str = Field(default="token", min_length=1, description="Key in it.")
-    offline: bool = Field(default=False, description="Whether only the cache is looked at.")
+    existingSecret: OptionalName = Field(default="", description="Secret with a token for the hub.")
+    tokenKey: str = Field(default="token", min_length=1, description="Key of the token in the secret.")
+    offline: bool = Field(default=False, description="Use the cache only.")
 
 
 class Probes(Part):
-    """How it is seen that a pod works."""
+    """Liveness, readiness and startup probes."""
 
-    periodSeconds: Count = Field(default=10, description="Seconds between two looks.")
-    timeoutSeconds: Count = Field(default=5, description="Seconds that a look may take.")
-    livenessFailures: Count = Field(
-        default=6, description="Looks in a row that find no Ray before the container is restarted."
-    )
+    periodSeconds: Count = Field(default=10, description="Seconds between two probes.")
+    timeoutSeconds: Count = Field(default=5, description="Timeout of a probe in seconds.")
+    livenessFailures: Count = Field(default=6, description="Failed probes of Ray before the container restarts.")
     readinessFailures: Count = Field(
-        default=2, description="Looks in a row at /ready that fail before a worker gets no requests."
+        default=2, description="Failed probes of /ready before a worker gets no requests."
     )
-    startupFailures: Count = Field(default=60, description="Looks that Ray may take to start.")
+    startupFailures: Count = Field(default=60, description="Probes that Ray may take to start.")
 
 
 class EnvVar(Part):
@@ -163,12 +176,12 @@ class EnvVar(Part):
 
     name: str = Field(min_length=1, description="Name.")
     value: str | None = Field(default=None, description="Value.")
-    valueFrom: Anything | None = Field(default=None, description="Where the value is, such as a key of a secret.")
+    valueFrom: Anything | None = Field(default=None, description="Source of the value, such as a key of a secret.")
 
 
 class Security(Part):
-    """Users and groups of the processes. They are never root, and write to volumes alone."""
+    """Users and groups of the processes. They are never root and write to volumes only."""
 
-    runAsUser: Count | None = Field(default=1000, description="User; null = the cluster's choice, as on OpenShift.")
-    runAsGroup: Count | None = Field(default=1000, description="Group; null = the cluster's choice.")
-    fsGroup: Count | None = Field(default=1000, description="Group of the volumes; null = the cluster's choice.")
+    runAsUser: Count | None = Field(default=1000, description="User; null = chosen by the cluster, as on OpenShift.")
+    runAsGroup: Count | None = Field(default=1000, description="Group; null = chosen by the cluster.")
+    fsGroup: Count | None = Field(default=1000, description="Group of the volumes; null = chosen by the cluster.")

@@ -13,13 +13,13 @@ import yaml
 from cluster.app_config import AppConfig, placed_error
 from cluster.config import ClusterConfig
 from cluster.model_names import known_models, resolve_model
-from cluster.placement import AppPlacement, Placement, plan_placement
+from cluster.resources import AppResources, ModelResources, model_resources
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader.checkpoint import CONFIG_FILES, check_weight_files
-from engine.loader.model_folder import check_sharding, open_model
-from engine.models.spec import DecoderSpec
-from engine.resolve import resolve
+from engine.loader.checkpoint import CONFIG_FILES, check_weight_files, open_model
+from engine.models.blueprint import blueprint
+from engine.models.config import ModelConfig
+from engine.resolve import check_model, resolve
 from parallel.errors import ShardingError
 
 
@@ -29,12 +29,12 @@ class Plan:
 
     config: ClusterConfig
     resolved: EngineConfig
-    spec: DecoderSpec
+    model: ModelConfig
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> ModelResources:
         """Bundles and totals, on GPUs where the model runs on them."""
-        return plan_placement(self.config, (self.resolved.device or "cpu").startswith("cuda"))
+        return model_resources(self.config, (self.resolved.device or "cpu").startswith("cuda"))
 
 
 def make_plan(config: ClusterConfig) -> Plan:
@@ -42,9 +42,10 @@ def make_plan(config: ClusterConfig) -> Plan:
 
     Raises `ConfigError`, `CheckpointError` or `ShardingError`.
     """
-    spec = read_spec(resolve_model(config.model))
-    check_sharding(spec, config.tensor_parallel_size)
-    return Plan(config, resolve(config.engine, spec), spec)
+    model = read_model_config(resolve_model(config.model))
+    resolved = resolve(config.engine, model)
+    check_model(resolved, model)
+    return Plan(config, resolved, model)
 
 
 def make_plans(app: AppConfig) -> list[Plan]:
@@ -72,7 +73,7 @@ def describe_plans(app: AppConfig, plans: Sequence[Plan]) -> str:
     for name, hidden in (("api_key", "***"), ("metrics_key", "****")):  # two keys may not be the same
         if values[name]:
             values[name] = hidden
-    needs = AppPlacement(tuple([plan.placement for plan in plans]), app.shared.routers)
+    needs = AppResources(tuple([plan.placement for plan in plans]), app.shared.routers)
     lines = [line for plan in plans for line in _facts(plan)]
     lines.append(f"# Places {needs.routers} x router.")
     lines.append(f"# Needs {needs.cpus:g} CPUs and {needs.gpus:g} GPUs.")
@@ -92,22 +93,23 @@ def _planned(number: int, config: ClusterConfig) -> Plan:
 
 
 def _facts(plan: Plan) -> tuple[str, str]:
-    config, spec, placement = plan.config, plan.spec, plan.placement
+    config, model, placement = plan.config, plan.model, plan.placement
+    heads = blueprint(model).heads
     bundle = ", ".join(f"{kind}: {amount:g}" for kind, amount in placement.bundles[0].items())
     return (
-        f"# {config.model_id}: {spec.architecture}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
-        f"vocabulary {spec.vocab_size:,}, {spec.num_heads} heads on {spec.num_kv_heads} KV heads.",
+        f"# {config.model_id}: {model.architecture}, {model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"vocabulary {model.vocab_size:,}, {heads}.",
         f"# Places {placement.replicas} x {len(placement.bundles)} ranks (replicas x tensor-parallel size) "
         f"in bundles of {{{bundle}}}.",
     )
 
 
-def read_spec(model: str) -> DecoderSpec:
+def read_model_config(model: str) -> ModelConfig:
     """Read the config of a folder, or of a hub id without fetching its weights. Raises `CheckpointError`."""
     # The hub's retries would be told line by line; what comes of them is in the error.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        return open_model(model, CONFIG_FILES).spec
+        return open_model(model, CONFIG_FILES).config
     except CheckpointError as error:
         near = difflib.get_close_matches(model, known_models(), n=1)
         if Path(model).is_dir() or not near:

@@ -1,10 +1,13 @@
-"""Command-line flags made from `ClusterConfig`: one flag per setting, so that there is one source of truth."""
+"""Command-line flags made from `ClusterConfig`: one flag per setting, so that there is one source of truth.
+
+Flags of `vllm serve` (https://docs.vllm.ai/en/latest/cli/serve) that are none here say what to do instead.
+"""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from operator import getitem
 from pathlib import Path
@@ -16,22 +19,68 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import FAILURE_ACTIONS, INGRESSES, LOG_FORMATS, METRICS_COMPATS, POOLINGS, ClusterConfig, flag
-from cluster.openai.reasoning.parsers import REASONING_PARSERS
-from cluster.openai.tools.formats import TOOL_PARSERS
-from cluster.router.dispatch_config import MIGRATIONS
-from cluster.router.routing.policies import POLICIES
-from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
-from deploy.cli.vllm_flags import INSTEAD, join_sizes
-from engine.config import (
-    ATTENTION_BACKENDS,
-    DEVICES,
-    DTYPES,
-    KV_CACHE_DTYPES,
-    QUANTIZATIONS,
-    SCHEDULING_POLICIES,
+from cluster.config import ClusterConfig, flag
+from cluster.config_values import (
+    FAILURE_ACTIONS,
+    INGRESSES,
+    LOG_FORMATS,
+    METRICS_COMPATS,
+    MIGRATIONS,
+    POOLINGS,
+    REASONING_PARSERS,
+    ROUTING_POLICIES,
+    TOOL_PARSERS,
 )
+from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
+from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, SCHEDULING_POLICIES
 from engine.errors import ConfigError
+
+SIZES = "--cudagraph-capture-sizes"
+
+# What to do here for flags of `vllm serve` that are none of ours.
+INSTEAD = {
+    "--allow-credentials": "Browsers send pages' keys in the header Authorization, never cookies: --allowed-origins",
+    "--allowed-headers": "Pages of --allowed-origins may send any header",
+    "--allowed-methods": "Pages of --allowed-origins may use any method",
+    "--chat-template": "The model's own template is used: put yours into its folder as chat_template.jinja",
+    "--cpu-offload-gb": "Weights stay on GPUs: --quantization makes them smaller, --tensor-parallel-size splits them",
+    "--data-parallel-size": "Use --replicas",
+    "--disable-log-requests": "Requests are not logged without --enable-log-requests",
+    "--distributed-executor-backend": "Ranks are always actors of Ray",
+    "--download-dir": "Set HF_HOME, or give the model's folder",
+    "--enable-auto-tool-choice": "--tool-call-parser is enough",
+    "--enable-chunked-prefill": "It is always on: --max-num-batched-tokens is the size of a step",
+    "--enable-expert-parallel": "Mixtures of experts are not supported",
+    "--enable-lora": "Adapters are not served: merge them into the weights",
+    "--enable-sleep-mode": "`LLM.sleep` needs no flag; of a server, --min-replicas 0 ends idle replicas",
+    "--guided-decoding-backend": "It is always xgrammar",
+    "--load-format": "Weights are read from safetensors files",
+    "--max-logprobs": "A request may ask for up to 20",
+    "--max-seq-len-to-capture": "Graphs serve every length: --cudagraph-capture-sizes chooses their batch sizes",
+    "--num-gpu-blocks-override": "Use --num-kv-blocks",
+    "--pipeline-parallel-size": "Layers are not spread over stages: use --tensor-parallel-size, across hosts too",
+    "--revision": "Give the folder of a download: `hf download MODEL --revision ...` prints it",
+    "--speculative-config": "There is no speculative decoding",
+    "--ssl-certfile": "TLS ends at an ingress or a reverse proxy in front",
+    "--ssl-keyfile": "TLS ends at an ingress or a reverse proxy in front",
+    "--swap-space": "Nothing is swapped: preempted sequences are computed again",
+    "--trust-remote-code": "A checkpoint's code is never run: docs/reference/support.md lists the supported models",
+}
+
+
+def join_sizes(arguments: Sequence[str]) -> list[str]:
+    """Return a command line on which sizes that follow each other, as vLLM takes them, are separated by commas.
+
+    `--cudagraph-capture-sizes 1 8 64` becomes `--cudagraph-capture-sizes 1,8,64`.
+    """
+    joined: list[str] = []
+    for one in arguments:
+        if one.isdecimal() and len(joined) > 1 and joined[-2] == SIZES and joined[-1].replace(",", "").isdecimal():
+            joined[-1] += f",{one}"
+        else:
+            joined.append(one)
+    return joined
+
 
 SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "quantization": ("-q",)}
 POSITIONAL = "model"
@@ -45,7 +94,7 @@ CHOICES = {
     "tool_call_parser": TOOL_PARSERS.names(),
     "reasoning_parser": REASONING_PARSERS.names(),
     "embedding_pooling": POOLINGS,
-    "routing_policy": tuple(POLICIES),
+    "routing_policy": ROUTING_POLICIES,
     "stream_migration": MIGRATIONS,
     "ingress": INGRESSES,
     "update_failure_action": FAILURE_ACTIONS,
@@ -247,7 +296,7 @@ def _plain(hint: Any) -> type:
     if get_origin(hint) is Annotated:
         return _plain(get_args(hint)[0])
     if get_origin(hint) is tuple:
-        return str  # names apart by commas
+        return str  # names separated by commas
     if get_origin(hint) in (Union, UnionType):
         return _plain(next(part for part in get_args(hint) if part is not NoneType))
     kind: type = hint

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from cluster.admission.key_file import KeyFile
-from cluster.admission.key_text import parse_keys
+from cluster.admission.key_file import KeyFile, parse_keys
 from cluster.admission.keys import hash_key, new_key
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
@@ -26,22 +25,22 @@ def about() -> None:
 
 @keys.command()
 def new(
-    tenant: Annotated[str, typer.Option(help="Who gets the key; keys of one tenant share quotas and cache.")],
-    expires: Annotated[str | None, typer.Option(help="Last moment, such as 2027-01-31T12:00:00Z.")] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(help="Requests in a minute.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens, prompt and generated, in a minute.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+    tenant: Annotated[str, typer.Option(help="Owner of the key; keys of one tenant share quotas and cache.")],
+    expires: Annotated[str | None, typer.Option(help="Expiry, such as 2027-01-31T12:00:00Z.")] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="Requests per minute.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Tokens per minute, prompt and output.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Concurrent requests.")] = None,
     max_stored_bytes: Annotated[int | None, typer.Option(help="Bytes of all files at /v1/files.")] = None,
     admin: Annotated[
-        bool, typer.Option("--admin", help="It sees all tenants: figures, replicas, `squadron why`.")
+        bool, typer.Option("--admin", help="The key sees all tenants: metrics, replicas, `squadron why`.")
     ] = False,
     scrape: Annotated[
-        bool, typer.Option("--scrape", help="It reads all figures at /metrics and /ready, and can do nothing else.")
+        bool, typer.Option("--scrape", help="The key reads all metrics at /metrics and /ready, and nothing else.")
     ] = False,
 ) -> None:
-    """Make a random key. It is shown once, on stderr; its entry for the key file, with its hash alone, on stdout.
+    """Make a random key. stderr shows the key once; stdout gets its entry for the key file, with its hash only.
 
-    So `squadron keys new --tenant team-a >> keys.yaml` adds the key to the file.
+    `squadron keys new --tenant team-a >> keys.yaml` adds the key to the file.
     """
     key = new_key()
     entry = {
@@ -80,6 +79,6 @@ def with_key_file(app: AppConfig, local: bool) -> AppConfig:
     return app.with_shared(api_key_file=str(path), metrics_key=config.metrics_key or new_key())
 
 
-def looking_key(config: ClusterConfig) -> str | None:
-    """Return the key with which whoever serves looks at the server's replicas, None where there are no keys."""
+def own_key(config: ClusterConfig) -> str | None:
+    """Return the key with which `squadron serve` reads /ready of its own server; None without keys."""
     return config.metrics_key or config.api_key

@@ -1,4 +1,4 @@
-"""Where `squadron serve` says what it does: a terminal for people, or lines of JSON for collectors of logs."""
+"""What commands print to: a terminal for people, or lines of JSON for collectors of logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from cluster.telemetry.log_lines import JsonLines
+from cluster.telemetry.logs import JsonLines
 
 NAME = "squadron.serve"
 
@@ -38,3 +38,12 @@ def _plain(printed: Any, markup: bool) -> str:
 def terminal(json_lines: bool) -> Console:
     """Return where to print."""
     return JsonConsole() if json_lines else Console(highlight=False, soft_wrap=True)
+
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+def gib(size: float) -> str:
+    """Return bytes in GiB, or in MiB where they are few."""
+    return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / MIB:,.1f} MiB"

@@ -10,8 +10,7 @@ from importlib import import_module
 from rich.console import Console
 from rich.text import Text
 
-from deploy.doctor.examine import Check, examine
-from deploy.doctor.finding import Finding, Level, exit_code
+from deploy.doctor.checks import Check, Finding, Level, examine, exit_code
 from deploy.serve.environment import Environment
 
 STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FIX: "bold red"}
@@ -30,34 +29,52 @@ class Where:
 def all_checks(where: Where, environment: Environment) -> list[Check]:
     """Return every check, in the order of the report."""
     checks = [
-        Check("packages", in_module("packages", "check_versions")),
-        Check("shadowed", in_module("packages", "check_shadowed")),
-        Check("ray cluster", in_module("network", "check_ray", environment.ray_address), PROBE_SECONDS),
-        Check("gpus", in_module("devices", "check_devices"), PROBE_SECONDS),
-        Check("port", in_module("network", "check_port", where.host, where.port, "port")),
-        Check("shared memory", in_module("machine", "check_shared_memory")),
-        Check("open files", in_module("machine", "check_open_files")),
-        Check("disks", in_module("machine", "check_disks", environment.ray_tmpdir)),
-        Check("hub", in_module("network", "check_hub")),
+        Check("packages", CheckIn("packages", "check_versions")),
+        Check("shadowed", CheckIn("packages", "check_shadowed")),
+        Check("ray cluster", CheckIn("network", "check_ray", (environment.ray_address,)), PROBE_SECONDS),
+        Check("gpus", CheckIn("machine", "check_devices"), PROBE_SECONDS),
+        Check(
+            "port",
+            CheckIn(
+                "network",
+                "check_port",
+                (where.host, where.port, "port"),
+            ),
+        ),
+        Check("shared memory", CheckIn("machine", "check_shared_memory")),
+        Check("open files", CheckIn("machine", "check_open_files")),
+        Check("disks", CheckIn("machine", "check_disks", (environment.ray_tmpdir,))),
+        Check("hub", CheckIn("network", "check_hub")),
     ]
     if where.grpc_port is not None:
         checks.insert(
-            5, Check("grpc port", in_module("network", "check_port", where.host, where.grpc_port, "grpc_port"))
+            5,
+            Check("grpc port", CheckIn("network", "check_port", (where.host, where.grpc_port, "grpc_port"))),
         )
     return checks
 
 
-def in_module(module: str, function: str, *arguments: object) -> Callable[[], Sequence[Finding]]:
-    """Return a check of `deploy.doctor.<module>` that imports it when it is run.
+@dataclass(frozen=True, slots=True)
+class CheckIn:
+    """A check of `deploy.doctor.<module>`, imported when it runs.
 
-    Where a package is missing that this one check needs, the others still say what they find.
+    Where a package is missing that this one check needs, the others still report.
     """
 
-    def look() -> Sequence[Finding]:
-        findings: Sequence[Finding] = getattr(import_module(f"deploy.doctor.{module}"), function)(*arguments)
-        return findings
+    module: str
+    function: str
+    arguments: tuple[object, ...] = ()
 
-    return look
+    def load(self) -> Callable[..., Sequence[Finding]]:
+        """Import and return the function."""
+        found: Callable[..., Sequence[Finding]] = getattr(
+            import_module(f"deploy.doctor.{self.module}"), self.function
+        )
+        return found
+
+    def __call__(self) -> Sequence[Finding]:
+        """Run the check."""
+        return self.load()(*self.arguments)
 
 
 def run_doctor(checks: Sequence[Check], as_json: bool) -> int:

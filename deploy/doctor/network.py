@@ -9,8 +9,7 @@ import httpx
 import huggingface_hub
 from huggingface_hub import constants
 
-from deploy.doctor.finding import Finding, fix, ok, warning
-from deploy.doctor.probe import ProbeError, ask
+from deploy.doctor.checks import Finding, ProbeError, ask, fix, ok, warning
 from deploy.serve.address import connect_host, free_port, knock
 from engine.errors import ConfigError
 
@@ -22,7 +21,7 @@ MISMATCH = "Version mismatch"
 
 
 def check_port(host: str, port: int, setting: str) -> list[Finding]:
-    """Look whether the server could listen, or already does."""
+    """Check whether the server can listen, or already does."""
     url = f"http://{connect_host(host)}:{port}/-/healthz"
     return [port_free(host, port, setting, lambda: _is_serve(url))]
 
@@ -49,7 +48,7 @@ def _is_serve(url: str) -> bool:
 
 
 def check_ray(address: str | None) -> list[Finding]:
-    """Look whether the cluster of RAY_ADDRESS can be joined."""
+    """Check whether the cluster of RAY_ADDRESS can be joined."""
     return [ray_cluster(address, knock, lambda: ask("ray_cluster", str(address), seconds=RAY_SECONDS))]
 
 
@@ -89,7 +88,7 @@ def _refused(where: str, error: str, version: str, remedy: str) -> Finding:
 
 
 def check_hub() -> list[Finding]:
-    """Look whether models can be fetched by their hub ids."""
+    """Check whether models can be fetched by their hub ids."""
     token = huggingface_hub.get_token()
     with httpx.Client(timeout=HUB_SECONDS, follow_redirects=True) as client:
         return [hub(constants.ENDPOINT, constants.HF_HUB_OFFLINE, token, client)]

@@ -13,17 +13,17 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from deploy.doctor.finding import Finding, fix, ok, warning
+from deploy.doctor.checks import Finding, fix, ok, warning
 
 OURS = ("parallel", "engine", "cluster", "deploy")
 DISTRIBUTION = "squadron"
-TOLD = ("ray", "torch", "transformers")  # those whose version gets a line of its own
+NAMED = ("ray", "torch", "transformers")  # their versions get a line of their own
 # From its folder: the name on the public index belongs to another project.
 REINSTALL = "pip install --force-reinstall --no-deps . in Squadron's folder"
 
 
 def check_versions() -> list[Finding]:
-    """Look at Python and at every package that this installation asks for."""
+    """Check Python and every package that this installation asks for."""
     try:
         facts = metadata.metadata(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def package_versions(needs: Iterable[str], version_of: Callable[[str], str]) -> 
         if need.marker is not None and not need.marker.evaluate({"extra": ""}):
             continue
         found = _package(need, version_of)
-        if found.level == "ok" and need.name not in TOLD:
+        if found.level == "ok" and need.name not in NAMED:
             quiet += 1
         else:
             findings.append(found)
@@ -93,7 +93,7 @@ def _extras(need: Requirement) -> str:
 
 
 def check_shadowed() -> list[Finding]:
-    """Look whether `import engine` and the like find this installation, and whose else they could be."""
+    """Check whether `import engine` and the like find this installation, and which other package they could find."""
     home = Path(__file__).resolve().parents[2]
     return shadowed(metadata.packages_distributions(), {name: _place(name) for name in OURS}, home)
 

@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.live import Live
 
 from cluster.app_config import AppConfig, parse_app
-from deploy.cli.interrupts import SIGNALS, Interrupted, Interrupts
-from deploy.failover.board import Board, StreamState
+from deploy.cli.processes import SIGNALS, Interrupted, Interrupts
+from deploy.failover.board import Board, StreamState, line, screen
 from deploy.failover.killer import Killer
 from deploy.failover.streams import Question, ask_again_and_again, record
-from deploy.failover.view import line, screen
 from deploy.serve.command import Options, Server
-from deploy.serve.ray_output import without_death_notices
+from deploy.serve.output import without_death_notices
 
 FRAMES = 8  # a second, on a terminal
 LINE_SECONDS = 2.0  # between lines, elsewhere
@@ -58,7 +57,7 @@ def demo_failover(options: FailoverOptions) -> int:
         try:
             server.start(interrupts)
             console.print("Recording what each stream answers while nothing is killed ...", style="dim")
-            asyncio.run(_until_told(show.run(server.url)))
+            asyncio.run(_until_stopped(show.run(server.url)))
         except (Interrupted, asyncio.CancelledError):
             if not show.board.kills:
                 console.print("Stopped before the first kill.", markup=False)
@@ -72,7 +71,7 @@ def demo_failover(options: FailoverOptions) -> int:
     return 0 if board.proven else 1
 
 
-async def _until_told(work: Coroutine[Any, Any, None]) -> None:
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
     """Await `work`, which the first signal cancels: an exception out of a signal handler would end one task alone."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     for number in SIGNALS:

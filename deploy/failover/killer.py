@@ -1,4 +1,4 @@
-"""Looks after the replicas, and kills one of them now and then."""
+"""Watches the replicas, and kills one of them every few seconds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from random import Random
 import httpx
 
 from deploy.failover.board import Board, Kill, ReplicaSeen
-from deploy.status.report import ReplicaLine, Report, read_report
-from deploy.status.view import detail
+from deploy.status import ReplicaLine, Report, detail, read_report
 
 LOOK_SECONDS = 0.2
 
@@ -44,9 +43,9 @@ class Killer:
         self._pids: dict[str, tuple[int, ...]] = {}
 
     async def run(self, enough: Callable[[Board], bool]) -> None:
-        """Look and kill until there were `enough` kills and all replicas serve again."""
+        """Poll and kill until there were `enough` kills and all replicas serve again."""
         while True:
-            await self._look()
+            await self._poll()
             now = time.monotonic()
             if self._is_whole():
                 self._recovered(now)
@@ -64,7 +63,7 @@ class Killer:
         if kills and kills[-1].back is None:
             kills[-1].back = now - kills[-1].at
             self._next = now + self._every
-            self._tell(now, f"all {self._wanted} replicas serve again, {kills[-1].back:.1f} s after the kill")
+            self._note(now, f"all {self._wanted} replicas serve again, {kills[-1].back:.1f} s after the kill")
 
     def _strike(self, now: float) -> None:
         ready = [replica for replica in self._board.replicas if replica.state == "ready" and replica.pids]
@@ -73,14 +72,14 @@ class Killer:
         victim = self._rng.choice(ready)
         pid = victim.pids[0]
         self._board.kills.append(Kill(pid, victim.name, now))
-        self._tell(now, f"kill -9 {pid}: replica {victim.name}, with {victim.running} sequences")
+        self._note(now, f"kill -9 {pid}: replica {victim.name}, with {victim.running} sequences")
         self._board.replicas = [replica for replica in self._board.replicas if replica is not victim]
         self._kill(pid)
 
-    def _tell(self, now: float, text: str) -> None:
+    def _note(self, now: float, text: str) -> None:
         self._board.events.append(f"{now - self._board.began:6.1f} s  {text}")
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         try:
             ready, metrics = await asyncio.gather(self._client.get("/ready"), self._client.get("/metrics"))
             body = ready.json()

@@ -18,22 +18,19 @@ from rich.text import Text
 from cluster.app import build, logging_config, uses_gpu
 from cluster.app_config import AppConfig
 from cluster.config import ClusterConfig
-from cluster.ingress.check import UNGUARDED
-from cluster.placement import plan_app
+from cluster.ingress.router_side import UNGUARDED
+from cluster.resources import app_resources
 from cluster.telemetry.logs import JSON
 from deploy.cli.client import client_for, is_guarded
 from deploy.cli.dry_run import check_folders, make_plans
-from deploy.cli.interrupts import Interrupted, Interrupts, bounded
-from deploy.cli.keys import looking_key
-from deploy.cli.phases import PhaseLog
+from deploy.cli.keys import own_key
+from deploy.cli.processes import Interrupted, Interrupts, bounded, descendants
 from deploy.cli.terminal import terminal
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.haproxy import HAProxySetup, exposed
-from deploy.serve.joined_ray import JoinedRay
-from deploy.serve.local_ray import LocalRay, RayCluster, check_capacity, count, descendants
-from deploy.serve.ray_output import quiet_serve, without_death_notices
+from deploy.serve.output import PhaseLog, ReplicaLog, listed_replicas, quiet_serve, without_death_notices
+from deploy.serve.ray_cluster import JoinedRay, LocalRay, RayCluster, check_capacity, count
 from deploy.serve.readiness import Readiness, StartError
-from deploy.serve.replica_log import ReplicaLog, listed_replicas
 from engine.errors import ConfigError
 
 APP = "squadron"
@@ -42,7 +39,7 @@ CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
 LOOK_SECONDS = 0.5
-LOOKS_PER_STATUS = 4
+POLLS_PER_STATUS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class Server:
         began = time.perf_counter()
         with self._phases.waiting("Replicas"):
             self._replicas = self._readiness().wait()
-        self._tell_phases(time.perf_counter() - began)
+        self._print_phases(time.perf_counter() - began)
         self.ready = True
 
     def announce(self) -> None:
@@ -134,16 +131,16 @@ class Server:
                 f"anybody who reaches {config.host} can use this server: set --api-key, SQUADRON_API_KEY or "
                 "--api-key-file."
             )
-        self._tell_of_ingress()
+        self._print_ingress()
         self.say("\n" + curl(self.url, config) + "\n")
         choice = f" --model {names[0]}" if len(names) > 1 else ""
         self.say(f"`squadron chat --url {self.url}{choice}` in another terminal talks to it. Ctrl-C stops it.")
 
-    def _tell_of_ingress(self) -> None:
+    def _print_ingress(self) -> None:
         """Say what listens beside the address that was asked for, and warn of what is not as it should be."""
         haproxy = self._options.haproxy
         if haproxy is None:
-            with client_for(self.url, looking_key(self._config)) as client:
+            with client_for(self.url, own_key(self._config)) as client:
                 if not is_guarded(client):
                     self._warn(f"{UNGUARDED}.")
             return
@@ -168,14 +165,14 @@ class Server:
             )
             for config in self._app.models
         ]
-        with client_for(self.url, looking_key(self._config)) as client:
+        with client_for(self.url, own_key(self._config)) as client:
             while True:
-                for _ in range(LOOKS_PER_STATUS):
+                for _ in range(POLLS_PER_STATUS):
                     time.sleep(LOOK_SECONDS)
                     listed = listed_replicas(client)
                     if listed is not None:
                         for log in logs:
-                            log.look(listed)
+                            log.update(listed)
                 self._check_app()
 
     def stop(self, grace: float) -> None:
@@ -201,7 +198,7 @@ class Server:
         """Where the HTTP endpoint is, on this machine."""
         return f"http://{connect_host(self._config.host)}:{self._config.port}"
 
-    def _tell_phases(self, waited: float) -> None:
+    def _print_phases(self, waited: float) -> None:
         """A block of lines for each model, under its name where there are several. They start side by side."""
         named = len(self._app.models) > 1
         for config in self._app.models:
@@ -225,12 +222,12 @@ class Server:
         if address is not None:
             return JoinedRay(address, verbose)
         # Whether GPUs are used changes nothing about the CPUs.
-        placement = plan_app(self._app, lambda _: False)
+        placement = app_resources(self._app, lambda _: False)
         return LocalRay(placement.cpus + placement.one_more["CPU"], verbose)
 
     def _check_capacity(self) -> None:
         if not self._options.wait_for_nodes:
-            placement = plan_app(self._app, uses_gpu)
+            placement = app_resources(self._app, uses_gpu)
             check_capacity(placement, ray.available_resources(), ray.cluster_resources())
 
     def _start_serve(self) -> None:
@@ -273,7 +270,7 @@ class Server:
 
     def _readiness(self) -> Readiness:
         wanted = {config.model_id: config.replicas for config in self._app.models}
-        return Readiness(APP, self.url, looking_key(self._config), wanted, self.say)
+        return Readiness(APP, self.url, own_key(self._config), wanted, self.say)
 
     def _delete(self, grace: float) -> None:
         serve.delete(APP, _blocking=False)

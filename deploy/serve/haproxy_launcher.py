@@ -5,8 +5,7 @@
 Ray Serve writes the configuration and starts what `RAY_SERVE_HAPROXY_BINARY_PATH` names: a script that comes here.
 What it leaves no setting for is rewritten: where statistics and metrics listen (every interface), what clients get
 where no router answers (a bare 500, or a 404 before the first router is known), and that `/-/routes` tells everybody
-which apps there are. Imports nothing but the standard
-library, so that a reload costs 30 ms.
+which apps there are. Imports nothing but the standard library, so that a reload costs 30 ms.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from cluster.config import flag
-from cluster.lifecycle.start_error import StartFailure, find_start_failure
+from cluster.errors import StartFailure, find_start_failure
 from deploy.cli.client import client_for
 from deploy.serve.environment import Environment
 from engine.errors import SquadronError

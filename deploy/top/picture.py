@@ -1,13 +1,113 @@
-"""Puts together what the routers said of an app. Pure: a report and windows in, a picture out."""
+"""What `squadron top` shows: a report and windows of the routers' metrics in, one picture out. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from deploy.status.report import ReplicaLine, Report
-from deploy.top.figures import ModelFigures, Picture, ReplicaFigures, TenantFigures
-from deploy.top.quantile import Percentiles, percentiles
+from deploy.status import ReplicaLine, Report
 from deploy.top.scrape import Series, Window, by_label
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds below which half, 95 % and 99 % of the observed stay."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+def percentiles(buckets: Mapping[str, float]) -> Percentiles | None:
+    """Return the percentiles of a histogram. buckets: cumulative counts, by `le`. None where nothing was observed."""
+    found = [quantile(buckets, share) for share in (0.5, 0.95, 0.99)]
+    return None if None in found else Percentiles(*(one for one in found if one is not None))
+
+
+def quantile(buckets: Mapping[str, float], share: float) -> float | None:
+    """Return the value below which `share` (0 to 1) of the observed stay; None where nothing was observed.
+
+    Within a bucket they are taken to lie evenly. What lies above the last bound counts as that bound.
+    """
+    bounds = sorted((float(bound), count) for bound, count in buckets.items())
+    if not bounds or bounds[-1][1] <= 0:
+        return None
+    rank = share * bounds[-1][1]
+    lower, below = 0.0, 0.0
+    for bound, count in bounds:
+        if count >= rank and count > below:
+            if math.isinf(bound):
+                return lower
+            return lower + (bound - lower) * (rank - below) / (count - below)
+        lower, below = bound, count
+    return lower
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """One model, over all routers and replicas. Rates are a second; latencies are of the last interval, None = none.
+
+    requests: that ended well; failed: that ended in an error. refused: turned away at the door. live: requests that
+    have not ended; queued: those of them that wait in routers. cache_hits: share of prompt tokens found in the prefix
+    cache, of those looked up. moved: requests that migrated in the interval.
+    """
+
+    model: str
+    requests: float
+    failed: float
+    refused: float
+    prompt_tokens: float
+    generation_tokens: float
+    ttft: Percentiles | None
+    itl: Percentiles | None
+    tpot: Percentiles | None
+    live: int
+    queued: int
+    cache_hits: float | None
+    moved: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """One replica: its state and load as /ready tells them, and tokens a second."""
+
+    line: ReplicaLine
+    prompt_tokens: float | None = None
+    generation_tokens: float | None = None
+    cache_hits: float | None = None
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantMetrics:
+    """One tenant, over all models. devices: how many it kept busy on average; the idle ones have the name ""."""
+
+    tenant: str
+    requests: float = 0.0
+    refused: float = 0.0
+    prompt_tokens: float = 0.0
+    generation_tokens: float = 0.0
+    queued: int = 0
+    devices: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One poll. seconds: over which rates are taken, None at the first poll. heard: routers that answered."""
+
+    report: Report
+    seconds: float | None = None
+    heard: int = 0
+    models: tuple[ModelMetrics, ...] = ()
+    replicas: tuple[ReplicaMetrics, ...] = ()
+    tenants: tuple[TenantMetrics, ...] = ()
+
+    def public(self) -> Mapping[str, Any]:
+        """Return the picture for JSON."""
+        return asdict(self) | {"report": self.report.public()}
+
 
 ADMITTED, COMPLETED, ABORTED = "admitted", "completed", "aborted"
 REQUESTS_ENDED, REQUESTS_LIVE, MIGRATIONS = "requests_ended_total", "requests_live", "migrations_total"
@@ -31,7 +131,7 @@ NAMES = (
 def make_picture(report: Report, windows: Sequence[Window]) -> Picture:
     """Return what an app does. windows: one for each router; without any, only what the report says is known."""
     if not windows:
-        return Picture(report, replicas=tuple(map(ReplicaFigures, report.replicas)))
+        return Picture(report, replicas=tuple(map(ReplicaMetrics, report.replicas)))
     freshest = max(windows, key=lambda window: window.new.at)
     seconds = max(window.seconds for window in windows)
     return Picture(
@@ -44,7 +144,7 @@ def make_picture(report: Report, windows: Sequence[Window]) -> Picture:
     )
 
 
-def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelFigures:
+def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelMetrics:
     def rate(metric: str, **labels: str) -> float:
         return sum(window.rate(metric, model_name=name, **labels) for window in windows)
 
@@ -59,7 +159,7 @@ def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelFigur
         return int(sum(window.new.sum(metric, model_name=name) for window in windows))
 
     moved = sum(sum(window.growth(MIGRATIONS, model_name=name).values()) for window in windows)
-    return ModelFigures(
+    return ModelMetrics(
         model=name,
         requests=rate(REQUESTS_ENDED, outcome=COMPLETED),
         failed=ends(lambda outcome: outcome not in (COMPLETED, ABORTED)),
@@ -76,11 +176,11 @@ def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelFigur
     )
 
 
-def _replica(line: ReplicaLine, window: Window) -> ReplicaFigures:
+def _replica(line: ReplicaLine, window: Window) -> ReplicaMetrics:
     """All routers are told the same of a replica, so one of them is asked."""
     if not any(window.new.values(ENGINE_TOKENS, replica=line.name)):
-        return ReplicaFigures(line)
-    return ReplicaFigures(
+        return ReplicaMetrics(line)
+    return ReplicaMetrics(
         line,
         window.rate(ENGINE_PROMPT_TOKENS, replica=line.name),
         window.rate(ENGINE_TOKENS, replica=line.name),
@@ -89,7 +189,7 @@ def _replica(line: ReplicaLine, window: Window) -> ReplicaFigures:
     )
 
 
-def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantFigures, ...]:
+def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantMetrics, ...]:
     """The tenants, those with most devices first, and then what was idle."""
 
     def rates(metric: str) -> dict[str, float]:
@@ -100,7 +200,7 @@ def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantFigures
     devices = _rates(freshest, DEVICE_SECONDS, "tenant")
     idle = freshest.rate(IDLE_SECONDS)
     found = [
-        TenantFigures(
+        TenantMetrics(
             name,
             requests.get(name, 0.0),
             _refused(windows, tenant=name),
@@ -112,7 +212,7 @@ def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantFigures
         for name in {*requests, *devices}
     ]
     found.sort(key=lambda one: (-one.devices, -one.generation_tokens, one.tenant))
-    return (*found, TenantFigures("", devices=idle))
+    return (*found, TenantMetrics("", devices=idle))
 
 
 def _refused(windows: Sequence[Window], **labels: str) -> float:

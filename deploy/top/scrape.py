@@ -1,4 +1,4 @@
-"""One look at a router's /metrics, and what grew between two of them. Pure.
+"""One scrape of a router's /metrics, and what grew between two of them. Pure.
 
 Metrics are named without `squadron_`: `Scrape` takes it off.
 """
@@ -57,7 +57,7 @@ class Window:
     def growth(self, name: str, **labels: str) -> Series:
         """Return how much each sample of a counter grew; one that began anew, by all that it has.
 
-        A replica that the router did not know at the old look brings the counters of all its life: none of it counts.
+        A replica that the older scrape lacks brings counters of its whole life, which are left out.
         """
         wanted = labels.items()
         before = self.old.samples.get(name, {})

@@ -9,10 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.status.report import Condition, Report
-from deploy.status.view import HEADS, STYLES, detail, pairs, share_bar
-from deploy.top.figures import ModelFigures, Picture, ReplicaFigures, TenantFigures
-from deploy.top.quantile import Percentiles
+from deploy.status import HEADS, STYLES, Condition, Report, detail, pairs, share_bar
+from deploy.top.picture import ModelMetrics, Percentiles, Picture, ReplicaMetrics, TenantMetrics
 
 TENANTS = 10  # that are shown, those with most devices
 IDLE = "(idle)"
@@ -59,7 +57,7 @@ def _head(picture: Picture) -> Text:
     return Text.assemble((word, style), "  ", (" · ".join(said), "dim"))
 
 
-def _model(model: ModelFigures, report: Report) -> RenderableType:
+def _model(model: ModelMetrics, report: Report) -> RenderableType:
     states = Counter(line.state for line in report.replicas if line.model in ("", model.model))
     head = Text.assemble((model.model, "bold"), "  ")
     for state, number in states.items():
@@ -74,7 +72,7 @@ def _model(model: ModelFigures, report: Report) -> RenderableType:
     return Group(head, both)
 
 
-def _loads(model: ModelFigures) -> list[tuple[str, RenderableType, RenderableType]]:
+def _loads(model: ModelMetrics) -> list[tuple[str, RenderableType, RenderableType]]:
     failed = Text(f"{_number(model.failed)}/s failed", style="bold red" if model.failed else "dim")
     refused = Text(f"{_number(model.refused)}/s refused", style="yellow" if model.refused else "dim")
     hits = "-" if model.cache_hits is None else f"{model.cache_hits:.0%} of prompts"
@@ -86,7 +84,7 @@ def _loads(model: ModelFigures) -> list[tuple[str, RenderableType, RenderableTyp
     ]
 
 
-def _latencies(model: ModelFigures) -> Table:
+def _latencies(model: ModelMetrics) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "p50", "p95", "p99"):
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -96,7 +94,7 @@ def _latencies(model: ModelFigures) -> Table:
     return shown
 
 
-def _replicas(replicas: Sequence[ReplicaFigures], several: bool) -> Table:
+def _replicas(replicas: Sequence[ReplicaMetrics], several: bool) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("Replica", no_wrap=True)
     if several:
@@ -123,7 +121,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], several: bool) -> Table:
     return shown
 
 
-def _tenants(tenants: Sequence[TenantFigures]) -> Table:
+def _tenants(tenants: Sequence[TenantMetrics]) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("Tenant", no_wrap=True)
     for name in ("Req/s", "Refused/s", "In/s", "Out/s", "Queued", "Devices"):
@@ -153,7 +151,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def _model_line(model: ModelFigures) -> str:
+def _model_line(model: ModelMetrics) -> str:
     values: dict[str, object] = {
         "requests": f"{model.requests:.2f}/s",
         "failed": f"{model.failed:.2f}/s",
@@ -174,7 +172,7 @@ def _three(found: Percentiles) -> str:
     return "/".join(f"{seconds * 1000:.1f}" for seconds in (found.p50, found.p95, found.p99)) + "ms"
 
 
-def _replica_line(replica: ReplicaFigures) -> str:
+def _replica_line(replica: ReplicaMetrics) -> str:
     line = replica.line
     values = {
         "model": line.model,
@@ -188,7 +186,7 @@ def _replica_line(replica: ReplicaFigures) -> str:
     return " ".join(["replica", line.name or "-", line.state, *pairs(values)])
 
 
-def _tenant_line(tenant: TenantFigures) -> str:
+def _tenant_line(tenant: TenantMetrics) -> str:
     if not tenant.tenant:
         return f"idle devices={tenant.devices:.2f}"
     values = {

@@ -1,9 +1,9 @@
-"""The interface of attention backends, and what they are told about a step."""
+"""The interface of attention backends, what they are told about a step, and several of them for unlike layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What all layers of one model have in common, on this rank.
+    """What layers ask of attention that differ in their windows alone, on this rank.
 
-    windows: the distinct sliding windows of the layers (0 = none). softcap: see `DecoderSpec`; 0 = none.
+    windows: the distinct sliding windows of the layers (0 = none). softcap: c in c * tanh(score / c); 0 = none.
     dtype: of queries, keys and values, and of the cache unless `fp8_cache`, which holds float8_e4m3fn.
     batch_invariant: the bits of a token's result must not depend on what else is in its step.
     """
@@ -187,15 +188,84 @@ class AttentionBackend(ABC):
         query, key = query_key.split((heads, kv_heads), dim=1)
         return self.forward(query, key, value, cache, metadata, window)
 
+    def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
+        """Do as `forward_merged` for a layer, by its number among those that have a cache."""
+        return self.forward_merged(merged, cache, metadata, window)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """What the layers of one step need for attention: backend, its metadata and the cache of each layer."""
+    """What the layers of one step need for attention: backend, its metadata and the cache of each layer that has one.
+
+    layers: `LayerCache` of those that attend, the tensors that they ask for of others.
+    """
 
     backend: AttentionBackend
     metadata: Any
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Any, ...]
 
     def attend(self, layer: int, merged: MergedHeads, window: int) -> Tensor:
-        """Attend in `layer`; shapes as in `AttentionBackend.forward_merged`."""
-        return self.backend.forward_merged(merged, self.layers[layer], self.metadata, window)
+        """Attend in `layer`, by its number among those that have a cache; shapes as of `forward_merged`."""
+        return self.backend.attend(layer, merged, self.layers[layer], self.metadata, window)
+
+
+def cut(layout: StepLayout, size: int) -> Ints:
+    """Return the tiles of a step, [num_tiles, 3]: row in the tables, first query, queries (at most `size`)."""
+    lengths = np.diff(layout.query_start_loc)
+    parts = -(-lengths // size)
+    sequence = np.repeat(np.arange(len(lengths)), parts)
+    offset = (np.arange(len(sequence)) - np.repeat(np.cumsum(parts) - parts, parts)) * size
+    count = np.minimum(lengths[sequence] - offset, size)
+    return np.stack((sequence, offset, count), axis=1).astype(np.int32)
+
+
+class UnlikeLayers(AttentionBackend):
+    """A backend for each kind of layer, all of one name. Its metadata is a tuple, one for each.
+
+    kinds: for each layer with a cache, the number of its backend. `spec` is the first one's: what all have in common
+    may be read from it.
+    """
+
+    def __init__(self, backends: Sequence[AttentionBackend], kinds: Sequence[int]) -> None:
+        super().__init__(backends[0].spec)
+        self._backends = tuple(backends)
+        self._kinds = tuple(kinds)
+        self.name = backends[0].name
+        self.rotates = all(each.rotates for each in backends)
+        self.reads_unwritten = any(each.reads_unwritten for each in backends)
+        self.supports_graphs = all(each.supports_graphs for each in backends)
+        self.supports_mixed_graphs = all(each.supports_mixed_graphs for each in backends)
+
+    @override
+    def prepare(self, step: StepTensors) -> tuple[Any, ...]:
+        return tuple(each.prepare(step) for each in self._backends)
+
+    @override
+    def decode_metadata(self, step: StepTensors, max_seq_len: int) -> tuple[Any, ...]:
+        return tuple(each.decode_metadata(step, max_seq_len) for each in self._backends)
+
+    @override
+    def mixed_plan_size(self, tokens: int, rows: int) -> int:
+        return sum(each.mixed_plan_size(tokens, rows) for each in self._backends)
+
+    @override
+    def mixed_plan(self, layout: StepLayout, tokens: int, rows: int) -> Ints | None:
+        plans = [plan for each in self._backends if (plan := each.mixed_plan(layout, tokens, rows)) is not None]
+        return np.concatenate(plans) if len(plans) == len(self._backends) else None
+
+    @override
+    def mixed_metadata(self, step: StepTensors, plan: Tensor, max_seq_len: int) -> tuple[Any, ...]:
+        sizes = [each.mixed_plan_size(len(step.input_ids), len(step.seq_lens)) for each in self._backends]
+        plans = zip(self._backends, plan.split(sizes), strict=True)
+        return tuple(each.mixed_metadata(step, own, max_seq_len) for each, own in plans)
+
+    @override
+    def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
+        kind = self._kinds[layer]
+        return self._backends[kind].forward_merged(merged, cache, metadata[kind], window)
+
+    @override
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any, window: int
+    ) -> Tensor:
+        raise NotImplementedError("which backend is meant depends on the layer: call attend")

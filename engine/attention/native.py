@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, Ints, LayerCache, StepLayout, StepTensors
-from engine.attention.tiles import cut
+from engine.attention.base import AttentionBackend, AttentionSpec, Ints, LayerCache, StepLayout, StepTensors, cut
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
-from engine.attention.base import AttentionBackend, AttentionSpec
-from engine.attention.flash import FlashAttention, why_not_flash
-from engine.attention.flash3 import Flash3Attention, why_not_flash3
+from engine.attention.base import AttentionBackend, AttentionSpec, UnlikeLayers
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
-from engine.attention.torch_varlen import TorchVarlenAttention, why_not_torch_varlen
 from engine.attention.triton_fit import why_not_triton
+from engine.attention.varlen import (
+    Flash3Attention,
+    FlashAttention,
+    TorchVarlenAttention,
+    why_not_flash,
+    why_not_flash3,
+    why_not_torch_varlen,
+)
 from engine.attention.whole_prompts import TorchPrompts, why_not_torch_prompts
 from engine.errors import ConfigError
 
@@ -42,13 +48,13 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
         found = finders[name](spec)
         if not isinstance(found, str):
-            others = "".join(f"; {reason}" for reason in _told(reasons))
+            others = "".join(f"; {reason}" for reason in _lines(reasons))
             logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
             return found
         reasons[name] = found
     if spec.batch_invariant:
         raise ConfigError(
-            f"batch_invariant cannot be had here: {_none_is_invariant(_told(reasons))}", "batch_invariant"
+            f"batch_invariant cannot be had here: {_none_is_invariant(_lines(reasons))}", "batch_invariant"
         )
     if wanted not in ("reference", "auto"):
         raise ConfigError(
@@ -57,11 +63,29 @@ def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
         )
     # On a GPU the reference is many times slower than it need be.
     level = logging.WARNING if reasons and spec.device.type == "cuda" else logging.INFO
-    logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in _told(reasons)))
+    logger.log(level, "attention backend: reference%s", "".join(f"; {reason}" for reason in _lines(reasons)))
     return ReferenceAttention(spec)
 
 
-def _told(reasons: Mapping[str, str]) -> list[str]:
+def select_for_layers(wanted: str, specs: Sequence[AttentionSpec], kinds: Sequence[int]) -> AttentionBackend:
+    """Return the backend of a model, one that serves all its layers. specs, kinds: of `attention_specs`.
+
+    Raises what `select_backend` does.
+    """
+    found = [select_backend(wanted, spec) for spec in specs]
+    if len(found) == 1:
+        return found[0]
+    for name in dict.fromkeys(each.name for each in found):
+        if {each.name for each in found} != {name}:
+            with suppress(ConfigError):  # for one kind of layer it is the best, another it may not serve
+                found = [select_backend(name, spec) for spec in specs]
+                break
+    if len({each.name for each in found}) > 1:
+        found = [ReferenceAttention(spec) for spec in specs]
+    return UnlikeLayers(found, kinds)
+
+
+def _lines(reasons: Mapping[str, str]) -> list[str]:
     return [f"{name} cannot be used: {reason}" for name, reason in reasons.items()]
 
 

@@ -19,15 +19,14 @@ from engine.attention.base import (
     MergedHeads,
     StepLayout,
     StepTensors,
+    cut,
 )
-from engine.attention.tiles import cut
-from engine.attention.tuned import Tile, Tuning, padded, tuning_of, unmeasured
+from engine.attention.triton_fit import Tile, Tuning, padded, tuning_of, unmeasured
 from engine.attention.whole_prompts import TorchPrompts, WholePrompts
-from engine.device.upload import upload
-from engine.kernels.handles import ceil_div
-from engine.kernels.triton_attend import attend
-from engine.kernels.triton_splits import combine, share_out
-from engine.kernels.triton_store import norm_rotate_store, store
+from engine.device.gpu import upload
+from engine.kernels.triton_attend import attend, combine, share_out
+from engine.kernels.triton_kernels import norm_rotate_store, store
+from engine.kernels.triton_launch import ceil_div
 
 LEAST_SPLIT = 128  # keys of a split below which its start and end cost more than it saves
 MOST_SPLITS = 64  # of a row

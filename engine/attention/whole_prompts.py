@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionSpec, StepLayout, StepTensors
-from engine.attention.paged_varlen import installed, unfit_for_paged_varlen
+from engine.attention.varlen import installed, unfit_for_paged_varlen
 
 VARLEN = "torch.nn.attention.varlen"
 FIRST = (8, 0)  # compute capability of the first GPUs that FlashAttention-2 runs on

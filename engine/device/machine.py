@@ -1,7 +1,11 @@
-"""What this process may use of its machine: cores and memory, within the container around it. Needs no torch."""
+"""What this process may use of its machine: cores and memory, within the container around it; and its heap.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -85,3 +89,23 @@ def _ratio(quota: str = "max", period: str = "1") -> float:
 
 def _left(limit: str = "max", used: str = "0") -> int:
     return NO_LIMIT if limit == "max" else max(int(limit) - int(used), 0)
+
+
+def collect_garbage() -> None:
+    """Free all garbage now, that among what was left out of the collector's rounds as well. Takes as long as one."""
+    settled = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if settled:
+        gc.freeze()
+
+
+def settle_heap() -> None:
+    """Collect what is garbage by now, and leave all that lives out of the collector's later rounds.
+
+    For processes of our own, once they have started: a full round over what torch, transformers and Ray have made
+    holds up every thread for half a second, and Ray asks for one whenever an actor waits for room. What is frozen and
+    ends later is freed as ever, unless it is part of a cycle.
+    """
+    gc.collect()
+    gc.freeze()

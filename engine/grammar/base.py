@@ -1,40 +1,47 @@
-"""What the engine knows of grammars: which tokens may come next, and what came."""
+"""What the engine knows of grammars: which tokens may come next, what came, and what that may cost one request."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
-from typing_extensions import override
-
 from engine.errors import GrammarError, InvalidRequestError
-from engine.grammar.budget import GrammarBudget
-from engine.report import Ints
-from engine.request import Request
+from engine.request import GrammarState
 from engine.sampling_params import StructuredOutput
 
+BASE_TIME = 1.0  # seconds of CPU beyond what its tokens bring
+# Seconds more for each token: what a mask over 128,000 tokens takes where none is known beforehand.
+TOKEN_TIME = 0.002
 
-class GrammarState(ABC):
-    """Where one choice stands in its grammar: a function of the grammar and the tokens taken. Used by one thread."""
 
-    @abstractmethod
-    def accept(self, token_id: int) -> bool:
-        """Take the next token; False, and nothing changes, if the grammar does not allow it.
+class GrammarBudget:
+    """Seconds of CPU that one request's grammar may use now: each token brings some, up to the base. From any thread.
 
-        Raises `InvalidRequestError` once the budget is used up.
-        """
+    What one of its choices uses is taken from all, and so is what it takes to rebuild their states where a request
+    goes on that ran elsewhere: an ambiguous grammar, whose every token is dearer than the one before, comes no
+    further on a second replica than on the first.
+    """
 
-    @abstractmethod
-    def fill(self, bits: Ints) -> None:
-        """Write the tokens that may come next as bits, the lowest first. bits: [vocab / 32 rounded up].
+    def __init__(self, base: float = BASE_TIME, each: float = TOKEN_TIME) -> None:
+        self._most = self._left = base
+        self._each = each
+        self._lock = threading.Lock()
 
-        Raises `InvalidRequestError` once the budget is used up.
-        """
+    def charge(self, seconds: float, tokens: int = 0) -> None:
+        """Take what was used for a mask, or for as many tokens."""
+        with self._lock:
+            self._left = min(self._most, self._left + tokens * self._each - seconds)
 
-    @property
-    @abstractmethod
-    def finished(self) -> bool:
-        """Whether the output is complete and its end was drawn."""
+    def check(self) -> None:
+        """Raise `InvalidRequestError` once more was used than may be."""
+        if self._left < 0:
+            raise InvalidRequestError(
+                "what the output must match takes too long to check: it is too large, or a text can be read in too "
+                "many ways; make it smaller, and write it so that each text can be made in one way only",
+                "structured",
+                "grammar_too_slow",
+            )
 
 
 class CompiledGrammar(ABC):
@@ -56,31 +63,6 @@ class CompiledGrammar(ABC):
         return state
 
 
-class PreparedGrammar(CompiledGrammar):
-    """A compiled grammar with the states of one request worked out beforehand: adding the request then costs nothing.
-
-    Raises `GrammarError` if one of the logs does not match, `InvalidRequestError` if they cost too much.
-    """
-
-    def __init__(self, grammar: CompiledGrammar, request: Request) -> None:
-        self._grammar = grammar
-        self._budget = GrammarBudget()
-        self._states: dict[tuple[int, ...], list[GrammarState]] = {}
-        for log in _logs(request).values():
-            self._states.setdefault(tuple(log), []).append(grammar.resume(log, self._budget))
-
-    @override
-    def state(self, budget: GrammarBudget | None = None) -> GrammarState:
-        return self.resume((), budget)
-
-    @override
-    def resume(self, token_ids: Iterable[int], budget: GrammarBudget | None = None) -> GrammarState:
-        """As that of the grammar; `budget` is not asked: all states of the request share one."""
-        log = tuple(token_ids)
-        ready = self._states.get(log)
-        return ready.pop() if ready else self._grammar.resume(log, self._budget)
-
-
 class GrammarCompiler(ABC):
     """Makes grammars ready for the vocabulary of one model."""
 
@@ -90,21 +72,3 @@ class GrammarCompiler(ABC):
 
         Raises `InvalidRequestError` naming what cannot be read, or is not supported.
         """
-
-
-def grammar_states(request: Request, grammar: CompiledGrammar | None) -> dict[int, GrammarState]:
-    """Return where each choice of `request` stands in its grammar, rebuilt from its token log; they share one budget.
-
-    Raises `InvalidRequestError` when there is a grammar to match and none was compiled.
-    """
-    if grammar is None:
-        if request.params.structured is not None:
-            raise InvalidRequestError("structured output is not available here", "structured", "not_supported")
-        return {}
-    budget = GrammarBudget()
-    return {choice: grammar.resume(log, budget) for choice, log in _logs(request).items()}
-
-
-def _logs(request: Request) -> dict[int, tuple[int, ...]]:
-    """Return the output so far of each choice that is to run."""
-    return dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume

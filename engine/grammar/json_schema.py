@@ -12,13 +12,12 @@ from urllib.parse import unquote
 
 from engine.errors import InvalidRequestError
 from engine.grammar import json_text
-from engine.grammar.ebnf import Rules, either, literal, repeat
+from engine.grammar.gbnf import GrammarRules, either, literal, repeat
 from engine.grammar.json_text import COLON, COMMA, listed
-from engine.grammar.keywords import constraints
-from engine.grammar.number_rules import Bounds, bounded, bounds_of
 from engine.grammar.regex import convert
-from engine.grammar.schema_check import MAX_DEPTH, Schema, find, parse_schema, pointer_to, refuse
-from engine.grammar.schema_kinds import (
+from engine.grammar.scalar_rules import NumberBounds, bounded, bounds_of, counted_class, string_pattern
+from engine.grammar.schema_check import MAX_DEPTH, Schema, constraints, find, parse_schema, pointer_to, refuse
+from engine.grammar.schema_types import (
     Lookup,
     has_type,
     listed_names,
@@ -31,7 +30,6 @@ from engine.grammar.schema_kinds import (
     same,
     types_of,
 )
-from engine.grammar.string_rules import counted_class, string_pattern
 
 NOTHING = ""  # no rule: nothing matches
 _QUOTE = literal('"')
@@ -43,23 +41,23 @@ def schema_grammar(text: str) -> str:
 
     Raises `InvalidRequestError` naming what cannot be enforced, and where it stands.
     """
-    rules = Rules()
+    rules = GrammarRules()
     return rules.text(schema_rules(text, rules))
 
 
-def schema_rules(text: str, rules: Rules) -> str:
+def schema_rules(text: str, rules: GrammarRules) -> str:
     """Return an expression for the same, over rules that are added to `rules`."""
     return _Converter(parse_schema(text), rules).root()
 
 
 def object_grammar() -> str:
     """Return the grammar of any JSON object."""
-    rules = Rules()
+    rules = GrammarRules()
     return rules.text(json_text.any_object(rules))
 
 
 class _Converter:
-    def __init__(self, root: Schema, rules: Rules) -> None:
+    def __init__(self, root: Schema, rules: GrammarRules) -> None:
         self._root = root
         self._rules = rules
         self._refs: dict[tuple[str, frozenset[str]], str] = {}
@@ -177,7 +175,7 @@ class _Converter:
 
     def _number(self, schema: dict[str, Any], at: str, whole: bool) -> str:
         found = bounds_of(schema)
-        if found == Bounds():
+        if found == NumberBounds():
             return self._rules.add(json_text.INTEGER if whole else json_text.NUMBER)
         try:
             return bounded(self._rules, found, whole)

@@ -11,20 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
-from engine.grammar.charset import (
+from engine.grammar.gbnf import (
     ANY_SPACE,
     ASCII,
     DIGIT,
     EVERYTHING_IN_LINE,
     SPACE,
     WORD,
+    GrammarRules,
     Ranges,
     complement,
+    either,
     intersection,
+    repeat,
     single,
     union,
 )
-from engine.grammar.ebnf import Rules, either, repeat
 
 MAX_REPEAT = 100_000
 MAX_DEPTH = 64
@@ -52,7 +54,7 @@ class Pattern:
     ends: bool
 
 
-def convert(pattern: str, spell: Callable[[Ranges], str], rules: Rules) -> Pattern:
+def convert(pattern: str, spell: Callable[[Ranges], str], rules: GrammarRules) -> Pattern:
     """Return `pattern` as an expression over rules added to `rules`. spell: how a set of characters is written.
 
     Raises `InvalidRequestError` saying what cannot be read or has no place in a grammar, and at which character.
@@ -68,12 +70,12 @@ def characters(pattern: str) -> Ranges:
         found.append(ranges)
         return ""
 
-    convert(pattern, noted, Rules())
+    convert(pattern, noted, GrammarRules())
     return found[0]
 
 
 class _Parser:
-    def __init__(self, pattern: str, spell: Callable[[Ranges], str], rules: Rules) -> None:
+    def __init__(self, pattern: str, spell: Callable[[Ranges], str], rules: GrammarRules) -> None:
         self._text = pattern
         self._at = 0
         self._depth = 0

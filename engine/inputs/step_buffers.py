@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import StepLayout, StepTensors
-from engine.device.host_copies import HostCopies, HostPair
-from engine.inputs.table_mirror import TableMirror
+from engine.device.gpu import HostCopies, HostPair
+from engine.inputs.step_messages import TableMirror
 from engine.report import Ints, StepInputs
 
 # Each array begins at a multiple of so many int32, as kernels are compiled for: 64 bytes.

@@ -10,8 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from parallel.fp8 import quantise_rows
-from parallel.methods import LinearMethod
+from parallel.linear import LinearMethod
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_E4M3 = 448.0
+LEAST_SCALE = 1e-12  # of a row of zeros, whose quotient must not be 0 / 0
+# Rows up to which a product with int8 on a GPU is bound by reading the weight. Beyond, dequantising once costs less.
+FEW_ROWS = 64
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [rows, size] in e4m3 and the rows' scales [rows, 1] in fp32; x is about the product of both."""
+    wide = x.float()
+    largest = wide.abs().amax(dim=1, keepdim=True)
+    # By a number of the host a GPU would not divide: it multiplies by the reciprocal, rounded.
+    scale = largest.div_(largest.new_full((1, 1), LARGEST_E4M3)).clamp_(min=LEAST_SCALE)
+    return (wide / scale).clamp_(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), scale
+
+
+def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the product of x [rows, in] with weight [out, in] in int8 times scale [out], made plain for it."""
+    plain = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+    torch.mul(weight, scale[:, None], out=plain)  # in fp32, rounded once; a GPU writes nothing else
+    return F.linear(x, plain, bias)
 
 
 class Kernels(ABC):
@@ -29,7 +50,7 @@ class Kernels(ABC):
         return None
 
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [rows, size] in e4m3 and the rows' scales [rows, 1] in fp32, as `parallel.fp8.quantise_rows`."""
+        """Return x [rows, size] in e4m3 and the rows' scales [rows, 1] in fp32, as `quantise_rows` of this module."""
         return quantise_rows(x)
 
     @abstractmethod

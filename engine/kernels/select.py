@@ -7,10 +7,10 @@ from importlib import import_module
 
 import torch
 
+from engine.device.gpu import why_no_triton
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.native import NativeKernels, native_library, why_not_native
-from engine.kernels.triton_here import why_no_triton
-from engine.sampling.draws import TokenDraws
+from engine.sampling.gumbel import TokenDraws
 
 logger = logging.getLogger(__name__)
 

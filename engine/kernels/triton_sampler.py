@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.device.upload import upload
-from engine.kernels import triton_draw, triton_filters
-from engine.kernels.handles import ceil_div, next_power_of_2
+from engine.device.gpu import upload
+from engine.kernels import triton_draw
+from engine.kernels.triton_launch import ceil_div, next_power_of_2
 from engine.report import Floats, SamplingInputs
-from engine.sampling.draws import Longs, TokenDraws
-from engine.sampling.noise import row_keys
+from engine.sampling.gumbel import Longs, TokenDraws, row_keys
 from parallel.group import Group
 
 RUN: int = triton_draw.RUN.value
 RUNS = 64  # runs that a program looks at together: 4,096 logits
-RACED = 512  # runs that `race` looks at together
+RUNS_AT_ONCE = 512  # runs that `draw_by_gumbel` reads at once
 FORBIDDEN_IDS = 4096  # ids that a program of `forbid` looks at
 WARPS = 8
 TINY = np.finfo(np.float32).tiny
@@ -59,9 +58,9 @@ class TritonDraws(TokenDraws):
         if rows.filters is not None:
             _restrict(logits, rows, rows.filters, block)
         tokens = torch.empty_like(rows.temperature, dtype=torch.int32)
-        triton_draw.race[len(logits),](
+        triton_draw.draw_by_gumbel[len(logits),](
             logits, rows.temperature, rows.keys, rows.peaks, rows.masses, rows.leasts, tokens, *sizes, 0, rows.vocab,
-            int(rows.filters is not None), BLOCK=block, RACED=RACED, num_warps=WARPS,
+            int(rows.filters is not None), BLOCK=block, RUNS_AT_ONCE=RUNS_AT_ONCE, num_warps=WARPS,
         )  # fmt: skip
         return tokens
 
@@ -77,9 +76,9 @@ class TritonDraws(TokenDraws):
         )
         peaks, masses = group.all_gather(mine)[:, :, :num_runs].contiguous()
         tokens = torch.empty(count, dtype=torch.int32, device=own.device)
-        triton_draw.race[count,](
+        triton_draw.draw_by_gumbel[count,](
             own, sent_temperature, sent_keys, peaks, masses, peaks, tokens, own.stride(0), vocab, num_runs,
-            group.rank * share, share, 0, BLOCK=next_power_of_2(num_runs), RACED=RACED, num_warps=WARPS,
+            group.rank * share, share, 0, BLOCK=next_power_of_2(num_runs), RUNS_AT_ONCE=RUNS_AT_ONCE, num_warps=WARPS,
         )  # fmt: skip
         return group.all_gather(tokens[:, None]).amax(dim=-1)
 
@@ -121,7 +120,7 @@ def _restrict(logits: Tensor, rows: _Rows, filters: tuple[Tensor, ...], block: i
     survivors = torch.empty_like(rows.masses, dtype=torch.int32)
     counts, totals = torch.empty_like(rows.leasts, dtype=torch.int32), torch.empty_like(rows.leasts)
     shared = (rows.temperature, *filters, rows.peaks, rows.masses, survivors, counts, rows.leasts, totals)
-    triton_filters.bound[len(logits),](*shared, rows.num_runs, BLOCK=block, num_warps=WARPS)
-    triton_filters.restrict[len(logits),](
+    triton_draw.bound[len(logits),](*shared, rows.num_runs, BLOCK=block, num_warps=WARPS)
+    triton_draw.restrict[len(logits),](
         logits, *shared, logits.stride(0), rows.vocab, rows.num_runs, BLOCK=block, RUNS=RUNS, num_warps=WARPS
     )

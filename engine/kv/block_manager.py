@@ -1,13 +1,62 @@
-"""Who holds which KV block, and which free blocks still hold something worth finding."""
+"""KV blocks: who holds which, which free ones still hold something worth finding, and what full ones are called.
+
+The name of a full block is a chained BLAKE2b digest of everything up to the block's end. It depends on the token ids
+of the block and of all blocks before it, on the tenant's salt and on the adapter, and on nothing else: the router and
+every replica, in any process, give a block the same name.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
-from engine.kv.prefix_hash import TOKEN_BYTES
 from engine.report import BlockEvents
+
+DIGEST_BYTES = 32  # collision resistant on its own, for the router compares nothing but digests
+TOKEN_BYTES = 4
+
+
+def root_hash(salt: bytes = b"", adapter: str = "") -> bytes:
+    """Return the parent of a sequence's first block. The salt's length is hashed too, so that no two pairs meet."""
+    return blake2b(len(salt).to_bytes(8, "little") + salt + adapter.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Return the digest of a full block. `tokens`: its ids as little-endian int32."""
+    return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
+
+
+def token_bytes(token_ids: Sequence[int] | NDArray[np.int32]) -> bytes:
+    """Return token ids as little-endian int32. Raises `OverflowError` for an id outside int32."""
+    return np.asarray(token_ids, dtype="<i4").tobytes()
+
+
+def following_hashes(parent: bytes, tokens: bytes, block_size: int, first: int = 0) -> Iterator[bytes]:
+    """Yield the digests of the full blocks of `tokens` from number `first` on. parent: that of the one before."""
+    width = block_size * TOKEN_BYTES
+    for start in range(first * width, len(tokens) - width + 1, width):
+        parent = block_hash(parent, tokens[start : start + width])
+        yield parent
+
+
+def extend_hashes(hashes: list[bytes], tokens: bytes, block_size: int, root: bytes) -> None:
+    """Append to `hashes`, those of the first blocks of `tokens`, the digests of its other full blocks."""
+    hashes.extend(following_hashes(hashes[-1] if hashes else root, tokens, block_size, len(hashes)))
+
+
+def prompt_hashes(
+    token_ids: Sequence[int] | NDArray[np.int32], block_size: int, salt: bytes = b"", adapter: str = ""
+) -> list[bytes]:
+    """Return the digests of all full blocks of a prompt, first block first; a partial last block has none."""
+    hashes: list[bytes] = []
+    extend_hashes(hashes, token_bytes(token_ids), block_size, root_hash(salt, adapter))
+    return hashes
+
 
 NO_EVENTS = BlockEvents()
 
@@ -17,8 +66,6 @@ class BlockManager:
 
     A block is in one of three states: held (`refs > 0`), cached (free to take, but found by `match` until it is
     taken), or free. Block 0 is the null block: it pads block tables and is never handed out.
-
-    payer: for whom a block is held, a name that `held` counts by: of those who share a block, the first.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -26,8 +73,6 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_blocks
-        self._payers = [""] * num_blocks  # of the blocks that are held
-        self._held: dict[str, int] = {}
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: block 1 is taken first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._index: dict[bytes, int] = {}
@@ -52,28 +97,18 @@ class BlockManager:
         """Blocks that `allocate` can hand out."""
         return len(self._free) + len(self._cached)
 
-    @property
-    def held(self) -> Mapping[str, int]:
-        """Blocks that are held, each counted once, by payer; those that hold none are left out. A live view."""
-        return self._held
-
-    def allocate(self, count: int, payer: str = "") -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         """Take `count` blocks, empty ones first, then the least recently used cached ones.
 
         Raises `ValueError`, having taken nothing, when fewer than `count` are available.
         """
-        return self.allocate_each([payer] * count)
-
-    def allocate_each(self, payers: Sequence[str]) -> list[int]:
-        """Take one block for each payer: `allocate` for several at once."""
-        if len(payers) > self.num_available:
-            raise ValueError(f"{len(payers)} KV blocks wanted, {self.num_available} available")
+        if count > self.num_available:
+            raise ValueError(f"{count} KV blocks wanted, {self.num_available} available")
         free, refs = self._free, self._refs
         taken = []
-        for payer in payers:
+        for _ in range(count):
             block = free.pop() if free else self._evict()
             refs[block] = 1
-            self._charge(block, payer)
             taken.append(block)
         return taken
 
@@ -99,39 +134,37 @@ class BlockManager:
         """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
         return sum(not self._refs[block] for block in blocks)
 
-    def acquire(self, blocks: Iterable[int], payer: str = "") -> None:
-        """Hold blocks that `match` found, or that another table holds."""
+    def acquire(self, blocks: Iterable[int]) -> list[int]:
+        """Hold blocks that `match` found, or that another table holds; return those that nobody held."""
+        taken = []
         for block in blocks:
             if not self._refs[block]:
                 del self._cached[block]
-                self._charge(block, payer)
+                taken.append(block)
             self._refs[block] += 1
+        return taken
 
-    def release(self, table: list[int]) -> None:
-        """Let go of a whole table. Tails are freed first, so that they are evicted before the heads they need."""
-        for block in reversed(table):
-            self._drop(block)
+    def release(self, table: list[int]) -> list[int]:
+        """Let go of a whole table; return those of its blocks that nobody holds any more.
 
-    def fork(self, table: list[int]) -> list[int]:
-        """Return a second table of the same blocks; whoever writes first must ask `writable`."""
-        self.acquire(table)
-        return table.copy()
+        Tails are freed first, so that they are evicted before the heads they need.
+        """
+        return [block for block in reversed(table) if self._drop(block)]
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds `block`."""
         return self._refs[block] > 1
 
-    def writable(self, table: list[int], index: int, payer: str = "") -> tuple[int, int] | None:
-        """Make `table[index]` safe to write. Returns (source, destination) when the block must be copied first.
+    def part(self, block: int) -> int | None:
+        """Return the block to write instead of `block`, as a copy of it; None where no other table holds that one.
 
         Raises `ValueError`, having changed nothing, when a copy is needed and no block is available.
         """
-        source = table[index]
-        if self._refs[source] == 1:
+        if self._refs[block] == 1:
             return None
-        (table[index],) = self.allocate(1, payer)
-        self._drop(source)
-        return source, table[index]
+        (copy,) = self.allocate(1)
+        self._drop(block)
+        return copy
 
     def seal(self, block: int, digest: bytes, tokens: bytes) -> None:
         """Make a full, computed block findable. If an equal one is known already, that one stays."""
@@ -177,8 +210,6 @@ class BlockManager:
         for block, refs in enumerate(self._refs):
             if refs != held[block]:
                 raise IntegrityError(f"block {block} has {refs} references, but is in {held[block]} tables")
-        if dict(Counter(self._payers[block] for block in held)) != self._held:
-            raise IntegrityError("the blocks held by payer are miscounted")
         if held[0] or self._hashes[0] is not None:
             raise IntegrityError("the null block is in use")
         if sorted([*self._free, *self._cached, *held]) != list(range(1, self.num_blocks)):
@@ -195,22 +226,16 @@ class BlockManager:
         if named.intersection(self._free):
             raise IntegrityError("an empty block still has a hash")
 
-    def _drop(self, block: int) -> None:
+    def _drop(self, block: int) -> bool:
+        """Let go of a block; return whether nobody holds it any more."""
         self._refs[block] -= 1
         if self._refs[block]:
-            return
-        payer = self._payers[block]
-        self._held[payer] -= 1
-        if not self._held[payer]:
-            del self._held[payer]
+            return False
         if self._hashes[block] is None:
             self._free.append(block)
         else:
             self._cached[block] = None
-
-    def _charge(self, block: int, payer: str) -> None:
-        self._payers[block] = payer
-        self._held[payer] = self._held.get(payer, 0) + 1
+        return True
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

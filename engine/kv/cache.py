@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,57 +13,77 @@ from torch import Tensor
 
 from engine.attention.base import LayerCache
 from engine.config import EngineConfig
-from engine.kv.room import gpu_budget
+from engine.kv.cache_size import gpu_budget
+from engine.kv.cache_specs import CacheSpec, FullAttentionSpec
 
 
 class KVCache:
-    """Keys and values of all layers: one tensor [2, layers, blocks, block_size, kv_heads_per_rank, head_dim].
+    """What all layers keep of the tokens in each block, of whatever shapes.
 
-    Block 0 is the null block: padding reads it, nobody's tokens are in it. scales: see `LayerCache`, of all layers,
-    [layers, 2, kv_heads_per_rank].
+    tensors: one for each shape and dtype that a layer has, [number of those, num_blocks, *shape], as bytes where
+    torch can copy and fill none of the dtype. Block 0 is the null block: padding reads it, nobody's tokens are in it.
+    layers: a `LayerCache` for each layer of keys and values, for others their tensors, [num_blocks, *shape].
+    scales: of each layer, see `LayerCache`.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        specs: Sequence[CacheSpec],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
-        scales: Tensor | None = None,
+        scales: Sequence[Tensor | None] = (),
     ) -> None:
-        shape = (2, num_layers, num_blocks, block_size, num_kv_heads, head_dim)
-        # Torch copies and fills bytes, not float8.
-        held = torch.uint8 if dtype.itemsize == 1 else dtype
-        self.tensor = torch.empty(shape, dtype=held, device=device)
-        self.tensor[:, :, 0] = 0
-        self._num_bytes = self.tensor.untyped_storage().nbytes()
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[LayerCache, ...] = tuple(
-            LayerCache(keys.view(dtype), values.view(dtype), None if scales is None else scales[layer])
-            for layer, (keys, values) in enumerate(zip(*self.tensor, strict=True))
+        counts = Counter((shape, spec.dtype) for spec in specs for shape in spec.shapes(block_size))
+        made = {
+            (shape, dtype): torch.empty(count, num_blocks, *shape, dtype=_held(dtype), device=device)
+            for (shape, dtype), count in counts.items()
+        }
+        self.tensors = tuple(made.values())
+        self._num_bytes = [tensor.untyped_storage().nbytes() for tensor in self.tensors]
+        self.clear(torch.zeros(1, dtype=torch.int64, device=device))
+        left = {key: iter(tensor.view(key[1])) for key, tensor in made.items()}
+        self.layers = tuple(
+            _layer(spec, [next(left[shape, spec.dtype]) for shape in spec.shapes(block_size)], scale)
+            for spec, scale in zip_longest(specs, scales)
         )
 
     def copy(self, pairs: Tensor) -> None:
         """Copy whole blocks in all layers: pairs is [num_copies, 2], (source, destination)."""
         if len(pairs):
-            self.tensor[:, :, pairs[:, 1].long()] = self.tensor[:, :, pairs[:, 0].long()]
+            source, destination = pairs.long().unbind(1)
+            for tensor in self.tensors:
+                tensor[:, destination] = tensor[:, source]
 
     def drop(self) -> None:
         """Give the memory back, contents and all; whoever holds views of it goes on holding them."""
-        self.tensor.untyped_storage().resize_(0)
+        for tensor in self.tensors:
+            tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Take the memory that `drop` gave back."""
-        self.tensor.untyped_storage().resize_(self._num_bytes)
-        self.tensor[:, :, 0] = 0
+        for tensor, size in zip(self.tensors, self._num_bytes, strict=True):
+            tensor.untyped_storage().resize_(size)
+            tensor[:, 0] = 0
 
     def clear(self, blocks: Tensor) -> None:
         """Zero these blocks, [num_blocks], in all layers."""
-        self.tensor.index_fill_(2, blocks, 0)
+        for tensor in self.tensors:
+            tensor.index_fill_(1, blocks, 0)
+
+
+def _held(dtype: torch.dtype) -> torch.dtype:
+    """Return what torch copies and fills in the place of `dtype`: bytes, not float8."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+def _layer(spec: CacheSpec, tensors: list[Tensor], scales: Tensor | None) -> LayerCache | tuple[Tensor, ...]:
+    if not isinstance(spec, FullAttentionSpec):
+        return tuple(tensors)
+    keys, values = tensors
+    return LayerCache(keys, values, scales)
 
 
 def opened_blocks(slot_mapping: NDArray[np.int32], block_size: int) -> NDArray[np.int64]:
@@ -71,11 +95,6 @@ def opened_blocks(slot_mapping: NDArray[np.int32], block_size: int) -> NDArray[n
     full = np.isin(first + (block_size - 1), slot_mapping)
     blocks: NDArray[np.int64] = (first[~full] // block_size).astype(np.int64)
     return blocks
-
-
-def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block on one rank: keys and values of all layers."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 def cuda_budget(config: EngineConfig, device: torch.device, peak: int, current: int) -> int:

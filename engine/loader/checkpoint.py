@@ -1,10 +1,15 @@
-"""Checkpoint folders on disk: where they are, their config, and which file holds which tensor. Needs no torch."""
+"""Checkpoint folders: where they are, their config, their files and the sums published with these. Needs no torch."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import re
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,10 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
+from engine.models.config import ModelConfig, known_token_ids
+from engine.models.registry import check_architecture
+
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -164,3 +173,93 @@ def _indexed(folder: Path) -> Mapping[str, str]:
                 f"{folder / INDEX_FILE}: {file[:MOST_SHOWN]!a} is no name of a {WEIGHT_SUFFIX} file"
             )
     return files
+
+
+SUMS_FILE = "SHA256SUMS"  # as `sha256sum *.safetensors > SHA256SUMS` writes it
+_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
+
+
+def summed_files(folder: Path) -> Mapping[str, str]:
+    """Return file name -> SHA-256 in hex, of the files that a checkpoint is read from and has in its `SHA256SUMS`.
+
+    Sums are often those of a whole repository: lines for files that were not fetched, or that nothing reads (weights
+    in other formats, pictures, folders), say nothing of what is served. A weight file that is missing is refused
+    where the weights are looked for. Raises `CheckpointError` naming the line that is none.
+    """
+    path = folder / SUMS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    weights = weight_files(folder)
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        match = _LINE.fullmatch(line.rstrip())
+        if match is None:
+            raise CheckpointError(f"{path}:{number}: must be a SHA-256 in hex, two spaces and the name of a file")
+        name = match[2].removeprefix("./")
+        if name in weights or (_is_read(name) and (folder / name).is_file()):
+            found[name] = match[1].lower()
+    return found
+
+
+def check_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Compare files of a checkpoint with their sums; reads them whole, at disk speed.
+
+    Raises `CheckpointError` naming the file that differs or cannot be read.
+    """
+    for name, expected in sums.items():
+        try:
+            with (folder / name).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: weight file {name} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: cannot be read: {error}") from error
+        if found != expected:
+            raise CheckpointError(
+                f"{folder / name}: damaged: its SHA-256 is not the one in {SUMS_FILE}; fetch it again"
+            )
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file beside the weights has a part in what is served."""
+    return Path(name).name == name and any(
+        fnmatchcase(name, pattern) for pattern in HUB_FILES if pattern != WEIGHT_FILES
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A checkpoint whose config has been read and understood; no weight has been loaded.
+
+    phases: seconds by phase that its files took so far.
+    """
+
+    path: Path
+    config: ModelConfig
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+def open_model(model: str, files: Sequence[str] = HUB_FILES) -> ModelFolder:
+    """Find a checkpoint (folder or hub id) and read its config. files: what of it is wanted from the hub.
+
+    What a family asks of the config is read when a model is built, first by `engine.models.blueprint`.
+
+    Code that a checkpoint brings along (`auto_map`) is never run. Raises `CheckpointError`.
+    """
+    path = find_checkpoint(model, files)
+    values = read_json(path / "config.json")
+    if values.get("auto_map"):
+        logger.warning("%s brings its own code (auto_map), which is ignored", path)
+    config = ModelConfig.of(values)
+    check_architecture(config.architecture)
+    generation = path / "generation_config.json"
+    if generation.is_file():
+        more = known_token_ids(read_json(generation).get("eos_token_id"), config.vocab_size)
+        config = replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    return ModelFolder(path, config)

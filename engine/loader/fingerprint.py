@@ -32,14 +32,11 @@ ROOT = Path(__file__).parents[2]
 COMPUTING = ("engine", "parallel")  # packages
 # What draws a token from given logits: another version of it draws others, however exact the logits are.
 DRAWING = (
-    "engine/sampling/draws.py",
+    "engine/sampling/gumbel.py",
     "engine/grammar",
     "engine/kernels/triton_draw.py",
-    "engine/kernels/triton_filters.py",
     "engine/kernels/triton_sampler.py",
     "engine/sampling/logit_rules.py",
-    "engine/sampling/noise.py",
-    "engine/sampling/race.py",
     "engine/sampling/sampler.py",
     "engine/sampling/parameter_table.py",
     "engine/sampling/sharded_draw.py",
@@ -50,7 +47,7 @@ SOURCES = (".py", ".c", ".h")
 def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
     """Return what a replica is told from others by: `WEIGHTS.DRAWING.ARITHMETIC`.
 
-    weights: its `model_fingerprint`. arithmetic: `engine.worker.arithmetic.arithmetic_of` it. Where all three are
+    weights: its `model_fingerprint`. arithmetic: `engine.worker.invariance.arithmetic_of` it. Where all three are
     equal a stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
     """
     arithmetic_digest = hashlib.blake2b(_canonical(dict(arithmetic)), digest_size=8).hexdigest()

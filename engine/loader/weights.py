@@ -1,81 +1,158 @@
-"""Loads the weights of a model, by the slices that this rank holds."""
+"""Loads the weights of a model, by the slices that this rank holds, and the scales of an fp8 KV cache."""
 
 from __future__ import annotations
 
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.loader.kv_scales import KV_SCALE
-from engine.loader.model_folder import ModelFolder
+from engine.layers.attention import Attention
+from engine.layers.base import Build, WeightRule
+from engine.loader.checkpoint import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import fill
-from engine.models.decoder import Decoder
-from engine.models.spec import DecoderSpec, QuantizationSpec
-from engine.models.weight_map import WeightRule
-from engine.quantization.layers import Layout, ScaleSource
+from engine.models.causal_lm import CausalLM
+from engine.models.registry import family_of
+from engine.quantization.config import QuantizationSpec
+from engine.quantization.select import quantize
 from parallel.group import Group
-from parallel.parameter import ShardedParameter, Transfer
+from parallel.linear import ParallelLinear
+from parallel.parameter import ShardedParameter, Transfer, WeightSource
+from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
 
+KV_SCALE = re.compile(r"(layers\.\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
+
+
+def read_kv_scales(folder: Path, model: CausalLM) -> tuple[Tensor | None, ...]:
+    """Return this rank's scales of keys and values for each layer with a cache, [2, kv_heads] fp32.
+
+    None for a layer of no attention, 1.0 where the checkpoint has none. A tensor holds one number for all KV heads of
+    a layer or one for each. Raises `CheckpointError` for another shape and for a scale that is no positive number.
+    """
+    layers = {path.rpartition(".")[0]: part for path, part in model.named_modules() if isinstance(part, Attention)}
+    scales = {path: torch.ones(2, part.all_kv_heads) for path, part in layers.items()}
+    checkpoint = Checkpoint(folder)
+    try:
+        found = [(name, match) for name in sorted(checkpoint.names) if (match := KV_SCALE.search(name))]
+        for name, match in found:
+            if match[1] not in layers:
+                raise CheckpointError(f"{name}: the model has no attention layer {match[1]!r}; remove the tensor")
+            scales[match[1]]["kv".index(match[2])] = _read(checkpoint, name, layers[match[1]].all_kv_heads)
+    finally:
+        checkpoint.close()
+    if found:
+        logger.info("fp8 KV cache: %d scales from the checkpoint", len(found))
+    else:
+        logger.warning(
+            "fp8 KV cache: the checkpoint brings no k_scale and v_scale, so all are 1.0; "
+            "keys and values beyond +-448 are cut off"
+        )
+    group = model.group
+    of_layer = {layers[path].cache_index: _own(scale, group).to(group.device) for path, scale in scales.items()}
+    return tuple(of_layer.get(index) for index in range(len(model.cached)))
+
+
+def _own(scale: Tensor, group: Group) -> Tensor:
+    """Return the scales of this rank's KV heads, of those of all: [2, kv_heads]."""
+    heads = scale.shape[1]
+    first = kv_head_start(heads, group.rank, group.size)
+    return scale[:, first : first + kv_heads_per_rank(heads, group.size)].contiguous()
+
+
+def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
+    source = checkpoint.source(name)
+    scale = source[:].float().flatten()
+    if len(scale) not in (1, heads):
+        raise CheckpointError(
+            f"{source.file.path}: tensor {name} has shape {list(source.shape)}; 1 number or {heads}, "
+            "one for each KV head, is expected"
+        )
+    if not (torch.isfinite(scale) & (scale > 0)).all():
+        raise CheckpointError(f"{source.file.path}: tensor {name} holds a scale that is no positive number")
+    return scale
+
+
 # Buffers that some checkpoints saved beside the weights.
 NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
+# What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
+# config.json tells; query scales.
+NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
+HEAD = "lm_head.weight"  # saved by some though it is tied
+LAYER = re.compile(r"layers\.\d+")
 NAMES_SHOWN = 8
 
 
 def load_model(
     folder: ModelFolder,
-    spec: DecoderSpec,
     max_positions: int,
     group: Group,
     dtype: torch.dtype,
     quantization: QuantizationSpec | None = None,
-) -> Decoder:
-    """Build the decoder and fill this rank's shard of every parameter.
+) -> CausalLM:
+    """Build the model and fill this rank's shard of every parameter.
 
-    spec: the folder's, possibly with settings resolved. quantization: of the linear layers, the checkpoint's or one
-    that is made here, a layer at a time. Raises `CheckpointError` naming tensors and files,
-    `ShardingError` before anything is read when the sizes cannot be split over the group.
+    quantization: of the linear layers, the checkpoint's or one that is made here, a layer at a time. Raises
+    `CheckpointError` naming tensors and files, `ShardingError` before anything is read when the sizes cannot be split
+    over the group.
     """
-    layout = Layout(quantization, folder.architecture.weights(spec))
-    model = Decoder(spec, max_positions, group, dtype, layout.prepare)
+    model: CausalLM = family_of(folder.config.architecture)(folder.config, Build(group, dtype, max_positions))
     model.requires_grad_(False)
+    quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
-        _load(model, layout, checkpoint, spec)
+        _load(model, checkpoint, quantization is not None and quantization.stored)
     finally:
         checkpoint.close()
     model.finish_loading()
     return model.eval()
 
 
-def _load(model: Decoder, layout: Layout, checkpoint: Checkpoint, spec: DecoderSpec) -> None:
-    names = _names_on_disk(checkpoint.names, layout.weights)
-    wanted = {rule.name for rule in (*layout.weights, *layout.scales)}
-    known = {"lm_head.weight"} if spec.tied_embeddings else set()
-    others = names.keys() - wanted - known
-    extra = {n for n in others if not (NO_WEIGHTS.search(n) or KV_SCALE.search(n) or layout.expects(n))}
+def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
+    """Fill all parameters. stored: whether the checkpoint is a quantised one."""
+    rules = list(model.weights())
+    names = _names_on_disk(checkpoint.names, rules)
+    wanted = {rule.name for rule in rules}
+    unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
+    others = names.keys() - wanted - {HEAD}
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
+    extra = {name for name in others if not any(pattern.search(name) for pattern in unused)}
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     began = time.perf_counter()
     num_bytes = 0
-    for rules in layout.batches():
-        num_bytes += _fill(model, rules, checkpoint, names)
-        layout.finish(model, rules)
-    for rule in layout.scales:
-        _load_scale(model, rule, checkpoint, names[rule.name])
+    for batch in _batches(model, rules):
+        num_bytes += _fill(model, [rule for rule in batch if not rule.scale], checkpoint, names)
+        for rule in batch:
+            if rule.scale:
+                _load_scale(model, rule, checkpoint, names[rule.name])
+        for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch):
+            layer = model.get_submodule(path)
+            if isinstance(layer, ParallelLinear):
+                layer.method.load(layer)
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
 
 
-def _fill(model: Decoder, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]) -> int:
+def _batches(model: CausalLM, rules: list[WeightRule]) -> Iterator[list[WeightRule]]:
+    """Yield the rules by what may be in memory as it is on disk at one time: a layer where that is larger, or all."""
+    linear = (part for part in model.modules() if isinstance(part, ParallelLinear))
+    if not any(part.method.loads_plain for part in linear):
+        yield rules
+        return
+    for _, batch in groupby(rules, lambda rule: LAYER.findall(rule.target)):
+        yield list(batch)
+
+
+def _fill(model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]) -> int:
     parameters = dict(model.named_parameters())
     reads = [read for rule in rules for read in _reads(parameters[rule.target], rule, checkpoint, names[rule.name])]
     num_bytes = fill(reads, model.group.device, model.group.size)
@@ -84,7 +161,7 @@ def _fill(model: Decoder, rules: list[WeightRule], checkpoint: Checkpoint, names
     return num_bytes
 
 
-def _load_scale(model: Decoder, rule: WeightRule, checkpoint: Checkpoint, name: str) -> None:
+def _load_scale(model: CausalLM, rule: WeightRule, checkpoint: Checkpoint, name: str) -> None:
     source = checkpoint.source(name)
     scales = ScaleSource(source, rule.shape[0])
     if tuple(scales.get_shape()) != rule.shape:
@@ -93,6 +170,21 @@ def _load_scale(model: Decoder, rule: WeightRule, checkpoint: Checkpoint, name: 
             f"{rule.shape[0]} rows or a single one is wanted"
         )
     _sharded(model.get_parameter(rule.target), rule).load(scales, rule.part)
+
+
+class ScaleSource(WeightSource):
+    """Scales on disk as one per row: from (rows, 1) or (rows,), or a single one for all."""
+
+    def __init__(self, source: WeightSource, rows: int) -> None:
+        self._scales = source[:].flatten()
+        self._rows = rows
+
+    def get_shape(self) -> Sequence[int]:
+        """Return (rows,), or what is there where that is neither one nor as many."""
+        return (self._rows if len(self._scales) == 1 else len(self._scales),)
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        return self._scales.expand(self.get_shape()[0])[index]
 
 
 def _reads(
@@ -122,7 +214,7 @@ def _names_on_disk(names: set[str], rules: list[WeightRule]) -> dict[str, str]:
     prefix = rules[0].name.split(".")[0] + "."
     if any(name.startswith(prefix) for name in names):
         return {name: name for name in names}
-    return {(name if name == "lm_head.weight" else prefix + name): name for name in names}
+    return {(name if name == HEAD else prefix + name): name for name in names}
 
 
 def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:

@@ -1,1 +1,1 @@
-"""One decoder, described by a small frozen spec per architecture."""
+"""Decoders: one file per family says which layers it has and what its weights are called."""

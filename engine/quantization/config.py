@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from engine.errors import CheckpointError
-from engine.models.spec import QuantizationSpec
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,23 @@ FORMATS = {
     "float": ("float-quantized", "naive-quantized"),
     "int": ("int-quantized", "naive-quantized", "pack-quantized"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSpec:
+    """How the linear layers inside a decoder's layers are held; embeddings and output head stay as they are.
+
+    method: the name of `--quantization`. weights: "fp8" (e4m3, activations too) or "int8" (weights alone), with a
+    scale per output channel. stored: in the checkpoint, else made as plain weights are loaded. ignore: modules that
+    stay plain, by their names in the checkpoint, parts of these between dots, or "re:" and a regular expression.
+    packed: four int8 in an int32 on disk, counted from -128.
+    """
+
+    method: str
+    weights: str
+    stored: bool = True
+    ignore: tuple[str, ...] = ()
+    packed: bool = False
 
 
 def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device.upload import upload
+from engine.device.gpu import upload
 from engine.report import Floats, Ints, SamplingInputs
 
 NEVER = float("-inf")

@@ -10,14 +10,36 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device.upload import upload
+from engine.device.gpu import upload
 from engine.report import Floats, Ints, SamplingInputs
-from engine.sampling.device_outputs import FAILED, STUCK, DeviceLogprobs, DeviceOutputs
-from engine.sampling.draws import TokenDraws
+from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, log_sum_exp, row_keys
 from engine.sampling.logit_rules import NEVER, apply_rules, changes_logits, column, forbid
-from engine.sampling.noise import row_keys
-from engine.sampling.race import RUN, best_values, first_best, log_sum_exp, run_race
 from engine.sampling_params import MAX_LOGPROBS
+
+# Instead of a token, where a row has none:
+FAILED = -1  # its logits were NaN or infinite
+STUCK = -2  # its rules left it no token
+
+
+@dataclass(slots=True)
+class DeviceLogprobs:
+    """`Logprobs` on the device."""
+
+    chosen: Tensor  # [num] fp32
+    top_ids: Tensor  # [num, k] int32
+    top: Tensor  # [num, k] fp32
+    ranks: Tensor | None = None  # [num] int32
+
+
+@dataclass(slots=True)
+class DeviceOutputs:
+    """`StepOutputs` on the device. Nobody writes to these tensors any more."""
+
+    token_ids: Tensor  # [num_samples] int32; FAILED or STUCK where there is no token
+    logprobs: DeviceLogprobs | None = None
+    prompt_logprobs: DeviceLogprobs | None = None
+    pooled: Tensor | None = None  # [num_pooled, hidden] fp32
+
 
 # Best logits looked at when a row's top-p set is searched; rows that need more look at `MORE` times as many.
 CANDIDATES = 64
@@ -78,7 +100,7 @@ def score(logits: Tensor, tokens: Tensor, count: int, ranked: bool = False) -> D
 
 
 @dataclass(slots=True)
-class _Race:
+class _Weighted:
     """The rows that are drawn at random, after temperature.
 
     logits: [num_rows, vocab]; peaks: the largest of each run before temperature, [num_rows, vocab / RUN];
@@ -90,11 +112,13 @@ class _Race:
     most: Tensor
     weights: Tensor
 
-    def rows(self, index: Tensor) -> _Race:
+    def rows(self, index: Tensor) -> _Weighted:
         """Return some of the rows; all of them without a copy."""
         if len(index) == len(self.logits):
             return self
-        return _Race(*(each.index_select(0, index) for each in (self.logits, self.peaks, self.most, self.weights)))
+        return _Weighted(
+            *(each.index_select(0, index) for each in (self.logits, self.peaks, self.most, self.weights))
+        )
 
 
 def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -105,29 +129,29 @@ def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -
         logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
     logits = logits.div_(column(inputs.temperature[rows], logits))
     most = logits.gather(1, best[index, None])
-    race = _Race(logits, peaks, most, (logits - most).exp_())
-    least = _threshold(race, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
+    field = _Weighted(logits, peaks, most, (logits - most).exp_())
+    least = _threshold(field, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
     keys = row_keys(inputs.seeds[rows], inputs.choices[rows], inputs.positions[rows])
-    _, ids = run_race(race.logits, race.weights, least, upload([keys], logits.device)[0])
+    _, ids = draw_by_gumbel(field.logits, field.weights, least, upload([keys], logits.device)[0])
     return best.index_copy(0, index, ids)
 
 
-def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
+def _threshold(field: _Weighted, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor | None:
     """Return the least logit that each row may draw, [num_rows, 1]; None when no row is filtered.
 
     Ties with the least are kept, so that a row does not depend on how anybody sorts.
     """
-    limited = (top_k > 0) & (top_k < race.logits.shape[1])
+    limited = (top_k > 0) & (top_k < field.logits.shape[1])
     rows = np.flatnonzero(limited | (top_p < 1))
     if not rows.size and not min_p.any():
         return None
     with np.errstate(divide="ignore"):
-        least = race.most + column(np.log(min_p), race.most)
+        least = field.most + column(np.log(min_p), field.most)
     if not rows.size:
         return least
     (index,) = upload([rows], least.device)
     limited, top_k, top_p = limited[rows], top_k[rows], top_p[rows]
-    some = race.rows(index)
+    some = field.rows(index)
     mine = least[index]
     if limited.any():
         mine = _top_k(some, mine, limited, top_k)
@@ -136,28 +160,28 @@ def _threshold(race: _Race, min_p: Floats, top_k: Ints, top_p: Floats) -> Tensor
     return least.index_copy(0, index, mine)
 
 
-def _top_k(race: _Race, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) -> Tensor:
+def _top_k(field: _Weighted, least: Tensor, limited: NDArray[np.bool_], top_k: Ints) -> Tensor:
     """Raise `least` to the k-th best logit in the rows that are limited."""
     rank = np.where(limited, top_k, 1).astype(np.int64) - 1
-    values = best_values(race.logits, race.peaks, int(rank.max()) + 1)
+    values = best_values(field.logits, field.peaks, int(rank.max()) + 1)
     kth = values.gather(1, column(rank, least)).maximum(least)
     return torch.where(column(limited, least), kth, least)
 
 
-def _top_p(race: _Race, least: Tensor, top_p: Tensor, count: int) -> Tensor:
+def _top_p(field: _Weighted, least: Tensor, top_p: Tensor, count: int) -> Tensor:
     """Raise `least` to the lowest logit of the smallest set of best tokens whose mass reaches top_p.
 
     least: what earlier filters left, [num_rows, 1]; count: how many of the best are looked at first.
     """
-    wanted = (race.weights * (race.logits >= least)).sum(dim=-1, keepdim=True).double() * top_p
-    values = best_values(race.logits, race.peaks, count)
-    mass = ((values - race.most).exp_() * (values >= least)).double()
+    wanted = (field.weights * (field.logits >= least)).sum(dim=-1, keepdim=True).double() * top_p
+    values = best_values(field.logits, field.peaks, count)
+    mass = ((values - field.most).exp_() * (values >= least)).double()
     inside = (mass.cumsum(dim=-1) - mass < wanted) & (values >= least)
     last = values.gather(1, (inside.sum(dim=-1, keepdim=True) - 1).clamp_(min=0)).maximum(least)
     last = torch.where(top_p < 1, last, least)
     # Where even the last one looked at is inside, the set may go on.
     unsure = torch.nonzero(inside[:, -1] & (top_p[:, 0] < 1))[:, 0]
-    if count < race.logits.shape[1] and len(unsure):
-        more = min(count * MORE, race.logits.shape[1])
-        last[unsure] = _top_p(race.rows(unsure), least[unsure], top_p[unsure], more)
+    if count < field.logits.shape[1] and len(unsure):
+        more = min(count * MORE, field.logits.shape[1])
+        last[unsure] = _top_p(field.rows(unsure), least[unsure], top_p[unsure], more)
     return last

@@ -1,7 +1,7 @@
 """Draws tokens without gathering the vocabulary: each rank looks at its own share, and only the winners travel.
 
 Two exchanges of some bytes per row take the place of the whole logits: the best of each share (with its k best, where
-a row is limited to those), then the score of each share's winner in the race. Every value that decides is computed as
+a row is limited to those), then the score of each share's best id. Every value that decides is computed as
 `engine.sampling.sampler` computes it from whole rows, so the tokens are the same, ties included, and so are they on
 all ranks.
 """
@@ -16,13 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.models.spec import DecoderSpec
 from engine.report import Floats, Ints, SamplingInputs
-from engine.sampling.device_outputs import FAILED
-from engine.sampling.draws import TokenDraws
+from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, row_keys
 from engine.sampling.logit_rules import changes_logits, column
-from engine.sampling.noise import row_keys
-from engine.sampling.race import RUN, best_values, first_best, run_race
+from engine.sampling.sampler import FAILED
 from parallel.group import Group
 
 MOST = 256  # largest top-k whose candidates are exchanged
@@ -73,16 +70,16 @@ def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
 
 
 class Head(Protocol):
-    """What turns rows into logits, on one rank: a decoder from hidden states, or what is left to do of one."""
+    """What turns rows into logits, on one rank: a model from hidden states, or what is left to do of one."""
 
-    spec: DecoderSpec
+    vocab_size: int
     group: Group
 
     def logits(self, hidden: Tensor, /) -> Tensor:
-        """See `Decoder.logits`."""
+        """See `CausalLM.logits`."""
 
     def own_logits(self, hidden: Tensor, /) -> Tensor:
-        """See `Decoder.own_logits`."""
+        """See `CausalLM.own_logits`."""
 
 
 def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
@@ -95,9 +92,9 @@ def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: Toke
     for at in range(0, len(packed), most):
         own, asked = model.own_logits(hidden[at : at + most]), Draws.unpack(packed[at : at + most])
         if draws is not None and asked.temperature.any():
-            drawn = draws.draw_share(own, asked.temperature, asked.keys, model.spec.vocab_size, model.group)
+            drawn = draws.draw_share(own, asked.temperature, asked.keys, model.vocab_size, model.group)
         else:
-            drawn = draw(own, asked, model.spec.vocab_size, model.group)
+            drawn = draw(own, asked, model.vocab_size, model.group)
         pieces.append(drawn)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -121,7 +118,7 @@ def draw(own: Tensor, draws: Draws, vocab: int, group: Group) -> Tensor:
         field = (own, most, candidates)
         if len(rows) < len(own):
             field = (own[index], most[index], candidates[index])
-        tokens = tokens.index_copy(0, index, _race(*field, draws, rows, limits, group))
+        tokens = tokens.index_copy(0, index, _draw_shares(*field, draws, rows, limits, group))
     return tokens.where(most.isfinite()[:, 0], FAILED).to(torch.int32)
 
 
@@ -131,7 +128,7 @@ def _limits(draws: Draws, vocab: int) -> Ints:
     return np.where((draws.top_k > 0) & (draws.top_k < whole), draws.top_k, 0).astype(np.int32)
 
 
-def _race(
+def _draw_shares(
     own: Tensor, most: Tensor, candidates: Tensor, draws: Draws, rows: NDArray[np.intp], limits: Ints, group: Group
 ) -> Tensor:
     """Return the tokens of the rows that are drawn at random; own, most and candidates are of those alone."""
@@ -143,7 +140,7 @@ def _race(
         least = _least(most, candidates / temperature, draws.min_p[rows], limits[rows])
     keys = torch.from_numpy(draws.keys[rows]).to(own.device)
     first_run = group.rank * own.shape[1] // RUN
-    scores, ids = run_race(logits, (logits - most).exp_(), least, keys, first_run)
+    scores, ids = draw_by_gumbel(logits, (logits - most).exp_(), least, keys, first_run)
     return _exchange_winners(scores, ids + first_run * RUN, group)
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from engine.report import Ints
-from engine.scheduler.roster import Roster
-from engine.scheduler.rows import Rows
+from engine.scheduler.batch_state import BatchState
 from engine.scheduler.schedule import Index, Schedule
+from engine.scheduler.slots import Slots
 
 
 class Planner:
-    """Lays out the rows of a step: what is computed, who draws, and what is wanted of prompts."""
+    """Lays out the rows of a step: what is computed, who draws, and what is wanted of prompts.
 
-    def __init__(self, roster: Roster, rows: Rows) -> None:
-        self._roster = roster
-        self._rows = rows
-        self._tables = rows.tables
-        self._counting: Index = np.arange(rows.tables.num_slots)
+    most_draws: tokens that a row may draw at most.
+    """
+
+    def __init__(self, batch: BatchState, slots: Slots, most_draws: int) -> None:
+        self._batch = batch
+        self._slots = slots
+        self._tables = slots.tables
+        self._most_draws = most_draws
+        self._counting: Index = np.arange(slots.tables.num_slots)
         self._pairs: Ints = np.stack([self._counting, self._counting], axis=1).astype(np.int32)
 
     def plan(self, query_lens: Ints, grown: Index) -> Schedule | None:
@@ -25,8 +29,8 @@ class Planner:
 
         query_lens: [running]; grown: rows with new blocks.
         """
-        roster = self._roster
-        sequences, slots, version = roster.running, roster.slots, roster.version
+        batch = self._batch
+        sequences, slots, version = batch.running, batch.running_slots, batch.version
         if not query_lens.all():
             kept = query_lens.nonzero()[0]
             if not kept.size:
@@ -45,14 +49,15 @@ class Planner:
             sample_slots=slots,
             num_tokens=len(sequences),
             version=version,
-            decode=not roster.prefilling,
+            decode=not batch.prefilling,
             changed_rows=grown if grown.size else None,
-            copies=[(source, target) for target, source in self._rows.copies.items()],
+            copies=[(source, target) for target, source in self._slots.copies.items()],
+            most_draws=self._most_draws,
         )
-        if roster.prefilling:
+        if batch.prefilling:
             self._choose_samples(schedule)
-        if roster.in_flight:
-            schedule.carried = self._carry(schedule, roster.in_flight[-1])
+        if batch.in_flight:
+            schedule.carried = self._carry(schedule, batch.in_flight[-1])
         return schedule
 
     def _carry(self, schedule: Schedule, before: Schedule) -> Ints:
@@ -69,32 +74,33 @@ class Planner:
     def _choose_samples(self, schedule: Schedule) -> None:
         """Let those draw whose last token is computed; a leader draws for its siblings too."""
         rows = (schedule.seq_lens == self._tables.num_tokens[schedule.slots]).nonzero()[0]
-        if any(sequence.reads_prompt for sequence in self._roster.prefilling):
-            self._read_prompts(schedule)
+        if any(sequence.reads_prompt for sequence in self._batch.prefilling):
+            _read_prompts(schedule)
             rows = rows[[schedule.sequences[row].request.pooling is None for row in rows.tolist()]]
         samples = [schedule.sequences[row] for row in rows.tolist()]
         schedule.version = 0
         schedule.num_tokens = int(schedule.query_lens.sum())
         schedule.sample_slots = schedule.slots[rows]
-        schedule.forks = [leader for leader in samples if leader in self._roster.siblings]
+        schedule.forks = [leader for leader in samples if leader in self._batch.siblings]
         if schedule.forks:
-            families = [[leader, *self._roster.siblings.get(leader, ())] for leader in samples]
+            families = [[leader, *self._batch.siblings.get(leader, ())] for leader in samples]
             rows = np.repeat(rows, [len(family) for family in families])
             samples = [sequence for family in families for sequence in family]
             schedule.sample_slots = np.array([sequence.slot for sequence in samples], np.intp)
         schedule.samples, schedule.sample_rows = samples, rows
 
-    def _read_prompts(self, schedule: Schedule) -> None:
-        """Note what is wanted of prompts beside their next token."""
-        for row, sequence in enumerate(schedule.sequences):
-            if not sequence.reads_prompt or sequence.num_computed_tokens >= sequence.num_prompt_tokens:
-                continue
-            if sequence.request.pooling is not None:
-                whole = schedule.seq_lens[row] == sequence.num_prompt_tokens
-                if whole or sequence.request.pooling == "mean":
-                    schedule.pooled.append((sequence, row))
-            else:
-                first = max(sequence.num_computed_tokens, sequence.num_scored_tokens - 1)
-                beyond = min(int(schedule.seq_lens[row]), sequence.num_prompt_tokens - 1)
-                if beyond > first:
-                    schedule.scores.append((sequence, first, beyond))
+
+def _read_prompts(schedule: Schedule) -> None:
+    """Note what is wanted of prompts beside their next token."""
+    for row, sequence in enumerate(schedule.sequences):
+        computed, beyond = int(schedule.num_computed[row]), int(schedule.seq_lens[row])
+        if not sequence.reads_prompt or computed >= sequence.num_prompt_tokens:
+            continue
+        if sequence.request.pooling is not None:
+            if beyond == sequence.num_prompt_tokens or sequence.request.pooling == "mean":
+                schedule.pooled.append((sequence, row))
+        else:
+            first = max(computed, sequence.num_scored_tokens - 1)
+            beyond = min(beyond, sequence.num_prompt_tokens - 1)
+            if beyond > first:
+                schedule.scores.append((sequence, first, beyond))

@@ -15,16 +15,17 @@ Index = NDArray[np.intp]
 
 @dataclass(slots=True)
 class Schedule:
-    """The rows of one step, in running order, and the sequences that draw a token in it.
+    """The rows of one step, in running order, and the sequences that draw in it.
 
     version: equal in two schedules only if `sequences` and `samples` are the same; 0 is never equal to anything.
-    decode: every row computes one token and draws one, so that rows and samples are the same.
+    decode: every row computes one token and draws, so that rows and samples are the same.
     changed_rows: rows whose block table changed since the last schedule of the same version.
     copies: (source, destination) blocks to copy, in this order, before anything is written.
     forks: sequences whose prompt ends in this step and whose siblings draw from the same logits.
     scores: (sequence, first, beyond) positions whose logits tell the log-probability of the prompt's next token.
     pooled: (sequence, row) of those whose hidden states are wanted and not yet summed up.
     carried: (row, sample of the step before) of those whose one token that step draws, which still runs.
+    most_draws: tokens that a sample may draw at most; how many it did is a result of the step.
     gone: who left since the step was launched, and wants nothing of it any more.
     """
 
@@ -45,12 +46,13 @@ class Schedule:
     scores: list[tuple[Sequence, int, int]] = field(default_factory=list)
     pooled: list[tuple[Sequence, int]] = field(default_factory=list)
     carried: Ints | None = None  # [num_carried, 2]
+    most_draws: int = 1
     gone: set[Sequence] = field(default_factory=set)
     _drawing: set[Sequence] = field(default_factory=set)  # `samples`, once they were asked for
 
     @property
     def sample_positions(self) -> Ints:
-        """Positions of the tokens that are drawn. [num_samples]."""
+        """Position of the first token that each sample draws. [num_samples]."""
         return self.seq_lens if self.decode else self.seq_lens[self.sample_rows]
 
     @property

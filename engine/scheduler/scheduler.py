@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from types import MappingProxyType
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.grammar.base import GrammarState
+from engine.events import Added, Crowded, Lack, OnEvent, Preempted, Stalled, Started, Starved
 from engine.report import EngineStats, Finish, Ints
-from engine.request import FinishReason, Request, Sequence, SequenceStatus
+from engine.request import FinishReason, GrammarState, Request, Sequence, SequenceStatus
 from engine.scheduler.admission import Admission
-from engine.scheduler.boundary import Boundary
-from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.holds import Hold, held_by, lacks_blocks
-from engine.scheduler.newcomers import Newcomers
+from engine.scheduler.batch_state import BatchState
 from engine.scheduler.planner import Planner
-from engine.scheduler.roster import Roster
-from engine.scheduler.rows import Rows
 from engine.scheduler.schedule import Index, Schedule
-from engine.scheduler.stops import StopTokens
-from engine.scheduler.updater import Updater
-from engine.telemetry.flight import WaitLog
+from engine.scheduler.slots import Slots
+from engine.scheduler.update import FailureGuard, Updater
+from engine.scheduler.waiting import Deadlines
 
 logger = logging.getLogger(__name__)
 
@@ -32,207 +29,350 @@ NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
 
 
+class Hold(StrEnum):
+    """Why a step waits for the results of the one before. All reasons are here.
+
+    A step is planned ahead from what can be counted: every row of the step before computes its tokens, and those that
+    draw draw one. What a row draws by the token that is drawn now holds nobody: penalties and bad words of several
+    tokens find it on the device, a grammar's mask is filled once it is known, while the model runs.
+    """
+
+    FORKS = "forks"  # siblings of n > 1 join when the prompt that they share has been computed
+    PROMPTS = "prompts"  # what is told of prompts decides whether a request is done, and what is computed again
+    DRAWS = "draws"  # rows of the step before may draw several tokens
+    BLOCKS = "blocks"  # somebody would be preempted, though the step that runs may end others and free theirs
+    MEMORY = "memory"  # the device has no memory for a second step beside the first (noted by the core)
+
+
+@dataclass(slots=True)
+class _Blocked:
+    """The head of the queue that did not fit.
+
+    found: leading blocks of its that were in the prefix cache. wanted: blocks that it waits for. Others may compute
+    and seal more of its prefix meanwhile; what is evicted of it shows when there seems to be room enough.
+    """
+
+    sequence: Sequence
+    found: int
+    wanted: int
+
+
 class Scheduler:
     """One token budget per step: decodes first, then prompt chunks in running order, then whoever may join.
 
-    A step's way: `schedule`, then `advance` when the device has it, then `land` with its tokens; the next step may be
-    scheduled and advanced in between (`engine.scheduler.holds` says when not). `add` and `abort` come whenever
-    nothing else does. Nothing counts as computed before `advance`, so a schedule that was not run may simply be asked
-    for again.
+    A step's way: `schedule`, then `advance` when the device has it, then `collect` with its tokens; the next step may
+    be scheduled and advanced in between (`Hold` says when not). `add` and `abort` come whenever nothing else does.
+    Nothing counts as computed before `advance`, so a schedule that was not run may simply be asked for again.
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
     A host-side exception on one sequence's account ends its request with ERROR and touches nobody else; where it may
-    have (`engine.scheduler.boundary`), everything is checked, and `schedule` and `land` raise `IntegrityError` if it
-    did.
+    have (`FailureGuard`), everything is checked, and `schedule` and `collect` raise `IntegrityError` if it did.
+
+    now: seconds on the engine's clock at which the step began; set by whoever runs the steps. tell: hears of events.
+    most_draws: tokens that a row may draw in a step at most; how many it does is a result of the step.
     """
 
     def __init__(
-        self, config: EngineConfig, rows: Rows, stops: StopTokens, admission: Admission, waits: WaitLog
+        self,
+        config: EngineConfig,
+        slots: Slots,
+        admission: Admission,
+        tell: OnEvent,
+        now: float,
+        most_draws: int = 1,
     ) -> None:
-        self._waits = waits
-        self._roster = Roster(rows, by_priority=config.scheduling_policy == "priority")
-        self._boundary = Boundary(self._roster)
-        self._updater = Updater(rows, self._roster, stops, self._boundary)
-        self._planner = Planner(self._roster, rows)
-        self._deadlines = Deadlines(self._roster.holds)
-        self._rows = rows
-        self._tables = rows.tables
-        self._newcomers = Newcomers(config, rows, self._roster, self._boundary, waits, admission.limit)
+        self.now = now
+        self._tell = tell
+        self._batch = BatchState(slots, by_priority=config.scheduling_policy == "priority")
+        self._guard = FailureGuard(self._batch)
+        self._updater = Updater(slots, self._batch, self._guard)
+        self._planner = Planner(self._batch, slots, most_draws)
+        self._deadlines = Deadlines(self._batch.holds)
+        self._slots = slots
+        self._tables = slots.tables
+        self._pool = slots.pool
+        self._limit = admission.limit
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
-        self._num_preempted = 0
-        self._num_generated = 0
-        self._num_ahead = 0
-        self._num_held = 0
+        self._blocked: _Blocked | None = None
+        self._stalled: tuple[str, Lack] | None = None  # who was told of last
+        self._any_starved = False  # in the last step
+        self._begun: list[Request] = []  # that joined for the first time, until somebody takes note
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
+        self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0  # since start, of those that joined
+        self._num_preempted = self._num_generated = self._num_ahead = self._num_held = 0
 
     # ---- between steps ------------------------------------------------------------------------------------------
 
     def __contains__(self, request_id: object) -> bool:
-        return request_id in self._roster
+        return request_id in self._batch
 
     @property
     def has_unfinished(self) -> bool:
         """Whether anything is left to run or to report."""
-        return self._roster.has_unfinished
+        return self._batch.has_unfinished
 
     def add(self, request: Request, now: float, grammars: Mapping[int, GrammarState] = NO_GRAMMARS) -> None:
         """Let a checked request wait. now: its arrival in seconds, unless it brings its own.
 
         grammars: choice -> where its output stands in the grammar that it must match.
         """
-        number = self._roster.add(request, now, grammars)
-        self._waits.arrives(request, now)
+        number = self._batch.add(request, now, grammars)
+        self._tell(Added(request, now))
         if request.deadline is not None:
             self._deadlines.watch(request.deadline, request.request_id, number)
 
     def abort(self, request_id: str) -> bool:
         """End all sequences of a request and free what they hold. False if there is no such request."""
-        known = request_id in self._roster
-        self._roster.finish_request(request_id, FinishReason.ABORT)
-        self._roster.refresh()
+        known = request_id in self._batch
+        self._batch.finish_request(request_id, FinishReason.ABORT)
+        self._batch.refresh()
         return known
 
     def expire(self, now: float) -> None:
         """End with an error what ran out of time, whether it waits or runs. now: seconds on the engine's clock."""
         for request_id in self._deadlines.take_passed(now):
             message = "the request's deadline passed"
-            self._roster.finish_request(request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
-        self._roster.refresh()
+            self._batch.finish_request(request_id, FinishReason.ERROR, message, DEADLINE_EXCEEDED)
+        self._batch.refresh()
 
     def finish_choice(self, request_id: str, choice: int) -> bool:
         """End one choice that has drawn a token. False if there is no such choice."""
-        known = self._roster.finish_choice(request_id, choice, FinishReason.ABORT)
-        self._roster.refresh()
+        known = self._batch.finish_choice(request_id, choice, FinishReason.ABORT)
+        self._batch.refresh()
         return known
 
     def preempt_all(self, now: float) -> None:
         """Send all that runs back to wait: its tokens are kept, its blocks are not. now: seconds on the clock."""
-        for _ in range(len(self._roster.running)):
-            self._waits.preempted(self._roster.preempt(now).request)
-            self._num_preempted += 1
-        self._roster.refresh()
+        for _ in range(len(self._batch.running)):
+            self._preempt(now)
+        self._batch.refresh()
 
     def mark(self, sequence: Sequence, error: Exception) -> None:
-        """Have the whole request of `sequence` end with ERROR when its step is taken in, which comes next."""
-        self._boundary.mark(sequence, error)
+        """Have the whole request of `sequence` end with ERROR when its step is collected, which comes next."""
+        self._guard.mark(sequence, error)
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """End the whole request of `sequence` with ERROR."""
-        self._boundary.mark(sequence, error)
-        self._boundary.bury()
-        self._roster.refresh()
+        self._guard.mark(sequence, error)
+        self._guard.end_failed()
+        self._batch.refresh()
 
     def take_finished(self) -> list[Finish]:
         """Return what ended since the last call."""
-        return self._roster.take_finished()
+        return self._batch.take_finished()
 
     def unreported(self, schedule: Schedule) -> list[Sequence]:
         """Return those who left since the step was launched and whose end is still to be reported."""
-        return self._roster.unreported(schedule.gone) if schedule.gone else []
+        return self._batch.unreported(schedule.gone) if schedule.gone else []
 
-    def batch(self) -> tuple[list[Sequence], Index]:
+    def running(self) -> tuple[list[Sequence], Index]:
         """Return the running sequences, which hold all blocks, and their slots."""
-        return self._roster.running, self._roster.slots
+        return self._batch.running, self._batch.running_slots
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
     @property
     def is_ahead(self) -> bool:
-        """Whether a step that was launched is still to be taken in."""
-        return bool(self._roster.in_flight)
+        """Whether a step that was launched is still to be collected."""
+        return bool(self._batch.in_flight)
 
     def schedule(self) -> Schedule | None:
         """Choose the tokens of the next step; None when there is nothing to compute, or not yet."""
-        roster = self._roster
-        if roster.in_flight and (held := held_by(roster.in_flight[-1])):
-            self.hold(held)
+        batch = self._batch
+        before = batch.in_flight[-1] if batch.in_flight else None
+        if before is not None and (reason := _held_by(before)):
+            self.hold(reason)
             return None
         query_lens = self._share_budget()
-        if roster.in_flight and lacks_blocks(roster, self._rows, query_lens):
+        if before is not None and batch.lacks_blocks(query_lens):
             self.hold(Hold.BLOCKS)
             return None
         grown = self._make_room(query_lens)
-        if roster.waiting and not roster.stale:
-            query_lens = self._newcomers.admit(query_lens)
-        if roster.stale:
-            query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in roster.running]]
-            roster.refresh()
-        self._look_where_in_doubt()
-        return self._planner.plan(query_lens, grown) if roster.running else None
+        if batch.waiting and not batch.stale:
+            query_lens = self._admit(query_lens)
+        if batch.stale:
+            query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in batch.running]]
+            batch.refresh()
+        self._check_if_in_doubt()
+        return self._planner.plan(query_lens, grown) if batch.running else None
 
     def hold(self, reason: Hold) -> None:
         """Note that the next step waits for the results of the one that runs."""
         logger.debug("a step waits for the one before it: %s", reason.value)
         self._num_held += 1
 
+    def take_begun(self) -> list[Request]:
+        """Return the requests that steps were scheduled for since the last call, and none before."""
+        begun = self._begun
+        if begun:
+            self._begun = []
+        return begun
+
     def _share_budget(self) -> Ints:
         """Return how many tokens each running sequence computes, 0 if its last one is being drawn. [running]."""
-        roster, tables, count = self._roster, self._tables, len(self._roster.running)
-        if not roster.prefilling and count <= self._budget and not self._waits.any_starved:
-            if not roster.in_flight:
-                return self._ones[:count]
-            return (tables.num_tokens[roster.slots] < tables.limits[roster.slots]).astype(np.int32)
-        num_tokens = tables.num_tokens[roster.slots]
-        left = num_tokens - tables.num_computed[roster.slots]
-        if roster.in_flight:
-            left[num_tokens >= tables.limits[roster.slots]] = 0
+        batch, tables, slots = self._batch, self._tables, self._batch.running_slots
+        if not batch.prefilling and len(slots) <= self._budget and not self._any_starved:
+            if not batch.in_flight:
+                return self._ones[: len(slots)]
+            return (tables.num_tokens[slots] < tables.limits[slots]).astype(np.int32)
+        num_tokens = tables.num_tokens[slots]
+        left = num_tokens - tables.num_computed[slots]
+        if batch.in_flight:
+            left[num_tokens >= tables.limits[slots]] = 0
         wanted = np.minimum(left, self._chunk)
         decodes_first = np.argsort(left > 1, kind="stable")
         served = wanted[decodes_first]
         ends = np.cumsum(served)
         query_lens = np.empty_like(wanted)
         query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
-        if served.sum() > self._budget or self._waits.any_starved:
+        if served.sum() > self._budget or self._any_starved:
             starved = (query_lens < np.minimum(left, 1)).nonzero()[0].tolist()
-            self._waits.starved(roster.running[row].request for row in starved)
+            self._tell(Starved(tuple(batch.running[row].request for row in starved), self.now))
+            self._any_starved = bool(starved)
         return query_lens
 
     def _make_room(self, query_lens: Ints) -> Index:
         """Give every row the blocks that it writes to, preempting where there are none. Returns rows that grew."""
-        roster, tables = self._roster, self._tables
-        for sequence in list(roster.tail_sharers):
-            if query_lens[roster.running.index(sequence)]:
-                self._boundary.guard(sequence, self._part_tail, sequence)
-        self._boundary.bury()
-        seq_lens = tables.num_computed[roster.slots] + query_lens
-        short = (seq_lens > tables.capacity[roster.slots]).nonzero()[0]
+        batch, slots = self._batch, self._batch.running_slots
+        for sequence in list(batch.tail_sharers):
+            if query_lens[batch.running.index(sequence)]:
+                self._guard.run(sequence, self._part_tail, sequence)
+        self._guard.end_failed()
+        seq_lens = self._tables.num_computed[slots] + query_lens
+        short = (seq_lens > self._slots.capacity(slots)).nonzero()[0]
         if not short.size:
             return short
-        if not roster.prefilling and not roster.stale and short.size <= self._rows.blocks.num_available:
-            self._rows.grow_by_one([roster.running[row] for row in short.tolist()], roster.slots[short])
+        if not batch.prefilling and not batch.stale and short.size <= self._pool.num_available:
+            self._slots.grow_by_one([batch.running[row] for row in short.tolist()], slots[short])
             return short
-        for sequence, length in [(roster.running[row], int(seq_lens[row])) for row in short.tolist()]:
+        for sequence, length in [(batch.running[row], int(seq_lens[row])) for row in short.tolist()]:
             if sequence.status is SequenceStatus.RUNNING:
-                self._boundary.guard(sequence, self._grow, sequence, length)
-        self._boundary.bury()
+                self._guard.run(sequence, self._grow, sequence, length)
+        self._guard.end_failed()
         return short
 
     def _part_tail(self, sequence: Sequence) -> None:
         position = sequence.num_computed_tokens
-        if self._free_blocks(sequence, lambda: int(self._rows.shares_block(sequence, position))):
-            self._rows.part(sequence, position)
-            del self._roster.tail_sharers[sequence]
+        if self._free_blocks(sequence, lambda: int(self._slots.shares_block(sequence, position))):
+            self._slots.part(sequence, position)
+            del self._batch.tail_sharers[sequence]
 
     def _grow(self, sequence: Sequence, length: int) -> None:
-        wanted = self._rows.blocks_for(length) - len(sequence.block_table)
+        wanted = self._slots.missing_blocks(sequence, length)
         if self._free_blocks(sequence, lambda: wanted):
-            self._rows.grow(sequence, length)
+            self._slots.grow(sequence, length)
 
     def _free_blocks(self, sequence: Sequence, wanted: Callable[[], int]) -> bool:
         """Preempt until `wanted` blocks are available. False if `sequence` itself had to go."""
-        while sequence.status is SequenceStatus.RUNNING and self._rows.blocks.num_available < wanted():
-            self._waits.preempted(self._roster.preempt(self._waits.now).request)
-            self._num_preempted += 1
+        while sequence.status is SequenceStatus.RUNNING and self._pool.num_available < wanted():
+            self._preempt(self.now)
         return sequence.status is SequenceStatus.RUNNING
 
-    def take_begun(self) -> list[Request]:
-        """Return the requests that steps were scheduled for since the last call, and none before."""
-        begun = self._newcomers.begun
-        if begun:
-            self._newcomers.begun = []
-        return begun
+    def _preempt(self, now: float) -> None:
+        self._tell(Preempted(self._batch.preempt(now).request, self.now))
+        self._num_preempted += 1
+
+    # ---- who may join -------------------------------------------------------------------------------------------
+
+    def _admit(self, query_lens: Ints) -> Ints:
+        """Let waiting sequences join a step, in order, while budget, slots and blocks last.
+
+        query_lens: of those that run. Returns all query lengths.
+        """
+        waiting, budget = self._batch.waiting, self._budget - int(query_lens.sum())
+        granted: list[int] = []
+        promised = sum(self._slots.missing_blocks(one, one.num_tokens) for one in self._batch.prefilling)
+        while budget > 0 and (sequence := waiting.peek()) is not None:
+            grant = self._guard.run(sequence, self._join, sequence, budget, promised)
+            if grant is None:
+                self._guard.end_failed()
+                continue
+            if not grant:
+                break
+            granted.append(grant)
+            budget -= grant
+            promised += self._slots.missing_blocks(sequence, sequence.num_tokens)
+        if budget <= 0 and (head := waiting.peek()) is not None:
+            self._stall(head.request, Lack.BUDGET, lambda: f"all {self._budget} tokens of a step")
+        if waiting:
+            self._tell(Crowded(self.now))
+        return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
+
+    def _join(self, sequence: Sequence, budget: int, promised: int) -> int:
+        """Place `sequence` and return how many tokens it may compute in this step; 0 if it does not fit yet.
+
+        promised: blocks that sequences in the middle of their prompts have still to take.
+        """
+        siblings = self._batch.siblings.get(sequence, [])
+        request = sequence.request
+        if self._slots.num_free <= len(siblings):
+            self._stall(request, Lack.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
+            return 0
+        prefix = self._fitting_prefix(sequence, promised, len(siblings))
+        if prefix is None:
+            self._stall(request, Lack.BLOCKS, lambda: self._lack(sequence))
+            return 0
+        self._slots.place(sequence, siblings, prefix, self._limit(request))
+        if not sequence.preemptions:
+            self._count_arrival(sequence)
+            self._begun.append(request)
+        computed = sequence.num_computed_tokens
+        grant = min(sequence.num_tokens - computed, self._chunk, budget)
+        self._slots.grow(sequence, computed + grant)
+        self._batch.start(sequence, self.now)
+        self._stalled = None
+        self._tell(Started(sequence, self.now))
+        return grant
+
+    def _stall(self, request: Request, lack: Lack, detail: Callable[[], str]) -> None:
+        """Tell why the first in the queue cannot start, unless that was told of it last."""
+        if self._stalled != (request.request_id, lack):
+            self._stalled = (request.request_id, lack)
+            self._tell(Stalled(request, self.now, lack, detail()))
+
+    def _lack(self, sequence: Sequence) -> str:
+        wanted, room = self._slots.blocks_for(sequence.num_tokens), self._pool.num_available
+        return f"{wanted} for its tokens so far; {room} are free, some of them promised to those that run"
+
+    def _fitting_prefix(self, sequence: Sequence, promised: int, num_siblings: int) -> list[int] | None:
+        """Return the cached blocks to start with, or None if what is free does not hold the rest of `sequence`.
+
+        While others run, one more block for each of them stays free, so that who joins is not preempted at once.
+        """
+        room = self._pool.num_available - promised
+        if self._batch.running:
+            room -= self._tables.num_slots - self._slots.num_free + num_siblings
+        if self._is_still_blocked(sequence, room):
+            return None
+        prefix = self._slots.find_prefix(sequence)
+        wanted = self._slots.blocks_for(sequence.num_tokens) - len(prefix) + self._pool.count_idle(prefix)
+        self._blocked = _Blocked(sequence, len(prefix), wanted) if room < wanted else None
+        return prefix if self._blocked is None else None
+
+    def _is_still_blocked(self, sequence: Sequence, room: int) -> bool:
+        """Whether `sequence` did not fit before and `room` is still too little, with what others sealed since.
+
+        Looks only at blocks behind those that were found, so that a long prompt costs no more than a short one.
+        """
+        blocked = self._blocked
+        if blocked is None or blocked.sequence is not sequence:
+            return False
+        gained = self._slots.extend_prefix(sequence, blocked.found)
+        if gained:
+            blocked.found += len(gained)
+            blocked.wanted -= len(gained) - self._pool.count_idle(gained)
+        return room < blocked.wanted
+
+    def _count_arrival(self, sequence: Sequence) -> None:
+        hit = sequence.num_computed_tokens
+        if sequence.is_first:  # what the others find is this one's
+            sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
+        self._prompt_tokens += sequence.num_prompt_tokens
+        if self._pool.enable_prefix_caching:
+            self._prefix_queries += sequence.num_tokens
+            self._prefix_hits += hit
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
@@ -241,52 +381,68 @@ class Scheduler:
         self._num_ahead += self.is_ahead
         self._updater.advance(schedule)
 
-    def land(self, schedule: Schedule, token_ids: Ints, failed: Mapping[int, Exception] = NO_FAILURES) -> None:
-        """Take in a step that was run: `token_ids` are those of `schedule.samples`; rows `failed` end in an error."""
-        self._num_generated += len(schedule.kept_samples()) if schedule.gone else len(schedule.samples)
-        self._updater.land(schedule, token_ids, failed)
-        self._look_where_in_doubt()
+    def collect(
+        self,
+        schedule: Schedule,
+        token_ids: Ints,
+        counts: Ints | None = None,
+        failed: Mapping[int, Exception] = NO_FAILURES,
+    ) -> Ints | None:
+        """Take in a step that was run; see `Updater.collect`, which says what is given and returned."""
+        kept = self._updater.collect(schedule, token_ids, counts, failed)
+        self._num_generated += len(schedule.samples) if kept is None else int(kept.sum())
+        self._check_if_in_doubt()
+        return kept
 
     def drop(self, schedule: Schedule) -> None:
         """Forget a step in flight whose sequences have all left."""
-        self._roster.forget(schedule)
+        self._batch.forget(schedule)
 
     def note_births(self, now: float) -> None:
-        """Note who drew a first token in the step that was taken in last. now: when it had run, in seconds."""
-        if self._roster.unborn:
-            self._roster.note_births(now)
+        """Note who drew a first token in the step that was collected last. now: when it had run, in seconds."""
+        if self._batch.unborn:
+            self._batch.note_births(now)
 
-    # ---- figures ------------------------------------------------------------------------------------------------
+    # ---- what is told -------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
-        roster, blocks, arrivals = self._roster, self._rows.blocks, self._newcomers.arrivals
+        batch, pool = self._batch, self._pool
         prefilling = 0
-        for sequence in roster.prefilling:
+        for sequence in batch.prefilling:
             prefilling += sequence.num_tokens - sequence.num_computed_tokens
         return EngineStats(
-            num_running=len(roster.running),
-            num_waiting=len(roster.waiting),
-            kv_blocks_total=blocks.num_blocks - 1,
-            kv_blocks_free=blocks.num_free,
-            kv_blocks_cached=blocks.num_cached,
-            prefix_query_tokens=arrivals.prefix_query_tokens,
-            prefix_hit_tokens=arrivals.prefix_hit_tokens,
+            num_running=len(batch.running),
+            num_waiting=len(batch.waiting),
+            kv_blocks_total=pool.num_blocks - 1,
+            kv_blocks_free=pool.num_free,
+            kv_blocks_cached=pool.num_cached,
+            prefix_query_tokens=self._prefix_queries,
+            prefix_hit_tokens=self._prefix_hits,
             preemptions=self._num_preempted,
-            prompt_tokens=arrivals.prompt_tokens,
+            prompt_tokens=self._prompt_tokens,
             generated_tokens=self._num_generated,
-            outstanding_tokens=roster.waiting.num_tokens + prefilling,
+            outstanding_tokens=batch.waiting.num_tokens + prefilling,
             steps_ahead=self._num_ahead,
             steps_held=self._num_held,
-            waits_since=roster.waiting.waits_since(),
+            waits_since=batch.waiting.waits_since(),
         )
 
-    def _look_where_in_doubt(self) -> None:
+    def _check_if_in_doubt(self) -> None:
         """Make sure that a bug of ours which ended a request left all others whole. Raises `IntegrityError`."""
-        if self._boundary.in_doubt:
+        if self._guard.in_doubt:
             self.check_integrity()
-            self._boundary.in_doubt = False
+            self._guard.in_doubt = False
 
     def check_integrity(self) -> None:
-        """Check every invariant of queues, rows and blocks. Between steps only. Raises `IntegrityError`."""
-        self._roster.check_integrity()
+        """Check every invariant of queues, slots and blocks. Between steps only. Raises `IntegrityError`."""
+        self._batch.check_integrity()
+
+
+def _held_by(before: Schedule) -> Hold | None:
+    """Return why no step can be planned while `before` runs; None where one can, if there are blocks for it."""
+    if before.forks:
+        return Hold.FORKS
+    if before.scores or before.pooled:
+        return Hold.PROMPTS
+    return Hold.DRAWS if before.most_draws > 1 else None

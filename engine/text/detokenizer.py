@@ -1,71 +1,27 @@
-"""The text of one choice as its tokens arrive, and the stop strings that end it."""
+"""From token ids to the text of one choice, a few at a time: up to a stop string, and never half a character.
+
+Most tokenizers spell a token as bytes (byte-level BPE, sentencepiece with byte fallback): there a table of the bytes
+of each token and one incremental UTF-8 decoder give exact text at well under a microsecond a token. Any other
+tokenizer is decoded over a sliding window of its last tokens.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+import codecs
+import json
+import re
+from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
-from engine.text.token_text import TextDecoder
+from tokenizers import Tokenizer
 
-
-class StopMatcher:
-    """Finds the first place where any of the stop strings is complete, reading a character at a time.
-
-    Shared by all choices of a request: it holds no state but the automaton. When two strings end at the same
-    character the longer one wins, so the result does not depend on how the text was cut into tokens.
-    Source: A. Aho and M. Corasick, "Efficient string matching", 1975.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]
-        self._fail = [0]
-        self._depth = [0]
-        self._match = [0]  # length of the longest stop string that ends at this node
-        for stop in stops:
-            self._add(stop)
-        self._link()
-
-    def scan(self, state: int, text: str) -> tuple[int, int, int]:
-        """Read `text` from `state` (0 at the start): the new state, then where a stop ended and its length.
-
-        The position counts characters of `text`, one past the stop; the length is 0 when there was none.
-        """
-        following, fail, match = self._next, self._fail, self._match
-        for position, letter in enumerate(text, 1):
-            while state and letter not in following[state]:
-                state = fail[state]
-            state = following[state].get(letter, 0)
-            if match[state]:
-                return state, position, match[state]
-        return state, len(text), 0
-
-    def held(self, state: int) -> int:
-        """How many of the last characters read may be the beginning of a stop string."""
-        return self._depth[state]
-
-    def _add(self, stop: str) -> None:
-        node = 0
-        for letter in stop:
-            if letter not in self._next[node]:
-                self._next[node][letter] = len(self._next)
-                self._next.append({})
-                self._fail.append(0)
-                self._depth.append(self._depth[node] + 1)
-                self._match.append(0)
-            node = self._next[node][letter]
-        self._match[node] = len(stop)
-
-    def _link(self) -> None:
-        queue = deque(self._next[0].values())
-        while queue:
-            node = queue.popleft()
-            for letter, child in self._next[node].items():
-                fail = self._fail[node]
-                while fail and letter not in self._next[fail]:
-                    fail = self._fail[fail]
-                self._fail[child] = self._next[fail].get(letter, 0)
-                self._match[child] = self._match[child] or self._match[self._fail[child]]
-                queue.append(child)
+REPLACEMENT = "\ufffd"
+MAX_STUCK_TOKENS = 8  # a character has at most 4 bytes: text that is still broken after 8 tokens stays broken
+CONTEXT_TOKENS = 6  # of the prompt, before the text to come: enough to know that it does not begin here
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStream:
@@ -78,17 +34,15 @@ class TextStream:
     `min_tokens`: stop strings count only in text that later tokens bring, as the engine does for stop tokens.
     """
 
-    __slots__ = ("_decoder", "_held", "_include_stop", "_min_tokens", "_state", "_stops", "num_chars", "num_tokens",
-                 "stopped")  # fmt: skip
+    __slots__ = ("_decoder", "_held", "_include_stop", "_min_tokens", "_stops", "num_chars", "num_tokens", "stopped")
 
     def __init__(
-        self, decoder: TextDecoder, stops: StopMatcher | None = None, include_stop: bool = False, min_tokens: int = 0
+        self, decoder: TextDecoder, stops: StopStrings | None = None, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         self._decoder = decoder
         self._stops = stops
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._state = 0
         self._held = ""
         self.stopped = False
         self.num_tokens = 0
@@ -140,13 +94,230 @@ class TextStream:
         self.num_chars += len(text)
         if self._stops is None:
             return text
-        self._state, end, length = self._stops.scan(self._state, text)
+        known = self._held + text
+        end, length = self._stops.find(known, len(self._held))
         if length:
             self.stopped = True
-            read = self._held + text[:end]
             self._held = ""
-            return read if self._include_stop else read[: len(read) - length]
-        known = self._held + text
-        cut = len(known) - self._stops.held(self._state)
+            return known[: end if self._include_stop else end - length]
+        cut = len(known) - self._stops.num_held(known)
         self._held = known[cut:]
         return known[:cut]
+
+
+class StopStrings:
+    """The stop strings of one request, for all its choices.
+
+    Of a text one knows how much was looked through before. Work on new text is bounded by the number of stop strings
+    and their length (`SamplingParams`), whatever came before it.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._sorted = sorted(stops)
+        self._stops = [(stop, len(stop)) for stop in self._sorted]
+        self._firsts = frozenset(stop[0] for stop in stops)
+        self._longest = max(map(len, stops))
+
+    def find(self, text: str, looked: int) -> tuple[int, int]:
+        """Return where the first stop string ends that ends after `looked` characters, and its length; (0, 0) = none.
+
+        Of two that end at the same character the longer one counts: so the cut of a text into tokens has no say.
+        """
+        end = length = 0
+        for stop, size in self._stops:
+            start = text.find(stop, looked + 1 - size if looked >= size else 0)
+            if start >= 0 and (not length or (start + size, length) < (end, size)):
+                end, length = start + size, size
+        return end, length
+
+    def num_held(self, text: str) -> int:
+        """Return how many characters at the end of `text` may be the beginning of a stop string."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            if text[start] in self._firsts and self._begins_one(text[start:]):
+                return len(text) - start
+        return 0
+
+    def _begins_one(self, text: str) -> bool:
+        place = bisect_left(self._sorted, text)  # what begins with `text` is sorted right after it
+        return place < len(self._sorted) and self._sorted[place].startswith(text)
+
+
+class TextDecoder(ABC):
+    """Turns the ids of one choice into text as they come. `feed` after `finish` is an error of the caller."""
+
+    @abstractmethod
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Return the text that is certain now; an incomplete character waits for its next token."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Return what still waits, an incomplete character as U+FFFD."""
+
+
+class ByteTable(dict[int, bytes]):
+    """Bytes of each token, worked out when first asked for. Unknown ids and skipped tokens are empty."""
+
+    def __init__(self, backend: Tokenizer, style: str, skipped: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._spell = _spell_byte_level if style == "byte_level" else _spell_sentencepiece
+        self._skipped = skipped
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = None if token_id in self._skipped else self._backend.id_to_token(token_id)
+        spelled = b"" if token is None else self._spell(token)
+        self[token_id] = spelled
+        return spelled
+
+
+class ByteDecoder(TextDecoder):
+    """Decoder of tokenizers whose tokens are strings of bytes."""
+
+    def __init__(self, table: ByteTable, strip_first_space: bool) -> None:
+        self._lookup = table.__getitem__
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._strip = strip_first_space
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """See `TextDecoder.feed`."""
+        text = self._decode(b"".join(map(self._lookup, token_ids)))
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+    def finish(self) -> str:
+        """See `TextDecoder.finish`."""
+        return self._decode(b"", True)
+
+
+class WindowDecoder(TextDecoder):
+    """Decoder for every other tokenizer: the difference between two decodings of the last tokens.
+
+    The window begins one settled piece back, so that what a tokenizer does to the start of a text (dropping a space)
+    is the same in both decodings and cancels out.
+    """
+
+    def __init__(self, backend: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
+        self._backend = backend
+        self._skip = skip_special_tokens
+        self._window = list(context[-CONTEXT_TOKENS:])  # settled tokens that give context, then the tokens that wait
+        self._settled = len(self._window)  # how many tokens of the window are settled
+        self._shown = self._decode(self._window)  # text of the window that was returned
+        self._stuck = 0  # tokens since the last one that brought text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """See `TextDecoder.feed`."""
+        return "".join([self._feed_one(token) for token in token_ids])
+
+    def _feed_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        certain = text if self._stuck >= MAX_STUCK_TOKENS else text.rstrip(REPLACEMENT)
+        delta = certain[len(self._shown) :]
+        self._stuck = 0 if delta else self._stuck + 1
+        if delta and len(certain) == len(text):
+            self._window = self._window[self._settled :]
+            self._settled = len(self._window)
+            self._shown = self._decode(self._window)
+        elif delta:  # the last token ends in the middle of a character: there is no clean place to cut the window
+            self._shown = certain
+        return delta
+
+    def finish(self) -> str:
+        """See `TextDecoder.finish`."""
+        return self._decode(self._window)[len(self._shown) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip)
+        return text
+
+
+class TextDecoders:
+    """Makes decoders for one tokenizer; the byte tables are shared by all of them."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._style, self._strip = _spelling(_decoder_description(backend))
+        special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._shown_table = ByteTable(backend, self._style, frozenset())
+        self._skip_table = ByteTable(backend, self._style, special)
+        self._anchor = next(
+            (ids[0] for letter in "aA0." if (ids := backend.encode(letter, add_special_tokens=False).ids)), 0
+        )
+
+    def decoder(self, skip_special_tokens: bool, context: Sequence[int] = ()) -> TextDecoder:
+        """Return a fresh decoder for text that goes on after the tokens of `context`.
+
+        Some tokenizers drop a space at the beginning of a text, and only there: what follows a prompt keeps it.
+        """
+        if self._style == "other":
+            return WindowDecoder(self._backend, skip_special_tokens, context)
+        begins = self._strip and not any(map(self._skip_table.__getitem__, context))
+        return ByteDecoder(self._skip_table if skip_special_tokens else self._shown_table, begins)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that the token stands for, special tokens by their name; maybe half a character."""
+        if self._style == "other":
+            return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        return self._shown_table[token_id]
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """Bytes that the token adds to a text that has begun; nothing for special tokens and unknown ids."""
+        if self._style != "other":
+            return self._skip_table[token_id]
+        before, both = (
+            self._backend.decode(ids, skip_special_tokens=True) for ids in ([self._anchor], [self._anchor, token_id])
+        )
+        return str(both).removeprefix(str(before)).encode()
+
+
+def _decoder_description(backend: Tokenizer) -> dict[str, Any]:
+    if backend.decoder is None:
+        return {}
+    described: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    return described
+
+
+def _spelling(decoder: dict[str, Any]) -> tuple[str, bool]:
+    """Return how tokens spell text ("byte_level", "sentencepiece", "other") and whether a first space is dropped."""
+    if decoder.get("type") == "ByteLevel":
+        return "byte_level", False
+    steps = decoder.get("decoders", [])
+    if len(steps) == 1:
+        return _spelling(steps[0])
+    kinds = [step["type"] for step in steps]
+    if kinds[:3] != ["Replace", "ByteFallback", "Fuse"] or kinds[3:] not in ([], ["Strip"]):
+        return "other", False
+    strip = kinds[3:] == ["Strip"]
+    if steps[0]["pattern"] != {"String": "▁"} or steps[0]["content"] != " ":
+        return "other", False
+    if strip and (steps[3]["content"], steps[3]["start"], steps[3]["stop"]) != (" ", 1, 0):
+        return "other", False
+    return "sentencepiece", strip
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Byte-level BPE's alphabet: printable bytes stand for themselves, the others are letters from U+0100 on.
+
+    Source: the GPT-2 release (`bytes_to_unicode`).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = {chr(byte): byte for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(256 + i): byte for i, byte in enumerate(hidden)})
+    return letters
+
+
+def _spell_byte_level(token: str) -> bytes:
+    letters = _byte_of_letter()
+    try:
+        return bytes([letters[letter] for letter in token])
+    except KeyError:
+        return token.encode()  # an added token that is spelled as plain text
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

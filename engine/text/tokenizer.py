@@ -1,21 +1,29 @@
-"""The tokenizer of a model folder: text to ids, chat messages to a prompt, ids to text."""
+"""The tokenizer of a model folder: text to ids, chat messages to a prompt, ids to text.
+
+transformers reads the folder, without torch where the folder itself says which class reads it.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from engine.errors import InvalidRequestError
+from engine.errors import CheckpointError, InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.text.control_tokens import ControlTokens
-from engine.text.detokenizer import StopMatcher, TextStream
-from engine.text.token_text import TextDecoders
-from engine.text.tokenizer_file import load_tokenizer
+from engine.text.detokenizer import StopStrings, TextDecoders, TextStream
 
+# `AutoTokenizer` imports torch, which a router never uses, to weigh what a folder declares against what it knows of
+# its model. For these models it takes these two declarations as they are, and both mean `PreTrainedTokenizerFast`.
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+MOST_TOLD = 500  # characters of the libraries' errors
+TAKEN_AS_DECLARED = ("llama", "qwen3", "gemma2", "gemma3_text")
 LONG_TEXT = 16_384  # characters from which on encoding takes milliseconds: worth a thread, and worth freeing the GIL
 
 
@@ -68,7 +76,7 @@ class Tokenizer:
 
     def text_streams(self, params: SamplingParams, prompt_token_ids: Sequence[int] = ()) -> list[TextStream]:
         """Return one text stream for each of the `params.n` choices that go on after the prompt."""
-        stops = StopMatcher(params.stop) if params.stop else None
+        stops = StopStrings(params.stop) if params.stop else None
         return [
             TextStream(
                 self._decoders.decoder(params.skip_special_tokens, prompt_token_ids),
@@ -172,3 +180,37 @@ class Tokenizer:
                 f"messages do not fit the model's chat template: {error}", "messages", "chat_template_error"
             ) from error
         return text
+
+
+def load_tokenizer(name: str) -> Any:
+    """Return transformers' fast tokenizer of a folder or a cached hub id. Raises `CheckpointError`."""
+    import transformers
+
+    try:
+        if _declares_generic(Path(name).expanduser()):
+            loaded = transformers.PreTrainedTokenizerFast.from_pretrained(Path(name).expanduser())
+        else:
+            loaded = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False, use_fast=True)
+    except Exception as error:
+        # The tokenizers library raises plain `Exception` for a file that it cannot read. No error of a damaged file
+        # is to be taken for one of ours.
+        told = str(error)[:MOST_TOLD]
+        raise CheckpointError(f"no usable tokenizer in {name!r} (tokenizer.json is needed): {told}") from error
+    if not getattr(loaded, "is_fast", False):
+        raise CheckpointError(f"the tokenizer of {name!r} has no fast version; add a tokenizer.json to the folder")
+    return loaded
+
+
+def _declares_generic(folder: Path) -> bool:
+    """Return whether `PreTrainedTokenizerFast` is what reads the folder; in doubt transformers decides."""
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return (
+            (folder / "tokenizer.json").is_file()
+            and declared["tokenizer_class"] in GENERIC_CLASSES
+            and "auto_map" not in declared
+            and model["model_type"] in TAKEN_AS_DECLARED
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False

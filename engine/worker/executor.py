@@ -41,7 +41,11 @@ class Executor(ABC):
     """Runs one step on all ranks of a tensor-parallel group and samples on rank 0.
 
     Used by one thread. After any exception but `StepMemoryError` the group is unusable: `close` it.
+
+    most_draws: tokens that a row draws in a step at most; how many it did is a result (`StepOutputs.counts`).
     """
+
+    most_draws: int = 1
 
     @abstractmethod
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:

@@ -1,4 +1,4 @@
-"""From a config to an executor that is ready for its first step, with the processes of a gang where it needs them."""
+"""From a config to an executor that is ready for its first step, with the other ranks' processes where it has any."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.loader.checksums import check_sums, summed_files
-from engine.loader.model_folder import ModelFolder, check_sharding, open_model
-from engine.models.spec import DecoderSpec
-from engine.resolve import ThreadShare, resolve
-from engine.worker.arithmetic import arithmetic_of
+from engine.loader.checkpoint import ModelFolder, check_sums, open_model, summed_files
+from engine.models.config import ModelConfig
+from engine.resolve import ThreadShare, check_model, resolve
 from engine.worker.executor import Executor
-from engine.worker.local_executor import GangExecutor, SoloExecutor, Workers, last_words
+from engine.worker.invariance import arithmetic_of
+from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor, Workers, exit_reason
 from engine.worker.runner import ModelRunner
 from engine.worker.worker import await_workers, device_of, join_group, open_channel, run_worker
 from parallel.channel import Channel
 from parallel.errors import ParallelError, ShardingError
 from parallel.group import Group, SoloGroup
 from parallel.launcher import launch
+from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous
-from parallel.ring import SharedMemoryRing
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class ModelInfo:
     """
 
     config: EngineConfig
-    spec: DecoderSpec
+    model: ModelConfig
     num_kv_blocks: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -59,7 +58,7 @@ class ModelInfo:
     @property
     def words(self) -> str:
         """What serves, in a line: architecture, types, how attention is computed."""
-        parts = [self.spec.architecture, self.config.dtype, f"attention {self.attention_backend}"]
+        parts = [self.model.architecture, self.config.dtype, f"attention {self.attention_backend}"]
         if self.config.quantization is not None:
             parts.append(f"quantization {self.config.quantization}")
         if self.config.fp8_cache:
@@ -83,7 +82,7 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
     rendezvous = Rendezvous.create()
     ring = SharedMemoryRing.create(readers=size - 1)
     workers = launch(size, run_worker, (config, size, rendezvous.address, ring.name))
-    return drive_gang(config, folder, rendezvous, ring, workers, on_phase)
+    return drive_worker_group(config, folder, rendezvous, ring, workers, on_phase)
 
 
 def _run_alone(config: EngineConfig, folder: ModelFolder, on_phase: OnPhase) -> tuple[SoloExecutor, ModelInfo]:
@@ -114,15 +113,15 @@ def _check_gpus(config: EngineConfig) -> None:
 def prepare_model(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> tuple[ModelFolder, EngineConfig]:
     """Read the model's config and check that it can be served so, before any process or weight.
 
-    Where the checkpoint has sums of its files (`engine.loader.checksums`), those are checked: a phase of its own.
+    Where the checkpoint has sums of its files (`engine.loader.checkpoint`), those are checked: a phase of its own.
 
     Returns the folder, and the config as all ranks must get it (device and dtype chosen).
     Raises `CheckpointError` or `ConfigError`.
     """
     folder = _checked(open_model(config.model), on_phase)
-    full = resolve(config, folder.spec)
+    full = resolve(config, folder.config)
     try:
-        check_sharding(folder.spec, config.tensor_parallel_size)
+        check_model(full, folder.config)
     except ShardingError as error:
         raise ConfigError(f"tensor_parallel_size does not fit the model: {error}", "tensor_parallel_size") from error
     return folder, config.resolved(device=full.device, dtype=full.dtype)
@@ -139,15 +138,15 @@ def _checked(folder: ModelFolder, on_phase: OnPhase) -> ModelFolder:
     return replace(folder, phases={CHECKSUMS: time.perf_counter() - began})
 
 
-def drive_gang(
+def drive_worker_group(
     config: EngineConfig,
     folder: ModelFolder,
     rendezvous: Rendezvous,
     channel: Channel | None,
     workers: Workers,
     on_phase: OnPhase = lambda _: None,
-) -> tuple[GangExecutor, ModelInfo]:
-    """Be rank 0 of a gang whose workers were started elsewhere with `worker_main`; returns when all are loaded.
+) -> tuple[WorkerGroupExecutor, ModelInfo]:
+    """Be rank 0 of a group whose workers were started elsewhere with `worker_main`; returns when all are loaded.
 
     config: from `prepare_model`. channel: the ring whose name the workers got, None where they got none.
     Takes `channel` and `workers` over: on any error they are ended. Raises like `build_executor`.
@@ -164,7 +163,7 @@ def drive_gang(
         waited = time.perf_counter() - began
         runner = ModelRunner(config, group, folder, on_phase)
     except BaseException as error:
-        reason = last_words(workers) if isinstance(error, ParallelError) else None
+        reason = exit_reason(workers) if isinstance(error, ParallelError) else None
         workers.kill()
         for part in (channel, group):
             if part is not None:
@@ -174,18 +173,18 @@ def drive_gang(
             raise EngineDeadError(f"the tensor-parallel group did not come up: {reason or error}") from error
         raise
     runner.phases = {**folder.phases, "workers": waited, **runner.phases}
-    return GangExecutor(runner, group, channel, workers, threads), model_info(runner)
+    return WorkerGroupExecutor(runner, group, channel, workers, threads), model_info(runner)
 
 
 def model_info(runner: ModelRunner) -> ModelInfo:
     """Return what a loaded runner serves."""
-    config, spec = runner.config, runner.spec
+    config, model = runner.config, runner.model_config
     info = ModelInfo(
         config=config,
-        spec=spec,
+        model=model,
         num_kv_blocks=config.num_kv_blocks or 0,
-        vocab_size=spec.vocab_size,
-        eos_token_ids=spec.eos_token_ids,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
         attention_backend=runner.attention_backend,
         phases=dict(runner.phases),
         arithmetic=arithmetic_of(config, runner.model, runner.group, runner.attention_backend),

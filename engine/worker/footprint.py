@@ -1,44 +1,93 @@
-"""What one rank of a model takes, without a weight, a GPU or the memory: the engine's own decoder on torch's device
-`meta`, whose tensors have shapes and no contents. So the sizes are those of the code that runs, not of a formula.
+"""The memory that one rank of a model takes, told without weights or a GPU.
+
+The engine's own model is built on torch's device `meta`, whose tensors have shapes and no contents, so that the sizes
+are those of the code that runs, not of a formula.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionContext, LayerCache, StepTensors
-from engine.attention.choice import attention_spec
-from engine.attention.flash import unfit_for_flash
+from engine.attention.base import AttentionBackend, AttentionContext, LayerCache, StepTensors, UnlikeLayers
 from engine.attention.triton_fit import unfit_for_triton
+from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
-from engine.device.live_bytes import LiveBytes
 from engine.inputs.step_tensors import dummy_step
-from engine.kv.cache import block_bytes
-from engine.loader.model_folder import check_sharding
-from engine.models.decoder import Attention, Decoder
-from engine.models.registry import ARCHITECTURES
-from engine.models.spec import DecoderSpec
-from engine.quantization.layers import Layout, quantization_of
+from engine.kernels.base import E4M3, TorchKernels
+from engine.kv.cache_specs import block_bytes
+from engine.layers.attention import attention_specs
+from engine.models.blueprint import META, blueprint
+from engine.models.causal_lm import CausalLM
+from engine.models.config import ModelConfig
+from engine.quantization.method import QuantizedLinear
+from engine.quantization.select import quantization_of, quantize
 from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
-from parallel.fp8 import E4M3
-from parallel.group import Group
 from parallel.linear import ParallelLinear
-from parallel.tuning import choose_quantised
 
-META = torch.device("meta")
-LAYERS_RUN = 2  # all layers of a decoder take as much; the second has what the first one leaves behind
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, notes the storage of each tensor that an operation makes, until it is freed.
+
+    peak: most bytes of them that were alive at one time. What was there before counts only where it is written anew.
+    Slow: for measuring, not for serving.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @override
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = {leaf.untyped_storage()._cdata for leaf in inputs}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf.untyped_storage(), given)
+        self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+    def _note(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        """Take a storage in unless it came with the arguments: a view, or what was written in place."""
+        if storage._cdata not in given:
+            self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+
+
+LAYERS_RUN = 2  # of layers that are alike: they take as much, and the second has what the first one leaves behind
 # Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are told, as
 # tests/engine/worker/test_footprint.py measures.
 SAMPLER_BYTES = 44
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What one layer's attention costs on one rank.
+
+    window: tokens that a query sees, 0 = all. pair_operations: of one query and one key. token_bytes: of one token in
+    the cache.
+    """
+
+    window: int
+    pair_operations: int
+    token_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +99,7 @@ class Footprint:
     graph_bytes: what CUDA graphs hold of their own.
     layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
-    num_heads, num_kv_heads: of this rank. block_bytes: of one KV block. no_attention: why no attention made for GPUs
+    attention: of each layer that attends. block_bytes: of one KV block. no_attention: why no attention made for GPUs
     takes this model so, None where one does.
     """
 
@@ -61,68 +110,92 @@ class Footprint:
     layer_products: int
     head_products: int
     read_bytes: int
-    num_heads: int
-    num_kv_heads: int
+    attention: tuple[AttentionWork, ...]
     block_bytes: int
     no_attention: str | None
 
 
-def footprint_of(config: EngineConfig, spec: DecoderSpec) -> Footprint:
-    """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises `ShardingError`."""
-    check_sharding(spec, config.tensor_parallel_size)
-    decoder = build_blueprint(config, spec)
-    attention = attention_spec(config, spec, decoder.attention_heads, META)
-    heads, kv_heads = decoder.attention_heads
-    weights = sum(weight.nbytes for weight in decoder.parameters())
-    inside = [part.weight for part in decoder.layers.modules() if isinstance(part, ParallelLinear)]
-    no_attention = unfit_for_flash(attention) and unfit_for_triton(attention)
-    lookup = 0 if spec.tied_embeddings else decoder.embedding.weight.nbytes
-    return Footprint(
-        parameters=sum(math.prod(rule.shape) for rule in ARCHITECTURES[spec.architecture].weights(spec)),
-        weight_bytes=weights + _table_bytes(decoder),
-        step_bytes=step_bytes(config, spec),
-        graph_bytes=0 if no_attention else graph_bytes(config, spec),
+def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
+    """Return the sizes of a model. config: resolved (dtype, max_model_len). Raises as `check_model` does."""
+    built = build_blueprint(config, model)
+    specs, _ = attention_specs(built.cached, config, META)
+    weights = sum(weight.nbytes for weight in built.parameters())
+    inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear)]
+    no_attention = next((why for spec in specs if (why := unfit_for_flash(spec) and unfit_for_triton(spec))), None)
+    lookup = 0 if built.head.weight is built.embedding.weight else built.embedding.weight.nbytes
+    dtype = specs[0].cache_dtype
+    attention = [
+        AttentionWork(part.window, 4 * part.num_heads * part.head_dim, part.cache_spec(dtype).block_bytes(1))
+        for part in built.attention
+    ]
+    found = Footprint(
+        parameters=sum(math.prod(rule.shape) for rule in built.weights() if not rule.scale),
+        weight_bytes=weights + _table_bytes(built),
+        step_bytes=0,
+        graph_bytes=0,
         layer_products=sum(weight.numel() for weight in inside),
-        head_products=decoder.head.weight.numel(),
+        head_products=built.head.weight.numel(),
         read_bytes=weights - lookup,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        block_bytes=block_bytes(spec.num_layers, config.block_size, kv_heads, spec.head_dim, attention.cache_dtype),
+        attention=tuple(attention),
+        block_bytes=block_bytes(built.cache_specs(dtype), config.block_size),
         no_attention=no_attention,
     )
+    _shorten(built)
+    graphs = 0 if no_attention else graph_bytes(config, built)
+    return replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
 
 
-def build_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
-    """Return rank 0's decoder on `meta`. config: resolved."""
+def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
+    """Return rank 0's part of a model, its linear layers held as after loading. config: resolved."""
+    found = blueprint(model, config.tensor_parallel_size, config.context_len, getattr(torch, config.dtype))
+    quantization = quantization_of(config, model.quantization)
     with META:
-        group = BlueprintGroup(config.tensor_parallel_size)
-        layout = Layout(quantization_of(config, spec), ARCHITECTURES[spec.architecture].weights(spec))
-        decoder = Decoder(spec, config.context_len, group, getattr(torch, config.dtype), layout.outline)
-        decoder.finish_loading()
-        choose_quantised(decoder, lambda weight, scale: None, _quantised_rows)
-    return decoder.requires_grad_(False).eval()
+        quantize(found.layers, "layers", found.names, quantization)
+        found.finish_loading()
+        for layer in found.modules():
+            if isinstance(layer, ParallelLinear) and isinstance(layer.method, QuantizedLinear):
+                layer.method.outline(layer)
+                layer.method.use_kernels(layer, MetaKernels())
+    return found.requires_grad_(False)
 
 
-def step_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
+def _shorten(model: CausalLM) -> None:
+    """Leave `LAYERS_RUN` of the layers that are alike."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for layer in model.layers:
+        kind = _kind(layer)
+        seen[kind] += 1
+        if seen[kind] <= LAYERS_RUN:
+            kept.append(layer)
+    model.layers = nn.ModuleList(kept)
+
+
+def _kind(layer: nn.Module) -> str:
+    """Return what tells a layer from those that take other memory."""
+    shapes = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
+    return f"{layer} {shapes}"
+
+
+def step_bytes(config: EngineConfig, model: CausalLM) -> int:
     """Return the most bytes of activations and logits at one time in the warm-up step of a GPU. config: resolved."""
-    decoder = _short_blueprint(config, spec)
     step = dummy_step(config.max_num_batched_tokens, config.max_num_seqs, config.context_len, config.block_size)
     rows = len(step.logits_indices)
-    drawn = rows * spec.vocab_size * (4 + SAMPLER_BYTES)
-    piece = min(logit_rows(config, spec.vocab_size), step.num_tokens)
-    scored = rows * spec.vocab_size * 4 + _scored_bytes(decoder, _hidden(config, spec, piece))
-    return max(_layers_bytes(decoder, config, spec, step.num_tokens), drawn, scored)
+    drawn = rows * model.vocab_size * (4 + SAMPLER_BYTES)
+    piece = min(logit_rows(config, model.vocab_size), step.num_tokens)
+    scored = rows * model.vocab_size * 4 + _scored_bytes(model, _hidden(config, model, piece))
+    return max(_layers_bytes(model, config, step.num_tokens), drawn, scored)
 
 
-def _scored_bytes(decoder: Decoder, hidden: Tensor) -> int:
+def _scored_bytes(model: CausalLM, hidden: Tensor) -> int:
     """Return the most bytes at one time while the log-probabilities of a piece of a prompt are read."""
     tokens = torch.zeros(len(hidden), dtype=torch.int64, device=META)
     with torch.inference_mode(), LiveBytes() as seen:
-        score(decoder.logits(hidden), tokens, MAX_LOGPROBS, ranked=True)
+        score(model.logits(hidden), tokens, MAX_LOGPROBS, ranked=True)
     return seen.peak
 
 
-def graph_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
+def graph_bytes(config: EngineConfig, model: CausalLM) -> int:
     """Return the bytes of what CUDA graphs compute in and of their logits. config: resolved.
 
     All graphs share the memory of the largest. What the driver takes for each is not in it.
@@ -131,63 +204,29 @@ def graph_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     if not decodes:
         return 0
     rows = max(decodes, min(config.max_num_seqs, mixed))
-    decoder = _short_blueprint(config, spec)
-    hidden = _hidden(config, spec, rows)
-    kept = torch.empty(rows, decoder.head.share, dtype=decoder.logits_dtype, device=META)
+    hidden = _hidden(config, model, rows)
+    kept = torch.empty(rows, model.head.share, dtype=model.logits_dtype, device=META)
     with torch.inference_mode(), LiveBytes() as logits:
-        decoder.own_logits(hidden, out=kept)
-    states = _hidden(config, spec, mixed).nbytes
-    return kept.nbytes + states + max(_layers_bytes(decoder, config, spec, max(decodes, mixed)), logits.peak)
+        model.own_logits(hidden, out=kept)
+    states = _hidden(config, model, mixed).nbytes
+    return kept.nbytes + states + max(_layers_bytes(model, config, max(decodes, mixed)), logits.peak)
 
 
-def _short_blueprint(config: EngineConfig, spec: DecoderSpec) -> Decoder:
-    layers = min(spec.num_layers, LAYERS_RUN)
-    return build_blueprint(config, replace(spec, num_layers=layers, sliding_windows=spec.sliding_windows[:layers]))
+def _hidden(config: EngineConfig, model: CausalLM, rows: int) -> Tensor:
+    return torch.empty(rows, model.hidden_size, dtype=getattr(torch, config.dtype), device=META)
 
 
-def _hidden(config: EngineConfig, spec: DecoderSpec, rows: int) -> Tensor:
-    return torch.empty(rows, spec.hidden_size, dtype=getattr(torch, config.dtype), device=META)
-
-
-def _layers_bytes(decoder: Decoder, config: EngineConfig, spec: DecoderSpec, num_tokens: int) -> int:
-    """Return the most bytes at one time inside the layers of a decoder."""
+def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int:
+    """Return the most bytes at one time inside the layers of a model."""
     with META, torch.inference_mode():
         ids = torch.empty(num_tokens, dtype=torch.int32)
         empty = torch.empty(0)
-        backend = BlueprintAttention(attention_spec(config, spec, decoder.attention_heads, META))
-        context = AttentionContext(backend, None, (LayerCache(empty, empty),) * len(decoder.layers))
+        specs, kinds = attention_specs(model.cached, config, META)
+        backend = UnlikeLayers([BlueprintAttention(spec) for spec in specs], kinds)
+        context = AttentionContext(backend, (None,) * len(specs), (LayerCache(empty, empty),) * len(model.cached))
         with LiveBytes() as inside:
-            decoder(ids, ids, context)
+            model(ids, ids, context)
     return inside.peak
-
-
-class BlueprintGroup(Group):
-    """Rank 0 of a group whose other ranks are nowhere: tensors keep or get the shapes that they have in a group."""
-
-    def __init__(self, size: int) -> None:
-        self.rank = 0
-        self.size = size
-        self.device = META
-
-    @override
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    @override
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        return x if self.size == 1 else torch.cat([x] * self.size, dim)
-
-    @override
-    def broadcast(self, x: Tensor, src: int = 0, timeout: float | None = None) -> Tensor:
-        return x
-
-    @override
-    def barrier(self) -> None:
-        """There is nobody to wait for."""
-
-    @override
-    def close(self) -> None:
-        """There is nothing to free."""
 
 
 class BlueprintAttention(AttentionBackend):
@@ -212,13 +251,15 @@ class BlueprintAttention(AttentionBackend):
         return query.new_empty(query.shape)
 
 
-def _quantised_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Make what a GPU's kernel makes of rows of activations, and nothing else."""
-    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+class MetaKernels(TorchKernels):
+    """Torch's operations, but where a GPU's kernel makes less on the way."""
+
+    @override
+    def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
-def _table_bytes(decoder: Decoder) -> int:
+def _table_bytes(model: CausalLM) -> int:
     """Return the bytes of what is made beside the weights: angles of positions, norms laid out per head."""
-    norms = [part.head_norms for part in decoder.modules() if isinstance(part, Attention)]
-    angles = 0 if decoder.rotary is None else decoder.rotary.table.nbytes
-    return angles + sum(norm.nbytes for norm in norms if norm is not None)
+    found = (value for part in model.modules() for value in vars(part).values())
+    return sum(value.nbytes for value in found if isinstance(value, Tensor))

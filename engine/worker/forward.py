@@ -10,18 +10,16 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
 from engine.config import EngineConfig
-from engine.device.upload import upload
-from engine.inputs.carry import Carry
+from engine.device.gpu import upload
 from engine.inputs.step_buffers import StepBuffers
-from engine.inputs.step_tensors import split_step, to_device
+from engine.inputs.step_tensors import TokenFeedback, split_step, to_device
 from engine.kv.cache import KVCache, opened_blocks
-from engine.models.decoder import Decoder
+from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
 from engine.sampling.sharded_draw import Head
-from engine.worker.decode_graphs import DecodeGraphs, RestOfHead
 from engine.worker.graph_pool import GraphDevice, GraphPool
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
-from engine.worker.mixed_graphs import MixedGraphs, MixedResults
+from engine.worker.graphs import DecodeGraphs, MixedGraphs, MixedResults, RestOfHead
 
 # Tokens that a CPU takes through the layers at a time: their activations stay in its cache and in memory at hand.
 PART_TOKENS = 1024
@@ -51,7 +49,7 @@ class Passed:
 class CachedModel:
     """A model over its part of the KV cache. It knows none of its users, so graphs may hold it as `Forward` does."""
 
-    def __init__(self, model: Decoder, attention: AttentionBackend, cache: KVCache) -> None:
+    def __init__(self, model: CausalLM, attention: AttentionBackend, cache: KVCache) -> None:
         self.model = model
         self.attention = attention
         self.cache = cache
@@ -78,10 +76,10 @@ class Forward:
 
     def __init__(
         self,
-        model: Decoder,
+        model: CausalLM,
         attention: AttentionBackend,
         cache: KVCache,
-        carry: Carry,
+        carry: TokenFeedback,
         buffers: StepBuffers | None = None,
     ) -> None:
         """buffers: where a device gets its inputs; None on CPU, where they are not sent anywhere."""
@@ -111,7 +109,7 @@ class Forward:
         self.graphs = DecodeGraphs(device, sizes, buffers, logits, partial(self._over.decode, longest))
         if mixed.largest:
             compute = partial(self._over.mixed, longest)
-            wide = (mixed.largest, model.spec.hidden_size)
+            wide = (mixed.largest, model.hidden_size)
             states = torch.empty(wide, dtype=attention.spec.dtype, device=buffers.device)
             results = MixedResults(states, logits[:rows])
             self.mixed = MixedGraphs(device, mixed, buffers, attention, results, compute)

@@ -1,4 +1,4 @@
-"""Executors: one rank in this process, alone or as the driver of a gang of workers.
+"""Executors: one rank in this process, alone or as the driver of a worker group.
 
 `engine.worker.executor_start` makes them.
 """
@@ -13,20 +13,19 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from engine.device.out_of_memory import out_of_memory_told
+from engine.device.gpu import as_step_memory_error
 from engine.errors import EngineDeadError
 from engine.inputs.step_messages import StepWriter
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import ThreadShare
 from engine.sampling.sharded_draw import pack_draws
 from engine.worker.executor import Executor, Pending
-from engine.worker.parking import give_back
+from engine.worker.offload import give_back
 from engine.worker.runner import ModelRunner
 from engine.worker.worker import pack_sleep, pack_wake
-from parallel.channel import Channel
+from parallel.channel import Buffer, Channel
 from parallel.errors import ParallelError
 from parallel.group import Group
-from parallel.packing import Buffer
 
 LAST_WORDS = 0.5  # seconds for a dying rank's reason to arrive
 LOOK = 20e-6  # seconds between two looks whether a GPU has run a step
@@ -34,7 +33,7 @@ LOOK_AROUND = 0.5  # and whether all ranks are still there
 
 
 class Workers(Protocol):
-    """The processes of ranks 1 to N-1, whoever started them (`parallel.launcher.Gang`, Ray actors)."""
+    """The processes of ranks 1 to N-1, whoever started them (`parallel.launcher.LocalWorkerGroup`, Ray actors)."""
 
     def check(self) -> None:
         """Raise with the reason when any rank has ended."""
@@ -54,17 +53,17 @@ class SoloExecutor(Executor):
     def launch(self, inputs: StepInputs, sampling: SamplingInputs) -> Pending:
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
-        with out_of_memory_told():
+        with as_step_memory_error():
             return _launched(self._runner, inputs, sampling)
 
     @override
     def sleep(self, level: int) -> None:
-        with out_of_memory_told("sleep"):
+        with as_step_memory_error("sleep"):
             self._awake().sleep(level)
 
     @override
     def wake(self, tag: str) -> None:
-        with out_of_memory_told("waking up"):
+        with as_step_memory_error("waking up"):
             self._awake().wake(tag)
 
     @override
@@ -84,10 +83,10 @@ class SoloExecutor(Executor):
         return self._runner
 
 
-class GangExecutor(Executor):
-    """The driver of a gang: rank 0 in this process tells the workers each step, then runs its own share of it.
+class WorkerGroupExecutor(Executor):
+    """The driver of a worker group: rank 0, in this process, tells the workers each step, then runs its share of it.
 
-    Any error ends the whole gang. Owns `group`, `channel`, `workers` and `threads`.
+    Any error ends the whole worker group. Owns `group`, `channel`, `workers` and `threads`.
     """
 
     def __init__(
@@ -112,21 +111,23 @@ class GangExecutor(Executor):
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         self._number += 1
-        with self.broken_told(f"in step {self._number}"):
+        with self.breaks_on_error(f"in step {self._number}"):
             inputs.draws = pack_draws(sampling, self._group.device)
             began = time.perf_counter()
             self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
             told = time.perf_counter() - began
-            return _GangPending(self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told)
+            return _WorkerGroupPending(
+                self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told
+            )
 
     @override
     def sleep(self, level: int) -> None:
-        with self._told(pack_sleep(level), "while it fell asleep") as runner:
+        with self._ordered(pack_sleep(level), "while it fell asleep") as runner:
             runner.sleep(level)
 
     @override
     def wake(self, tag: str) -> None:
-        with self._told(pack_wake(tag), "while it woke up") as runner:
+        with self._ordered(pack_wake(tag), "while it woke up") as runner:
             runner.wake(tag)
 
     def wait_for(self, pending: Pending) -> None:
@@ -162,21 +163,21 @@ class GangExecutor(Executor):
             self._threads.give_back()
 
     @contextmanager
-    def _told(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
+    def _ordered(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
         """Tell the other ranks what rank 0 then does as well."""
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
-        with self.broken_told(when):
+        with self.breaks_on_error(when):
             self._channel.send(order, self._timeout)
             yield self._runner
 
     @contextmanager
-    def broken_told(self, when: str) -> Iterator[None]:
-        """End the gang on any error, and say when, and why where a rank knows."""
+    def breaks_on_error(self, when: str) -> Iterator[None]:
+        """End the worker group on any error, and say when, and why where a rank knows."""
         try:
             yield
         except ParallelError as error:
-            reason = last_words(self._workers) or str(error)
+            reason = exit_reason(self._workers) or str(error)
             self.close()
             raise EngineDeadError(f"the tensor-parallel group broke {when}: {reason}") from error
         except BaseException:
@@ -184,14 +185,14 @@ class GangExecutor(Executor):
             raise
 
 
-class _GangPending(Pending):
-    """A step of a gang. told: seconds that telling the other ranks took."""
+class _WorkerGroupPending(Pending):
+    """A step of a worker group. told: seconds that telling the other ranks took."""
 
-    def __init__(self, gang: GangExecutor, when: str, pending: Pending, told: float) -> None:
-        self._gang = gang
+    def __init__(self, executor: WorkerGroupExecutor, when: str, pending: Pending, told: float) -> None:
+        self._executor = executor
         self._when = when
         self._pending = pending
-        self._told = told
+        self._ordered = told
 
     @property
     @override
@@ -200,10 +201,10 @@ class _GangPending(Pending):
 
     @override
     def result(self) -> StepOutputs:
-        with self._gang.broken_told(self._when):
-            self._gang.wait_for(self._pending)
+        with self._executor.breaks_on_error(self._when):
+            self._executor.wait_for(self._pending)
             outputs = self._pending.result()
-        outputs.channel = self._told
+        outputs.channel = self._ordered
         return outputs
 
 
@@ -234,7 +235,7 @@ def _death(workers: Workers) -> str | None:
     return None
 
 
-def last_words(workers: Workers) -> str | None:
+def exit_reason(workers: Workers) -> str | None:
     """Return why a worker ended. A broken connection is often seen before the death behind it, so wait a little."""
     deadline = time.monotonic() + LAST_WORDS
     while (reason := _death(workers)) is None and time.monotonic() < deadline:

@@ -6,43 +6,38 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
 from engine.attention.base import AttentionBackend
-from engine.attention.choice import attention_spec
-from engine.attention.select import select_backend
+from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
-from engine.device.current_device import current, on_own_device
-from engine.device.host_copies import CudaCopies
-from engine.inputs.carry import Carry
+from engine.device.gpu import CudaCopies, current, on_own_device
 from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
-from engine.inputs.step_tensors import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
-from engine.kernels.base import TorchKernels
+from engine.inputs.step_tensors import TokenFeedback, dummy_decode, dummy_sampling, dummy_step, fullest_sampling
+from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.select import select_draws, select_kernels
-from engine.kv.cache import KVCache, block_bytes, cuda_budget
-from engine.kv.room import cpu_budget, fit_cache
-from engine.loader.kv_scales import read_kv_scales
-from engine.loader.model_folder import ModelFolder, open_model
-from engine.loader.weights import load_model
-from engine.models.decoder import Decoder
-from engine.models.spec import DecoderSpec
-from engine.quantization.layers import quantization_of
+from engine.kv.cache import KVCache, cuda_budget
+from engine.kv.cache_size import cpu_budget, fit_cache
+from engine.kv.cache_specs import block_bytes
+from engine.layers.attention import attention_specs
+from engine.loader.checkpoint import ModelFolder, open_model
+from engine.loader.weights import load_model, read_kv_scales
+from engine.models.causal_lm import CausalLM
+from engine.quantization.select import choose_products, quantization_of
 from engine.report import Ints, SamplingInputs, StepInputs, StepOutputs
 from engine.resolve import resolve
-from engine.sampling.device_outputs import DeviceOutputs, HostSide
+from engine.sampling.sampler import DeviceOutputs
 from engine.sampling.sharded_draw import draw_apart
 from engine.worker.executor import Pending
 from engine.worker.forward import Forward, Passed, logit_rows
 from engine.worker.graph_pool import CudaGraphDevice, GraphPool
 from engine.worker.graph_sizes import graph_sizes, mixed_sizes
 from engine.worker.invariance import check_invariance, fix_products
-from engine.worker.parking import ParkedWeights, give_back, tensors_of
+from engine.worker.offload import OffloadedWeights, give_back, tensors_of
 from engine.worker.sleep import KV_CACHE
-from engine.worker.step_outputs import outputs_of
+from engine.worker.step_outputs import HostSide, outputs_of
 from parallel.group import Group
-from parallel.tuning import choose_methods, choose_quantised
 
 logger = logging.getLogger(__name__)
 
@@ -70,32 +65,31 @@ class ModelRunner:
         self._on_phase = on_phase
         folder = folder or open_model(config.model)
         shrink = config.max_model_len is None
-        config = resolve(config, folder.spec)
+        config = resolve(config, folder.config)
         check_invariance(config, group)
         self.group = group
         self._host_side = HostSide(group.device)
-        self._carry = Carry(group)
+        self._carry = TokenFeedback(group)
         self._draws = None if config.attention_backend == "reference" else select_draws(group.device)
         self.phases: dict[str, float] = dict(folder.phases)
         self._folder = folder
-        self._parks = group.device.type == "cuda"  # a CPU has its weights on the host already
-        self._parked = ParkedWeights(pinned=self._parks)
+        self._offloads = group.device.type == "cuda"  # a CPU has its weights on the host already
+        self._offloaded = OffloadedWeights(pinned=self._offloads)
         self._level = 0  # of sleep
-        self.spec = _without_idle_windows(folder.spec, config.context_len)
+        self.model_config = folder.config
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
-        self._logit_rows = logit_rows(config, self.spec.vocab_size)
+        self._logit_rows = logit_rows(config, self.model_config.vocab_size)
         with current(group.device):
             self._start(shrink)
 
     def _start(self, shrink: bool) -> None:
         """Load, measure, allocate, warm up. shrink: whether a context that does not fit may be made shorter."""
         with self._phase("weights"):
-            self.model: Decoder = self._load()
+            self.model: CausalLM = self._load()
             self._meet()
         self._attention = self._backend(self.config)
-        scaled = self.config.fp8_cache
-        self._kv_scales = read_kv_scales(self._folder.path, self.spec, self.group) if scaled else None
+        self._kv_scales = read_kv_scales(self._folder.path, self.model) if self.config.fp8_cache else ()
         self._cache = self._allocate(1)
         self._forward = self._assemble()
         with self._phase("kv blocks"):
@@ -148,8 +142,8 @@ class ModelRunner:
         self._forward.drop_graphs()
         if level == 2:
             del self.model
-        elif self._parks:
-            self._parked.park(tensors_of(self.model))
+        elif self._offloads:
+            self._offloaded.offload(tensors_of(self.model))
         del self._forward
         self._cache.drop()
         give_back(self.group.device)
@@ -167,10 +161,12 @@ class ModelRunner:
         else:
             if self._level == 2:
                 self.model = self._load()
-                if self._kv_scales is not None:
-                    self._kv_scales.copy_(read_kv_scales(self._folder.path, self.spec, self.group))
+                read = read_kv_scales(self._folder.path, self.model) if self._kv_scales else ()
+                for mine, scale in zip(self._kv_scales, read, strict=True):
+                    if mine is not None and scale is not None:
+                        mine.copy_(scale)
             else:
-                self._parked.restore()
+                self._offloaded.restore()
             self._forward = self._assemble()
         self._meet()
 
@@ -184,20 +180,20 @@ class ModelRunner:
         """Name of the attention backend."""
         return self._attention.name
 
-    def _load(self) -> Decoder:
+    def _load(self) -> CausalLM:
         """Read the weights and choose how they are computed with."""
-        made = quantization_of(self.config, self.spec)
-        model = load_model(self._folder, self.spec, self.config.context_len, self.group, self.dtype, made)
-        device = self.group.device
-        torch_only = self.config.attention_backend == "reference"
-        kernels = TorchKernels() if torch_only else select_kernels(self.spec.head_dim, self.dtype, device)
-        choose_quantised(model, kernels.int8_linear, kernels.quantise_rows)
-        if device.type == "cpu":
-            choose_methods(model, kernels.linear)
-        elif self.config.batch_invariant:
+        made = quantization_of(self.config, self.model_config.quantization)
+        model = load_model(self._folder, self.config.context_len, self.group, self.dtype, made)
+        model.use_kernels(self._kernels)
+        choose_products(model, model.norm.kernels)
+        if self.config.batch_invariant and self.group.device.type == "cuda":
             fix_products(model)
-        model.use_kernels(kernels)
         return model
+
+    def _kernels(self, head_dim: int) -> Kernels:
+        """Return what layers with heads of this size compute with."""
+        torch_only = self.config.attention_backend == "reference"
+        return TorchKernels() if torch_only else select_kernels(head_dim, self.dtype, self.group.device)
 
     def _assemble(self) -> Forward:
         """Return what runs the model over the cache, in graphs where the device can."""
@@ -214,23 +210,19 @@ class ModelRunner:
             self.group.broadcast(torch.zeros(1, device=self.group.device), rank, timeout=START_TIMEOUT)
 
     def _backend(self, config: EngineConfig) -> AttentionBackend:
-        wanted = attention_spec(config, self.spec, self.model.attention_heads, self.group.device)
-        return select_backend(config.attention_backend, wanted)
+        specs, kinds = attention_specs(self.model.cached, config, self.group.device)
+        return select_for_layers(config.attention_backend, specs, kinds)
 
     def _allocate(self, num_blocks: int) -> KVCache:
-        spec, kv_heads = self.spec, self._attention.spec.num_kv_heads
-        size = self._attention.spec.block_size
-        dtype, device = self._attention.spec.cache_dtype, self.group.device
-        return KVCache(spec.num_layers, num_blocks, size, kv_heads, spec.head_dim, dtype, device, self._kv_scales)
+        specs = self.model.cache_specs(self._attention.spec.cache_dtype)
+        return KVCache(specs, num_blocks, self.config.block_size, self.group.device, self._kv_scales)
 
     def _fit_cache(self, shrink: bool) -> EngineConfig:
         """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""
         config = self.config
         if config.num_kv_blocks is not None:
             return config
-        kv_heads = self._attention.spec.num_kv_heads
-        dtype = self._attention.spec.cache_dtype
-        size = block_bytes(self.spec.num_layers, config.block_size, kv_heads, self.spec.head_dim, dtype)
+        size = block_bytes(self.model.cache_specs(self._attention.spec.cache_dtype), config.block_size)
         budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
         mine = torch.tensor([budget // size], dtype=torch.int64, device=self.group.device)
         least = int(self.group.all_gather(mine, dim=0).min())
@@ -285,7 +277,7 @@ class ModelRunner:
         """Run steps in the null block, so that no request waits for what is made, or compiled, at its first use."""
         step = dummy_step(num_tokens, num_seqs, self.config.context_len, self.config.block_size)
         # With all that a step may be asked for: its memory is measured, its kernels are made.
-        sampling = fullest_sampling(step, self._logit_rows, self.spec.vocab_size)
+        sampling = fullest_sampling(step, self._logit_rows, self.model_config.vocab_size)
         self.execute(step, sampling if self.group.rank == 0 else None)
         if self.group.device.type == "cuda":
             # With no more than a filter: what draws from logits as they come, not from a copy in fp32.
@@ -303,8 +295,3 @@ class ModelRunner:
         began = time.perf_counter()
         yield
         self.phases[name] = time.perf_counter() - began
-
-
-def _without_idle_windows(spec: DecoderSpec, context_len: int) -> DecoderSpec:
-    """Drop sliding windows that no sequence can outgrow."""
-    return replace(spec, sliding_windows=tuple(0 if w >= context_len else w for w in spec.sliding_windows))

@@ -1,22 +1,102 @@
-"""From the logits of a step, which come in pieces, to its tokens and the log-probabilities of prompt tokens."""
+"""From the logits of a step to its results: draw and score on the device, then bring what was found to the host."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from engine.device.out_of_memory import out_of_memory_told
-from engine.device.upload import upload
+from engine.device.gpu import as_step_memory_error, upload
 from engine.errors import StepMemoryError
-from engine.report import Ints, PromptScores, SamplingInputs
-from engine.sampling.device_outputs import DeviceLogprobs, DeviceOutputs
-from engine.sampling.draws import TokenDraws
-from engine.sampling.sampler import sample, score
+from engine.report import Ints, Logprobs, PromptScores, SamplingInputs, StepOutputs
+from engine.sampling.gumbel import TokenDraws
+from engine.sampling.sampler import FAILED, STUCK, DeviceLogprobs, DeviceOutputs, sample, score
+from engine.worker.executor import Pending
 
 logger = logging.getLogger(__name__)
+
+
+class HostSide:
+    """Brings what steps leave on one device to the host, without holding up the device or the caller.
+
+    On CUDA the results are copied to pinned memory on a stream of their own, so that the next step, queued behind
+    this one, does not come between. On CPU they are where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def fetch(self, outputs: DeviceOutputs) -> Pending:
+        """Begin to bring `outputs`, made by what is queued on the current stream."""
+        if self._stream is None:
+            return _Fetched(outputs, None)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            copies = _each(outputs, self._to_pinned)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Fetched(copies, arrived)
+
+    def _to_pinned(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor  # a step in the middle of prompts draws nothing, which needs no device
+        if self._stream is not None:
+            tensor.record_stream(self._stream)  # its memory is not given to others before it is read
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class _Fetched(Pending):
+    """Results that are on the host once `arrived` is over."""
+
+    def __init__(self, outputs: DeviceOutputs, arrived: torch.cuda.Event | None) -> None:
+        self._outputs = outputs
+        self._arrived = arrived
+
+    @property
+    @override
+    def has_run(self) -> bool:
+        return self._arrived is None or self._arrived.query()
+
+    @override
+    def result(self) -> StepOutputs:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return on_host(self._outputs)
+
+
+def on_host(outputs: DeviceOutputs) -> StepOutputs:
+    """Return results, whose tensors are on the host, as the engine takes them."""
+    codes = outputs.token_ids.numpy()
+    found = StepOutputs(codes, _logprobs(outputs.logprobs), prompt_logprobs=_logprobs(outputs.prompt_logprobs))
+    if codes.min(initial=0) < 0:
+        found.token_ids = codes.clip(min=0)
+        found.failed = tuple(np.flatnonzero(codes == FAILED).tolist())
+        found.stuck = tuple(np.flatnonzero(codes == STUCK).tolist())
+    if outputs.pooled is not None:
+        found.pooled = outputs.pooled.numpy()
+    return found
+
+
+def _each(outputs: DeviceOutputs, move: Callable[[Tensor], Tensor]) -> DeviceOutputs:
+    def moved(found: DeviceLogprobs | None) -> DeviceLogprobs | None:
+        if found is None:
+            return None
+        ranks = None if found.ranks is None else move(found.ranks)
+        return DeviceLogprobs(move(found.chosen), move(found.top_ids), move(found.top), ranks)
+
+    pooled = None if outputs.pooled is None else move(outputs.pooled)
+    return DeviceOutputs(move(outputs.token_ids), moved(outputs.logprobs), moved(outputs.prompt_logprobs), pooled)
+
+
+def _logprobs(found: DeviceLogprobs | None) -> Logprobs | None:
+    if found is None:
+        return None
+    ranks = None if found.ranks is None else found.ranks.numpy()
+    return Logprobs(found.chosen.numpy(), found.top_ids.numpy(), found.top.numpy(), ranks)
 
 
 def outputs_of(
@@ -62,7 +142,7 @@ class _Scored:
         if self._parts is None:
             return
         try:
-            with out_of_memory_told("the log-probabilities of prompts"):
+            with as_step_memory_error("the log-probabilities of prompts"):
                 self._parts.append(_scores(piece, start, self._prompt))
         except StepMemoryError as error:
             self._parts = None

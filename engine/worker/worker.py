@@ -9,18 +9,17 @@ import torch
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.device.heap import settle_heap
+from engine.device.machine import settle_heap
 from engine.inputs.step_messages import StepReader
+from engine.report import RankTimes
 from engine.resolve import ThreadShare
-from engine.telemetry.times import RankTimes
 from engine.worker.runner import START_TIMEOUT, ModelRunner
 from engine.worker.sleep import TAGS
-from parallel.channel import BroadcastChannel, Channel
+from parallel.channel import BroadcastChannel, Buffer, Channel, Message, pack, unpack
 from parallel.errors import ChannelClosed, RendezvousError
 from parallel.group import Group
-from parallel.packing import Buffer, Message, pack, unpack
+from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
 ARRIVALS = "arrivals"  # part of the rendezvous where workers leave word that they have started
@@ -41,7 +40,7 @@ def worker_main(
 
     config: resolved by the driver. channel_handle: name of the driver's shared-memory ring, None for ranks on other
     hosts, whose steps come over a broadcast. on_step: told the times of each step. Raises whatever ends this rank:
-    the whole gang must then be ended.
+    the whole worker group must then be ended.
     """
     rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
     rendezvous.store(ARRIVALS, START_TIMEOUT).set(str(rank), "here")

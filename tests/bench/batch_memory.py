@@ -21,24 +21,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.batch.answers import Answers
-from cluster.batch.backlog import Backlog
-from cluster.batch.bounds import whole_room
+from cluster.batch.backlog import Backlog, full_bounds
 from cluster.batch.check import check_input
+from cluster.batch.io.manifest import OutputSpec, Style
+from cluster.batch.io.output_files import Finished, write_output
+from cluster.batch.io.source import open_source
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
-from cluster.batch.output.spec import OutputSpec, Style
-from cluster.batch.output.write import Finished, write_output
-from cluster.batch.prepare import Preparer
-from cluster.batch.row_tokens import RowSource
-from cluster.batch.run import BatchRun, RunLimits
-from cluster.batch.sources.source import open_source
-from cluster.batch.tasks import kind_of, task_maker
-from cluster.batch.ticks import Ticks
+from cluster.batch.row_requests import Preparer
+from cluster.batch.row_tasks import kind_of, task_maker
+from cluster.batch.run import BatchLoop, RunLimits
+from cluster.batch.run_row import Answers, RowSource, Ticker
 from cluster.config import resolve_config
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.models.served import served_model
-from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.router.models import served_model
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from engine.request import Request
 from tests.bench.machine import provenance
@@ -92,11 +89,11 @@ async def run_rows(folder: Path) -> None:
     )
     with closing(Ledger.open(folder / "ledger", job, resume=False)) as ledger:
         dispatcher = Dispatcher()
-        backlog = Backlog(whole_room(dispatcher, SEQUENCES, 8192)).of("")
-        ticks = Ticks([ledger.flush, backlog.look])
-        answers = Answers(model, RowSource(MockEngine(), ledger, ticks), Metrics().of("demo", ClusterFigures))
+        backlog = Backlog(full_bounds(dispatcher, SEQUENCES, 8192)).of("")
+        ticker = Ticker([ledger.flush, backlog.adjust])
+        answers = Answers(model, RowSource(MockEngine(), ledger, ticker), Metrics().of("demo", ReplicaSetStats))
         preparer = Preparer(model, "job", 0, 1)
-        await BatchRun(source, tasks.task, preparer, answers, ledger, backlog, ticks, RunLimits()).run()
+        await BatchLoop(source, tasks.task, preparer, answers, ledger, backlog, ticker, RunLimits()).run()
         await dispatcher.close()
         spec = OutputSpec(str(folder / "answers.jsonl"), Style.OPENAI)
         write_output(spec, Finished(job, source, tasks, ledger.results()), folder, ledger.check)

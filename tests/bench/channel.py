@@ -11,8 +11,8 @@ from multiprocessing.connection import Connection
 
 from parallel.channel import BroadcastChannel, Channel
 from parallel.errors import ChannelClosed
+from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.ring import SharedMemoryRing
 from parallel.torch_group import connect
 
 MESSAGE = bytes(range(256)) * 16  # 4 KB

@@ -21,8 +21,8 @@ from ray import serve
 
 from cluster.admission.keys import hash_key, new_key
 from cluster.app import build
-from deploy.chart.__main__ import DEPLOY
-from deploy.chart.monitoring import DASHBOARDS
+from deploy.chart.__main__ import OBSERVABILITY
+from deploy.chart.files import DASHBOARDS
 from tests.bench.all_kinds import Target, load
 from tests.bench.panels import Answer, draw
 from tests.bench.prometheus import Line, Prometheus
@@ -31,7 +31,7 @@ from tests.promql import filled
 
 EVERY = "30s"  # for Grafana's rate interval
 SETTLES = 30.0  # seconds until Ray has told all there is
-RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
+RULES = OBSERVABILITY / "squadron.rules.yaml"
 TENANTS = ("team-a", "team-b", "trial")
 SETTINGS = {
     "model": "demo",

@@ -8,9 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.request import Request
+from cluster.accounts.engine_accounts import EngineAccounts
+from cluster.accounts.flight_recorder import MAX_REQUESTS, FlightRecorder, Wait
+from engine.events import Added, Crowded, Ended, Started
+from engine.report import Finish
+from engine.request import FinishReason, Request, Sequence
 from engine.sampling_params import SamplingParams
-from engine.telemetry.flight import MAX_REQUESTS, FlightRecorder, Wait, WaitLog
 
 EVENTS = 200_000
 NAMES = [f"chatcmpl-{i:032x}@1.{16 * i}" for i in range(4 * MAX_REQUESTS)]
@@ -35,24 +38,25 @@ def full_recorder() -> FlightRecorder:
     return flight
 
 
-def straight_in(waits: WaitLog, request: Request) -> None:
+def straight_in(accounts: EngineAccounts, sequence: Sequence) -> None:
     """Let a request come and start."""
-    waits.arrives(request, 1.0)
-    waits.starts(request, 1.0, preempted=False)
+    accounts.note(Added(sequence.request, 1.0))
+    accounts.note(Started(sequence, 1.0))
 
 
 def measure() -> dict[str, float]:
     """Return microseconds by name."""
-    flight, waits = full_recorder(), WaitLog(full_recorder(), 0.0)
+    flight, accounts = full_recorder(), EngineAccounts(time.monotonic)
+    accounts.flight = full_recorder()
     known, someone = NAMES[MAX_REQUESTS - 1], Request("cmpl-x", (1,), SamplingParams())
+    sequence = Sequence(someone, 0, 1, 1)
+    end = Ended(Finish(sequence, FinishReason.STOP))
     return {
         "event of a new request": each_us(lambda i: flight.note(NAMES[i % len(NAMES)], Wait.BLOCKS)),
         "event of a known request": each_us(lambda i: flight.note(known, Wait.BLOCKS), 50),
-        "step in which the first in the queue waits on": each_us(
-            lambda _: waits.head_waits(someone, Wait.SLOTS, str)
-        ),
-        "arrival and start of a request that did not wait": each_us(lambda _: straight_in(waits, someone)),
-        "end of a request that did not wait": each_us(lambda _: waits.ended("cmpl-y", str)),
+        "step in which the first in the queue waits on": each_us(lambda _: accounts.note(Crowded(1.0))),
+        "arrival and start of a request that did not wait": each_us(lambda _: straight_in(accounts, sequence)),
+        "end of a request that did not wait": each_us(lambda _: accounts.note(end)),
         "look for a story where there is none": each_us(lambda _: flight.story("cmpl-x")),
         "the loop of this measurement": each_us(lambda _: None),
     }

@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 from typing_extensions import override
 
+from cluster.accounts.engine_accounts import EngineAccounts
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs, StepOutputs
@@ -24,7 +25,7 @@ from engine.sampling_params import SamplingParams
 from engine.worker.executor import Done, Executor, Pending
 
 VOCAB = 32_000
-STAGES = ("schedule", "prepare", "update", "report", "ledger")
+STAGES = ("schedule", "prepare", "update", "report", "accounts")
 Stages = dict[str, float]
 
 
@@ -59,6 +60,7 @@ class Load:
         config = EngineConfig("none", max_model_len=8192, max_num_seqs=num_seqs, max_num_batched_tokens=8192)
         self._executor = ReadyTokens()
         self.core = EngineCore(config, self._executor, (2,), VOCAB, num_kv_blocks=num_seqs * 480)
+        self.core.call_on_event(EngineAccounts(self.core.clock).note)
         self._pick = random.Random(0)
         self._output_len = output_len
         self._added = 0
@@ -99,9 +101,9 @@ class Load:
         calls = {
             "schedule": [(core._scheduler, "schedule")],
             "prepare": [(core._launcher._inputs, "prepare")],
-            "update": [(core._scheduler, name) for name in ("advance", "land", "note_births")],
+            "update": [(core._scheduler, name) for name in ("advance", "collect", "note_births")],
             "report": [(core, "_report")],
-            "ledger": [(core._ledger, name) for name in ("idle", "ran")],
+            "accounts": [(core._events, "listener")],
         }
         with ExitStack() as stack:
             for stage, parts in calls.items():

@@ -15,8 +15,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 from PIL import Image
 
-from deploy.dashboards.grafana import COLUMNS, places
-from deploy.dashboards.panel import Dashboard, Panel
+from deploy.observability.grafana import COLUMNS, Dashboard, Panel, places
 from tests.bench.prometheus import Line
 
 INCHES = (18 / COLUMNS, 0.34)  # of one cell of the grid

@@ -29,7 +29,7 @@ from torch import Tensor
 from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.loader.model_folder import open_model
+from engine.loader.checkpoint import open_model
 from engine.resolve import resolve_for
 from engine.sampling_params import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -164,8 +164,8 @@ def _common(mine: list[int], theirs: list[int], start: int) -> int:
 
 def _bytes(dtype: str, quantization: str | None) -> int:
     config = EngineConfig(str(demo_model_path()), dtype=dtype, quantization=quantization)
-    spec = open_model(config.model).spec
-    return footprint_of(resolve_for(config, spec, "cuda"), spec).weight_bytes
+    model = open_model(config.model).config
+    return footprint_of(resolve_for(config, model, "cuda"), model).weight_bytes
 
 
 def _decode(llm: LLM, batch: int) -> float:

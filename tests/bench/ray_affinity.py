@@ -16,8 +16,8 @@ from random import Random
 
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
-from cluster.router.member import LiveRequest, Member
-from cluster.router.routing.candidate import random_two
+from cluster.router.replica_handle import LiveRequest, ReplicaHandle
+from cluster.router.routing_policies import random_two
 
 logging.getLogger("cluster").setLevel(logging.WARNING)  # what was just imported shows all there is
 FIRST_CHARACTER = 0x10000  # a token is one character here, so that matching text is matching tokens
@@ -35,7 +35,7 @@ class RayAffinity:
         self._tree = PrefixTree()
         self._time = 0.0
 
-    def choose(self, live: LiveRequest, pool: Sequence[Member]) -> Member:
+    def choose(self, live: LiveRequest, pool: Sequence[ReplicaHandle]) -> ReplicaHandle:
         """Return the replica of `pool` that `live` should run on."""
         live.predicted = None
         self._time += 1.0
@@ -47,7 +47,7 @@ class RayAffinity:
         self._tree.insert(text, chosen.replica_id, self._time)
         return chosen
 
-    def _matching(self, text: str, by_id: dict[str, Member]) -> list[str]:
+    def _matching(self, text: str, by_id: dict[str, ReplicaHandle]) -> list[str]:
         queues = [member.num_requests for member in by_id.values()]
         if max(queues) - min(queues) > self._imbalanced_threshold:
             return []

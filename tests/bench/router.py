@@ -22,18 +22,15 @@ from multiprocessing.connection import Connection
 
 from typing_extensions import override
 
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts
+from cluster.replica.core import ReplicaCore, ReplicaFacts
 from cluster.router.counters import DispatcherCounters
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.member import LiveRequest, Member
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.token_log import TokenLog
 from cluster.wire import tcp
 from cluster.wire.link import LinkAddress, ReplicaLink
-from cluster.wire.local import connect_local
-from cluster.wire.message_parts import Load
-from cluster.wire.messages import Report, Welcome, decode_down, encode
+from cluster.wire.messages import Load, Report, Welcome, decode_down, encode
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs
@@ -41,6 +38,7 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.worker.executor import Pending
 from tests.bench.host_step import VOCAB, ReadyTokens
+from tests.simulator.links import connect_local
 
 BLOCKS = 40_000
 SINGLE = 1.05  # tokens per chunk that still count as one
@@ -157,7 +155,7 @@ class _NoLink:
 
 def report_us(streams: int, rounds: int = 20_000) -> float:
     """Return the microseconds to decode one report and put its tokens into the logs."""
-    member, counters = Member(_NoLink(), 0.0), DispatcherCounters()
+    member, counters = ReplicaHandle(_NoLink(), 0.0), DispatcherCounters()
     keys = [16 * i for i in range(streams)]
     for i, key in enumerate(keys):
         request = Request(f"r{i}", (1,), SamplingParams(max_tokens=None))

@@ -25,22 +25,21 @@ from random import Random
 
 import psutil
 
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.member import LiveRequest, Member
-from cluster.router.routing.chooser import Chooser
-from cluster.router.routing.prefix_index import PrefixIndex
-from cluster.router.routing.prompt_keys import PromptKeys
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.prefix_index import PrefixIndex, PromptKeys
+from cluster.router.replica_handle import LiveRequest, ReplicaHandle
+from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog
-from cluster.simulator.replica import SimulatedModel, simulated_replica
-from cluster.simulator.step_time import StepTimes
 from cluster.wire import tcp
 from cluster.wire.link import LinkAddress
 from cluster.wire.messages import Welcome
-from engine.kv.prefix_hash import prompt_hashes
+from engine.kv.block_manager import prompt_hashes
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.bench.shared_prefixes import Workload, oracle_hit_tokens
+from tests.simulator.cluster import SimulatedModel, simulated_replica
+from tests.simulator.engine import StepTimes
 
 BLOCK = 16
 LONG_PROMPT = 16_384
@@ -86,7 +85,7 @@ class TimedChooser(Chooser):
         super().__init__(config, index, rng)
         self.times: list[float] = []
 
-    def choose(self, live: LiveRequest, pool: list[Member]) -> Member:
+    def choose(self, live: LiveRequest, pool: list[ReplicaHandle]) -> ReplicaHandle:
         """Choose, with a look at the clock."""
         begin = time.thread_time()
         chosen = super().choose(live, pool)
@@ -103,7 +102,7 @@ async def _flood(addresses: list[LinkAddress], pipe: Connection, live: int, seco
     """Fill the router with `live` requests, let them run, and return the figures."""
     config = DispatcherConfig(stall_timeout=60.0)
     dispatcher = Dispatcher(config, Random(0))
-    chooser = dispatcher._fleet.pool.chooser = TimedChooser(config, dispatcher.caches.index, Random(0))
+    chooser = dispatcher._replicas.selection.chooser = TimedChooser(config, dispatcher.caches.index, Random(0))
     for address in addresses:
         dispatcher.add_link(await tcp.connect(address, "bench"))
     workload = Workload(**{**_fields(WORKLOAD), "requests": live})
@@ -188,7 +187,7 @@ def choices(replicas: int, cached: str, rounds: int = 300) -> tuple[float, float
     """
     pick = Random(0)
     index = PrefixIndex()
-    pool = [Member(_NoLink(f"replica-{i:03}"), 0.0) for i in range(replicas)]
+    pool = [ReplicaHandle(_NoLink(f"replica-{i:03}"), 0.0) for i in range(replicas)]
     prompts = [tuple(pick.choices(range(3, 32000), k=LONG_PROMPT)) for _ in range(8)]
     keys = [PromptKeys(prompt, BLOCK) for prompt in prompts]
     for i, member in enumerate(pool):
@@ -240,7 +239,7 @@ def live_request_bytes(prompt_len: int = 576, tokens: int = 100, count: int = 50
     """
     workload = Workload("one", 0, 0.0, count, prefix=prompt_len - 64)
     requests = [workload.request(i, prompt) for i, prompt in enumerate(workload.prompts())]
-    member = Member(_NoLink("replica-000"), 0.0)
+    member = ReplicaHandle(_NoLink("replica-000"), 0.0)
 
     def fill() -> list[LiveRequest]:
         made = []

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 from random import Random
 
 from cluster.errors import ApiError
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.simulator.cluster import SimulatedCluster
-from cluster.simulator.replica import SimulatedModel
-from cluster.simulator.virtual_time import run_virtually
+from cluster.router.dispatcher_config import DispatcherConfig
 from tests.bench.shared_prefixes import Workload, oracle_hit_tokens
+from tests.simulator.cluster import SimulatedCluster, SimulatedModel
+from tests.simulator.virtual_time import run_virtually
 
 BLOCK = 16
 GROUPS = 64
@@ -58,7 +57,7 @@ def rays(imbalanced_threshold: float) -> tuple[DispatcherConfig, Setup]:
     def setup(dispatcher: Dispatcher) -> None:
         from tests.bench.ray_affinity import RayAffinity  # sets up logging of its own when it is imported
 
-        dispatcher._fleet.pool.chooser = RayAffinity(Random(0), imbalanced_threshold)
+        dispatcher._replicas.selection.chooser = RayAffinity(Random(0), imbalanced_threshold)
 
     return DispatcherConfig(), setup
 

@@ -31,7 +31,8 @@ from typing import Any
 
 import torch
 
-from cluster.config import INGRESSES, parse_config
+from cluster.config import parse_config
+from cluster.config_values import INGRESSES
 from deploy.demo import demo_model_path
 from deploy.serve.haproxy import prepare_haproxy
 from engine.config import EngineConfig

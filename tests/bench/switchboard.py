@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cluster.wire import tcp
-from cluster.wire.link import LinkAddress, LinkLimits
+from cluster.wire.link import LinkAddress, LinkLimits, ReplicaLink
 from tests.chaos.tcp_proxy import TcpProxy
 
 PORT = "SQUADRON_TEST_SWITCHBOARD"
@@ -101,7 +101,7 @@ def reroute() -> None:
     """Have every link that this process opens from now on go through the switchboard (a setup hook of Ray's)."""
     straight, board = tcp.connect, int(os.environ[PORT])
 
-    async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | None = None) -> tcp.TcpReplicaLink:
+    async def connect(address: LinkAddress, router_id: str, limits: LinkLimits | None = None) -> ReplicaLink:
         reader, writer = await asyncio.open_connection(HOST, board)
         writer.write(f"{os.getpid()} {address.port}\n".encode())
         port = int(await reader.readline())

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
-from engine.loader.model_folder import open_model
+from engine.loader.checkpoint import open_model
+from engine.models.llama import read_rope
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import part_checks, part_load
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime
@@ -83,7 +84,7 @@ def test_checkpoints_have_every_tensor_that_transformers_wants(shape, tmp_path):
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == tiny(shape).stored_weights
-    assert open_model(str(folder)).spec.rope.theta == shape.rope_theta
+    assert read_rope(open_model(str(folder)).config.hf, shape.head_dim).theta == shape.rope_theta
     logits = model(torch.arange(10, 42)[None]).logits.detach()
     assert 1.5 < float(logits.std()) < 6 and len(logits.argmax(-1).unique()) > 16
     stamp = folder.stat().st_mtime_ns

@@ -16,7 +16,7 @@ import torch
 
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu.bench import Bench
-from tests.bench.gpu.child import TRACEBACK, Ended, last_words, run_group
+from tests.bench.gpu.child import TRACEBACK, Ended, exit_reason, run_group
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.results import Results
 from tests.bench.gpu.scale import TINY
@@ -241,9 +241,9 @@ def test_the_last_words_are_those_of_the_error():
     before = (
         f"a warning\n{TRACEBACK}  File 1\nKeyError: 1\n\nDuring handling, another:\n\n{TRACEBACK}  File 2\n    x\n"
     )
-    assert last_words(before + "RuntimeError: CUDA error\nCompile with ...\n") == "RuntimeError: CUDA error"
-    assert last_words("some\nlast line\n\n") == "last line"
-    assert last_words("") == last_words("\n \n") == ""
+    assert exit_reason(before + "RuntimeError: CUDA error\nCompile with ...\n") == "RuntimeError: CUDA error"
+    assert exit_reason("some\nlast line\n\n") == "last line"
+    assert exit_reason("") == exit_reason("\n \n") == ""
 
 
 def test_how_a_process_ended_is_said_in_words():

@@ -43,6 +43,7 @@ def test_the_tests_of_a_gpu_are_collected_and_say_why_they_are_skipped():
     assert "failed" not in run.stdout and "error" not in run.stdout.lower()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_figure_is_measured_or_says_what_it_lacks(tmp_path):
     results = tmp_path / "r.json"

@@ -190,16 +190,16 @@ def cut_when(reached):
 def test_checks_that_are_cut_off_go_on_behind_what_passed(files, monkeypatch):
     run, bench = files
     text = "def test_one(): pass\ndef test_two():\n    while not os.path.exists('{0}'): time.sleep(0.1)"
-    gate = bench.results.path.with_name("gate")
+    admission = bench.results.path.with_name("gate")
     outcomes = bench.results.path.with_name("r.checks.jsonl")
     with monkeypatch.context() as patch, pytest.raises(OutOfTime):
         patch.setattr(part_checks.subprocess, "run", cut_when(lambda: len(read(outcomes)) == 2))
-        run(slow=text.format(gate))
+        run(slow=text.format(admission))
     assert [one.outcome for one in read(outcomes).values()] == ["passed", "began"]
     assert not bench.results.rows
-    gate.touch()
-    assert run(slow=text.format(gate))["slow"].value == 2
+    admission.touch()
+    assert run(slow=text.format(admission))["slow"].value == 2
     assert outcomes.read_text().count("test_one") == 2, "begun once, ended once"
     bench.again = True
-    assert run(slow=text.format(gate))["slow"].value == 2
+    assert run(slow=text.format(admission))["slow"].value == 2
     assert outcomes.read_text().count("test_one") == 2, "run again from the start"

@@ -114,8 +114,8 @@ def test_a_decode_step_walks_through_the_engine_and_its_layers():
     walk = told(walk_decode())
     assert next(iter(walk["rest"])) == "engine/core.py", "the step begins there"
     assert {"engine/scheduler/scheduler.py", "engine/worker/local_executor.py"} <= walk["rest"].keys()
-    assert "engine/kv/prefix_hash.py" in walk["rest"], "a block is filled"
-    assert {"engine/models/decoder.py", "parallel/linear.py"} <= walk["layers"].keys()
+    assert "engine/kv/block_manager.py" in walk["rest"], "a block is filled"
+    assert {"engine/models/causal_lm.py", "parallel/linear.py"} <= walk["layers"].keys()
     assert walk["files"] == walk["files_of_rest"] + walk["files_of_layers"]
     assert sum(walk["files_by_folder"].values()) == walk["files"]
 
@@ -125,10 +125,10 @@ def test_a_chat_request_walks_from_the_gate_to_the_engine():
     order = [
         "cluster/http/gate.py",
         "cluster/openai/validation.py",
-        "cluster/admission/fair_gate.py",
-        "cluster/router/attempts.py",
-        "cluster/wire/pipe.py",
-        "cluster/replica/intake.py",
+        "cluster/admission/admission_queue.py",
+        "cluster/router/placement.py",
+        "cluster/wire/messages.py",
+        "cluster/replica/core.py",
         "engine/scheduler/admission.py",
         "engine/worker/runner.py",
     ]  # none of which a timer calls
@@ -137,7 +137,7 @@ def test_a_chat_request_walks_from_the_gate_to_the_engine():
 
 def test_the_tables_hold_what_is_measured(tree):
     house = count_house(tree)
-    walk = told({"engine/core.py": 3, "engine/models/decoder.py": 1234})
+    walk = told({"engine/core.py": 3, "engine/models/causal_lm.py": 1234})
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*house_tables(house), walk_table("decode", walk))
     shown = console.export_text()

@@ -14,19 +14,18 @@ from pathlib import Path
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SpanExporter
 
-from cluster.router.member import LiveRequest
+from cluster.accounts.flight_recorder import FlightRecorder
+from cluster.router.replica_handle import LiveRequest
 from cluster.router.token_log import TokenLog
 from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.telemetry.tracing.engine_spans import EngineSpans
-from cluster.telemetry.tracing.exporters import FileExporter
-from cluster.telemetry.tracing.provider import Tracing, tracing_with
+from cluster.telemetry.tracing.provider import FileExporter, Tracing, tracing_with
 from cluster.token_source import NO_CONTEXT, CallContext
-from cluster.wire.message_parts import TraceContext
+from cluster.wire.messages import TraceContext
 from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 from engine.sampling_params import SamplingParams
-from engine.telemetry.flight import FlightRecorder
 from tests.bench.flight import each_us
 
 TIMES = 2000
@@ -58,10 +57,10 @@ def routed(tracing: Tracing, carrier: dict[str, str]) -> None:
     one = live(CallContext(trace=trace))
     if trace is None or one.trace is None:
         return
-    one.trace.attempt(one, "replica")
+    one.begin_attempt_trace("replica")
     one.trace.sent()
     one.trace.attempt_over()
-    one.trace.end(one)
+    one.end_trace()
     trace.end({"http.response.status_code": 200})
 
 

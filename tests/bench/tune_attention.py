@@ -1,6 +1,6 @@
 """Finds the fastest sizes of the Triton attention kernels on this GPU: `python -m tests.bench.tune_attention`.
 
-Prints a row for `MEASURED` of engine/attention/tuned.py, and what it was measured on. Nothing else may run then.
+Prints a row for `MEASURED` of engine/attention/triton_fit.py, and what it was measured on. Nothing else may run then.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from engine.attention.base import AttentionSpec
-from engine.attention.tuned import OVERLAPPING, Tile, Tuning, padded, shape_of, unmeasured
+from engine.attention.triton_fit import OVERLAPPING, Tile, Tuning, padded, shape_of, unmeasured
 from tests.bench.gpu.machine import machine
 from tests.bench.gpu.part_attention import Case, calls_of, plain_spec
 from tests.bench.gpu.timing import rotations, seconds_per_call

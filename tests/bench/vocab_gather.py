@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import time
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 
 from engine.inputs.step_tensors import dummy_sampling
-from engine.models.decoder import Decoder
+from engine.layers.embedding import ParallelLMHead
+from engine.models.causal_lm import CausalLM
 from engine.report import SamplingInputs
 from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import draw_apart, pack_draws
-from parallel.embedding import ParallelLMHead
 from parallel.group import Group
 from tests.parallel.parallel_ranks import crew
 
@@ -40,9 +39,9 @@ class Head:
         self.head.weight.data.normal_(generator=torch.Generator().manual_seed(group.rank))
         self.group = group
         self.norm = torch.nn.Identity()
-        self.spec = SimpleNamespace(vocab_size=VOCAB, logits_softcap=0.0)
+        self.vocab_size = VOCAB
 
-    logits, own_logits, _capped = Decoder.logits, Decoder.own_logits, Decoder._capped
+    logits, own_logits, _capped = CausalLM.logits, CausalLM.own_logits, CausalLM._capped
 
 
 def kinds(rows: int) -> dict[str, SamplingInputs]:
@@ -112,7 +111,7 @@ def measure() -> dict[str, dict[str, float]]:
             found |= rounds(group)
 
         here.__module__, here.__name__ = __name__ if __name__ != "__main__" else "tests.bench.vocab_gather", "check"
-        with crew(2, shared_memory=shared) as ranks:
+        with crew(2, "memory" if shared else "sockets") as ranks:
             ranks.run(here)
         results[name] = found
     return results

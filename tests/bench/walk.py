@@ -14,7 +14,8 @@ comprehension as a function; what has no file (the `__init__` of dataclasses) is
   that not all of them call: what a timer did meanwhile belongs to no request.
 
 `layers` of a walk are the files of the model's arithmetic: those below the folders in `LAYERS`, and those of
-parallel/ that speak of torch's `nn`. The others are `rest`: they decide what is computed, and carry it about.
+parallel/ that speak of torch's `nn`. The others are `rest`: they decide what is computed, and carry it about. Of the
+chat's rest, `outside_the_step` are those that a decode step does not call.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from tests.clients.model import write_model
 from tests.clients.server import MODEL, app_around
 
 ROOT = Path(__file__).parents[2]
-LAYERS = ("engine/models/", "engine/attention/", "engine/kernels/")
+LAYERS = ("engine/models/", "engine/layers/", "engine/quantization/", "engine/attention/", "engine/kernels/")
 SEQUENCES = 8
 BLOCK = 16
 STEPS_BEFORE = 28  # of decoding; in the next, with these prompts, a block is filled and one is begun
@@ -168,18 +169,22 @@ def is_layer(path: str, root: Path = ROOT) -> bool:
     return path.startswith(LAYERS)
 
 
-def told(calls: Calls) -> dict[str, Any]:
-    """Return the figures of a walk."""
+def told(calls: Calls, step: Calls | None = None) -> dict[str, Any]:
+    """Return the figures of a walk. step: the walk of a decode step, whose files are told apart."""
     layers = {path: count for path, count in calls.items() if is_layer(path)}
     rest = {path: count for path, count in calls.items() if path not in layers}
     folders = Counter(path.rpartition("/")[0] for path in calls)
     figures = {"files": len(calls), "files_of_layers": len(layers), "files_of_rest": len(rest)}
+    if step is not None:
+        figures["files_outside_the_step"] = len(rest.keys() - step.keys())
     return figures | {"calls": sum(calls.values()), "files_by_folder": dict(folders), "layers": layers, "rest": rest}
 
 
 def walk_table(title: str, walk: dict[str, Any]) -> Table:
     """Lay out a walk."""
     counts = f"{walk['files']} files, {walk['files_of_layers']} of layers; {walk['calls']:,} calls"
+    if "files_outside_the_step" in walk:
+        counts += f"; {walk['files_outside_the_step']} neither of layers nor of a decode step"
     table = Table("", Column("file", no_wrap=True), Column("calls", justify="right"), title=f"{title}: {counts}")
     for part in ("rest", "layers"):
         table.add_section()
@@ -221,8 +226,9 @@ def main() -> None:
     output = parser.parse_args().output
     torch.set_num_threads(1)
     house = count_house(ROOT)
-    walks = {"decode": told(walk_decode()), "decode_of_two_ranks": told(walk_decode(2))}
-    walks["chat"] = told(asyncio.run(walk_chat()))
+    step = walk_decode()
+    walks = {"decode": told(step), "decode_of_two_ranks": told(walk_decode(2))}
+    walks["chat"] = told(asyncio.run(walk_chat()), step)
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(*house_tables(house))
     for name, walk in walks.items():

@@ -17,12 +17,12 @@ from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.worker.executor_start import drive_gang, prepare_model
+from engine.worker.executor_start import drive_worker_group, prepare_model
 from engine.worker.worker import run_worker
 from parallel.errors import ChannelError
 from parallel.launcher import launch
 from parallel.rendezvous import Rendezvous
-from parallel.segment import Segment
+from parallel.shared_memory import Segment
 
 STEP_TIMEOUT = 2.0
 
@@ -40,7 +40,7 @@ def main() -> None:
     Segment.create = staticmethod(no_segment)  # type: ignore[method-assign, assignment]
     rendezvous = Rendezvous.create()
     workers = launch(2, run_worker, (config, 2, rendezvous.address, None))
-    executor, info = drive_gang(config, folder, rendezvous, None, workers)
+    executor, info = drive_worker_group(config, folder, rendezvous, None, workers)
     core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
     core.add(Request("r", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)))
     for _ in range(10):

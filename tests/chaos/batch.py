@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
-from deploy.serve.local_ray import kill_all
+from deploy.cli.processes import kill_all
 from tests.chaos.batch_driver import TALLY
+from tests.lifetime import DIE_WITH_PARENT
 
 CREATED = "1700000000"
 SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 3}
@@ -31,6 +32,8 @@ WORDS = ("def", "class", "import os", "for line in", "return", "with open(", "if
 DRIVER, REPLICA, RANK, TORN, FULL = "driver", "replica", "worker rank", "torn write", "full disk"
 KINDS = (DRIVER, REPLICA, RANK, TORN, FULL)
 END_SECONDS = 600.0
+# The driver as `__main__` of its file, as `python FILE` runs it.
+PROGRAM = DIE_WITH_PARENT + "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 STARTER = Path(__file__).with_name("batch_driver.py")
 
 
@@ -78,7 +81,10 @@ class BatchProcess:
         disk = "" if room is None else str(room)
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", str(STARTER), disk, str(self.log.with_suffix(".tally")), "batch", *arguments],
+                [
+                    *(sys.executable, "-P", "-c", PROGRAM, str(STARTER)),
+                    *(disk, str(self.log.with_suffix(".tally")), "batch", *arguments),
+                ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

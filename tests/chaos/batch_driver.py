@@ -19,7 +19,7 @@ TALLY = struct.Struct("<qq")  # tokens of output; tokens of prompts and of answe
 
 def fill_up(room: int) -> None:
     """Have the ledger's disk take `room` more bytes, the last write in part."""
-    from cluster.batch.ledger import frame_file
+    from cluster.batch.ledger import row_files
 
     def write(fd: int, data: bytes) -> int:
         nonlocal room
@@ -29,17 +29,17 @@ def fill_up(room: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return written
 
-    frame_file.os = types.SimpleNamespace(**{**vars(os), "write": write})
+    row_files.os = types.SimpleNamespace(**{**vars(os), "write": write})
 
 
 def count_into(path: Path) -> None:
     """Keep the tally of what arrives in `path`, at every report of a replica."""
-    from cluster.router import member
+    from cluster.router.replica_handle import ReplicaHandle
 
     path.write_bytes(bytes(TALLY.size))
     with path.open("r+b") as file:
         tally = mmap.mmap(file.fileno(), TALLY.size)
-    read, progressed = member.Member.read, member.Member.progressed
+    read, progressed = ReplicaHandle.read, ReplicaHandle.progressed
 
     def noted(method):
         def call(*arguments):
@@ -50,7 +50,7 @@ def count_into(path: Path) -> None:
 
         return call
 
-    member.Member.read, member.Member.progressed = noted(read), noted(progressed)
+    ReplicaHandle.read, ReplicaHandle.progressed = noted(read), noted(progressed)
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
         fill_up(int(room))
     if counts:
         count_into(Path(counts))
-    from deploy.cli.main import main as command
+    from deploy.main import main as command
 
     command()
 

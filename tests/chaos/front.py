@@ -16,19 +16,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import RouterLossGuard
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts
-from cluster.router.dispatch_config import DispatcherConfig
+from cluster.ingress.router_side import IngressCheck
+from cluster.replica.core import ReplicaCore, ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
-from cluster.wire.local import connect_local
+from cluster.router.dispatcher_config import DispatcherConfig
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests.chaos.streams import Stream, client_of, read_stream
 from tests.cluster.cluster_lab import CheckedCore, until
 from tests.fake_executor import FakeExecutor
 from tests.openai_app import MODEL, app_for, served_model, serving
+from tests.simulator.links import connect_local
 
 BLOCK = 16
 CONTEXT = 8000

@@ -11,9 +11,9 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.replica.facts import ReplicaTimes
-from cluster.router.dispatch_config import DispatcherConfig
+from cluster.replica.core import ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
 from engine.request import Request
 from engine.sampling_params import SamplingParams

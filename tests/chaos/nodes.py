@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from deploy.serve.local_ray import descendants, kill_all
+from deploy.cli.processes import descendants, kill_all
 from tests.chaos.invariants import Invariants, alive
 from tests.chaos.streams import Stream, check_exact, client_of, greedy_or_seeded, read_all
 from tests.chaos.strike import Strike

@@ -10,8 +10,8 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
-from cluster.replica import worker_actor
-from cluster.replica.worker_actor import RayGang
+from cluster.replica import worker_group as worker_actor
+from cluster.replica.worker_group import RayWorkerGroup
 from engine.errors import EngineDeadError
 from tests.e2e.harness import eventually, processes
 
@@ -30,7 +30,7 @@ def group(serve_port: int) -> Iterator[PlacementGroup]:
 def test_rank_that_finds_no_room_is_named_in_time(group: PlacementGroup) -> None:
     before = {process.pid for process in processes("ray::WorkerActor")}
     with pytest.raises(EngineDeadError, match=r"rank 2 was not started within 10 s"):
-        RayGang(group, (*BUNDLES[:2], {"CPU": 0.5}), timeout=10)
+        RayWorkerGroup(group, (*BUNDLES[:2], {"CPU": 0.5}), timeout=10)
     eventually(lambda: {process.pid for process in processes("ray::WorkerActor")} <= before, "rank 1 has ended too")
 
 
@@ -46,4 +46,4 @@ def test_rank_that_dies_in_its_constructor_is_named_at_once(
 
     monkeypatch.setattr(worker_actor, "WorkerActor", Doomed)
     with pytest.raises(EngineDeadError, match="rank 1 died while it was started"):
-        RayGang(group, BUNDLES, timeout=60)
+        RayWorkerGroup(group, BUNDLES, timeout=60)

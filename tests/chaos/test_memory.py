@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from cluster.errors import ApiError
-from engine.device.out_of_memory import out_of_memory_told
+from engine.device.gpu import as_step_memory_error
 from engine.errors import StepMemoryError
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
-from parallel.launcher import launch
-from parallel.memory_deaths import COUNTERS, MemoryDeaths
+from parallel.launcher import COUNTERS, MemoryDeaths, launch
 from tests.chaos.hungry import take_all
 from tests.chaos.lab import TIMES, NetLab, long_request
 from tests.cluster.cluster_lab import GatedExecutor, Lab, LabReplica, oracle, until
@@ -90,12 +89,12 @@ async def test_a_request_that_no_memory_is_enough_for_leaves_an_engine_that_serv
     ],
 )
 def test_what_torch_says_of_memory_is_known_and_nothing_else_is_taken_for_it(raised: Exception, told: bool) -> None:
-    with pytest.raises(StepMemoryError if told else RuntimeError), out_of_memory_told():
+    with pytest.raises(StepMemoryError if told else RuntimeError), as_step_memory_error():
         raise raised
 
 
 def test_an_allocation_that_the_system_refuses_is_known_as_such() -> None:
-    with pytest.raises(StepMemoryError), out_of_memory_told():
+    with pytest.raises(StepMemoryError), as_step_memory_error():
         torch.empty(2**50, dtype=torch.uint8)
 
 

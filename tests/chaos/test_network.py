@@ -9,14 +9,14 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.replica.facts import ReplicaTimes
+from cluster.replica.core import ReplicaTimes
 from cluster.wire import tcp
-from cluster.wire.faulty import FaultPlan
 from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Report, Submit
 from tests.bench.switchboard import PORT, Switchboard, reroute
 from tests.chaos.lab import SCALE, NetLab, long_request
 from tests.cluster.cluster_lab import FREE_RUN, GatedExecutor, Lab, LabReplica, oracle, until
+from tests.simulator.links import FaultPlan
 
 REQUESTS = 16
 FEW_STEPS = 15  # in which no request of 20 tokens can end

@@ -22,8 +22,8 @@ from engine.report import StepInputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor
+from parallel.channel import Buffer
 from parallel.errors import ChannelError
-from parallel.packing import Buffer
 from tests.parallel.parallel_ranks import crew
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ import pytest
 from deploy.demo import demo_model_path
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.loader.checksums import SUMS_FILE, check_sums
+from engine.loader.checkpoint import SUMS_FILE, check_sums
 from engine.worker.executor_start import CHECKSUMS, build_executor, prepare_model
 from tests.chaos.lab import NetLab, long_request
 from tests.cluster.cluster_lab import oracle

@@ -6,31 +6,16 @@ import json
 
 import openai
 import pytest
-from ray import serve
 
 from tests.chaos.batch import rows, write_rows
-from tests.e2e.harness import (
-    App,
-    deploy,
-    eventually,
-    kill,
-    processes,
-)
+from tests.e2e.harness import APP, App, eventually, kill, processes
 
-NAME = "batches"
 END_SECONDS = 120.0
 
 
 @pytest.fixture(scope="module")
-def app(serve_port, tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("batches"))
-    yield deploy(serve_port, NAME, model="demo", replicas=2, cpus_per_worker=0.5, batch_dir=folder)
-    serve.delete(NAME)
-
-
-@pytest.fixture(scope="module")
-def client(app: App):
-    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=8)
+def client(demo_app: App):
+    return openai.OpenAI(base_url=f"{demo_app.url}/v1", api_key="none", max_retries=8)
 
 
 def requests(count, tokens=60):
@@ -72,27 +57,27 @@ def answers(client, file_id):
 
 
 @pytest.mark.timeout(300)
-def test_a_batch_outlives_its_runner_a_router_and_a_replica(app, client, tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", requests(300, 120))
+def test_a_batch_outlives_its_runner_a_router_and_a_replica(demo_app, client, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", requests(160, 120))
     quiet = ended(client, started(client, path))
     assert quiet.status == "completed"
     undisturbed = answers(client, quiet.output_file_id)
-    assert len(undisturbed) == quiet.request_counts.completed == 300 - quiet.request_counts.failed
+    assert len(undisturbed) == quiet.request_counts.completed == 160 - quiet.request_counts.failed
 
     batch = started(client, path)
-    for title, done in [("Batches", 10), ("Replica", 60), ("Router", 120)]:
+    for title, done in [("Batches", 10), ("Replica", 60), ("Router", 100)]:
         assert until_done(client, batch, done).status == "in_progress"
-        kill(processes(f"ray::ServeReplica:{NAME}:{title}")[0])
+        kill(processes(f"ray::ServeReplica:{APP}:{title}")[0])
     batch = ended(client, batch)
     assert batch.status == "completed"
     assert answers(client, batch.output_file_id) == undisturbed
     errors = [json.loads(line)["custom_id"] for line in client.files.content(batch.error_file_id).text.splitlines()]
     assert len(errors) == len(set(errors)) == batch.request_counts.failed > 0
-    app.wait_whole()
+    demo_app.wait_whole()
 
 
 @pytest.mark.timeout(120)
-def test_a_batch_is_cancelled_and_listed_and_its_files_deleted(app, client, tmp_path):
+def test_a_batch_is_cancelled_and_listed_and_its_files_deleted(client, tmp_path):
     batch = started(client, write_rows(tmp_path / "rows.jsonl", requests(300, 200)))
     with pytest.raises(openai.ConflictError, match="used by batch"):
         client.with_options(max_retries=0).files.delete(batch.input_file_id)

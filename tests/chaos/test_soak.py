@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.bench.siege import SAME
 from tests.bench.soak import ABORTED, Soak, slope_of
 from tests.e2e.harness import App
 
 
-async def test_streams_aborts_and_random_kills_break_no_promise(demo_app: App) -> None:
-    report = await Soak(demo_app, seconds=10, streams=12, tokens=120, seed=7, kill_every=2).run()
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [10, pytest.param(60, marks=pytest.mark.long)])
+async def test_streams_aborts_and_random_kills_break_no_promise(demo_app: App, seconds: int) -> None:
+    report = await Soak(demo_app, seconds, streams=12, tokens=120, seed=7, kill_every=2).run()
     assert not report.problems
     assert report.victims, "nothing was killed"
     assert report.outcomes[ABORTED], "nobody gave up"

@@ -15,14 +15,14 @@ from ray import serve
 from safetensors.torch import load_file, save_file
 
 from cluster.app import build
-from cluster.lifecycle.app_memory import AppMemory
+from cluster.lifecycle.rollback import AppMemory
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
 from tests.chaos.traffic import Traffic
 from tests.e2e.harness import App, deploy, eventually, kill, processes
 
 NAME = "updates"
-STREAMS = 8
+STREAMS = 4
 pytestmark = pytest.mark.timeout(400)  # a bad version is tried three times, beside streams and whatever else runs
 SETTINGS: dict[str, Any] = {
     "model": "demo",

@@ -10,7 +10,7 @@ import openai
 import pytest
 import ray
 
-from cluster.replica.flight_dump import PREFIX
+from cluster.replica.host import PREFIX
 from deploy.cli.why import FOUND, show_why
 from tests.chaos.strike import Strike
 from tests.e2e.harness import App, kill, worker_processes

@@ -1,4 +1,4 @@
-"""The client libraries: what each installs, and the script that uses it. `docs/clients.md` says what was tried."""
+"""The client libraries: what each installs, and the script that uses it (docs/guides/clients.md)."""
 
 from __future__ import annotations
 

@@ -20,20 +20,17 @@ import uvicorn
 
 from cluster.config import ClusterConfig, resolve_config
 from cluster.http.app import build_app
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts
+from cluster.replica.core import ReplicaCore, ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.gate_start import dispatcher_config, fair_gate
-from cluster.router.models.front import ModelFront
-from cluster.router.models.registry import Models
-from cluster.router.models.served import served_model
-from cluster.telemetry.metrics import ClusterFigures, Metrics
-from cluster.wire.local import connect_local
+from cluster.router.live_model import admission_queue, dispatcher_config
+from cluster.router.models import ModelFront, Models, served_model
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from engine.core import EngineCore
-from engine.grammar.process import GrammarService
+from engine.grammar.compile_service import GrammarService
 from engine.text.tokenizer import Tokenizer
 from engine.worker.executor_start import ModelInfo, build_executor
 from tests.clients.model import write_model
+from tests.simulator.links import connect_local
 
 MODEL = "demo"
 
@@ -49,8 +46,8 @@ async def app_around(config: ClusterConfig) -> AsyncIterator[object]:
     dispatcher = Dispatcher(dispatcher_config(config))
     dispatcher.add_link(await connect_local(replica.serve, "router"))
     metrics = Metrics()
-    figures = metrics.of(config.model_id, ClusterFigures)
-    front = ModelFront(served_model(config), fair_gate(config, dispatcher), figures, ready=lambda: True)
+    figures = metrics.of(config.model_id, ReplicaSetStats)
+    front = ModelFront(served_model(config), admission_queue(config, dispatcher), figures, ready=lambda: True)
     try:
         yield build_app(Models([front]), metrics, lambda: {"ready": True, "replicas": []})
     finally:

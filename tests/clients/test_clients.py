@@ -56,10 +56,10 @@ def test_versions_are_pinned(client):
 
 
 def test_the_page_names_each_library_at_the_version_that_is_installed():
-    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "clients.md").read_text()
     for client in CLIENTS:
         for package in client.packages:
-            assert package in page, f"docs/clients.md does not name {package}"
+            assert package in page, f"docs/guides/clients.md does not name {package}"
 
 
 def test_the_scripts_checks_are_told_line_by_line(tmp_path):

@@ -8,14 +8,11 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
 from cluster.replica.grammar_start import Grammars
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
-from cluster.wire.faulty import FaultPlan, FaultyLink
+from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire.link import LOST, RouterLink
-from cluster.wire.local import connect_local
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
@@ -23,6 +20,7 @@ from engine.report import EngineStats, SamplingInputs, StepInputs, StepOutputs, 
 from engine.request import Request
 from tests.engine.engine_driver import EOS, VOCAB, expected, request
 from tests.fake_executor import FakeExecutor
+from tests.simulator.links import FaultPlan, FaultyLink, connect_local
 
 if TYPE_CHECKING:
     from cluster.telemetry.tracing.engine_spans import EngineSpans

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+TABLE = (ROOT / "docs" / "design" / "faults.md").read_text(encoding="utf-8")
 SCENARIOS = 43
 HOLES = 22
 REASON = re.compile(r"none(?: that \w+ \w+)?: \w+.{20,}")  # "none: why", "none that sends packets: why"

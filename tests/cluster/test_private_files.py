@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from cluster.accounts.flight_recorder import FlightRecorder, Wait
 from cluster.batch.check import _Ids
+from cluster.batch.io.source import spooled
 from cluster.batch.ledger.ledger import Ledger
-from cluster.batch.ledger.records import Progress
-from cluster.batch.server import batches, files, lease
-from cluster.batch.server.local_root import DRAFTS, OURS, LocalRoot
-from cluster.batch.sources.standard_input import spooled
+from cluster.batch.ledger.records import NewTokens
+from cluster.batch.server import batch_store, file_store, lease
+from cluster.batch.server.root import DRAFTS, OURS, LocalRoot
 from cluster.deployments import batches as worker
 from cluster.private_files import close_to_others
-from cluster.replica.flight_dump import dump_flight
-from cluster.telemetry.tracing.exporters import FileExporter
+from cluster.replica.host import dump_flight
+from cluster.telemetry.tracing.provider import FileExporter
 from deploy.serve.environment import _ensure_token
-from engine.telemetry.flight import FlightRecorder, Wait
-from parallel.segment import Segment
+from parallel.shared_memory import Segment
 from tests.cluster.batch.test_batch_ledger import JOB, done
 from tests.openai_app import client_for, served_model
 from tests.storage_app import BATCH, FORM, storing_app, two_tenants, upload_form
@@ -82,7 +82,15 @@ async def test_a_directory_that_is_there_keeps_its_modes_and_what_is_ours_in_it_
 
 
 def test_all_folders_of_a_store_are_known_to_it():
-    known = {batches.FOLDER, batches.OPEN, files.FOLDER, files.DELETING, lease.SIGNS, worker.LEDGERS, DRAFTS}
+    known = {
+        batch_store.FOLDER,
+        batch_store.OPEN,
+        file_store.FOLDER,
+        file_store.DELETING,
+        lease.SIGNS,
+        worker.LEDGERS,
+        DRAFTS,
+    }
     assert set(OURS) == known
 
 
@@ -104,7 +112,7 @@ def test_the_ledger_of_a_batch(tmp_path, there):
     with closing(Ledger.open(folder, JOB, resume=False)) as ledger:
         for row in range(JOB.rows - 1):
             ledger.note_done(done(row))
-        ledger.note_tokens(Progress(JOB.rows - 1, 0, 0, (5, 6)))
+        ledger.note_tokens(NewTokens(JOB.rows - 1, 0, 0, (5, 6)))
         ledger.flush()
         assert len(list(folder.iterdir())) >= 4
         assert open_to_others(folder) == {}

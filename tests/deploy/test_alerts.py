@@ -8,12 +8,19 @@ import pytest
 import yaml
 
 from cluster.app import BATCHES, ROUTER
-from cluster.router.models.deployments import ONE
+from cluster.resources import ONE
 from cluster.wire.link import ENDS, PEER_ALIVE
-from deploy.alerts.rules import rules_text
-from deploy.alerts.scope import EVERYTHING, NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
-from deploy.alerts.table import DEPLOYMENTS, TTFT_MARK, alerts
-from deploy.chart.__main__ import CHART, DEPLOY
+from deploy.chart.__main__ import CHART, OBSERVABILITY
+from deploy.observability.alerts import (
+    DEPLOYMENTS,
+    EVERYTHING,
+    NAMESPACE_MARK,
+    RAYSERVICE_MARK,
+    RELEASE,
+    TTFT_MARK,
+    alerts,
+    rules_text,
+)
 from tests.deploy.alert_cases import (
     CASES,
     MINUTES,
@@ -37,7 +44,7 @@ OTHERS = (  # clusters and namespaces beside the release llm in the namespace se
     ("llm-x7k2p", "elsewhere"),
     ("", ""),
 )
-RULES = DEPLOY / "alerts" / "squadron.rules.yaml"
+RULES = OBSERVABILITY / "squadron.rules.yaml"
 
 
 def test_every_alert_names_figures_and_labels_that_exist() -> None:
@@ -79,7 +86,7 @@ def test_names_are_unique_and_each_alert_has_a_case() -> None:
 
 
 def test_the_page_on_operations_has_every_alert() -> None:
-    page = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (OBSERVABILITY.parents[1] / "docs" / "guides" / "operations.md").read_text(encoding="utf-8")
     for alert in ALERTS.values():
         lasting = "at once" if alert.lasting == "0m" else alert.lasting
         assert f"| `{alert.name}` | {lasting} | {alert.severity} |" in page

@@ -8,16 +8,15 @@ import sys
 
 import pytest
 
-from deploy.capacity.command import plan_capacity
 from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, fit
 from deploy.capacity.gpus import GPUS, gpu_named
-from deploy.capacity.load import Load, Replica, Wanted, serve_load
-from deploy.capacity.roofline import Roofline
-from deploy.cli.main import explain
-from deploy.cli.sizes import GIB
+from deploy.capacity.load import Load, Replica, Roofline, Wanted, serve_load
+from deploy.capacity.plan import plan_capacity
+from deploy.cli.terminal import GIB
+from deploy.main import explain
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.models.registry import architecture_of
+from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
 from tests.engine.worker.test_footprint import LLAMA_70B
 
@@ -29,12 +28,8 @@ LLAMA_8B = LLAMA_70B | {
 }
 
 
-def spec_of(values):
-    return architecture_of(values)[1]
-
-
 def held(values=LLAMA_8B, gpu="H200", **settings):
-    return fit(EngineConfig("model", block_size=256, **settings), spec_of(values), GPUS[gpu])
+    return fit(EngineConfig("model", block_size=256, **settings), ModelConfig.of(values), GPUS[gpu])
 
 
 @pytest.fixture
@@ -225,7 +220,7 @@ def test_a_sliding_window_is_read_and_multiplied_no_further():
 
 
 def test_the_keys_that_queries_see_are_counted_as_one_by_one():
-    from deploy.capacity.roofline import _seen
+    from deploy.capacity.load import _seen
 
     for first, count, window in ((0, 7, 100), (3, 9, 5), (20, 4, 5), (0, 1, 1), (4, 1, 5)):
         assert _seen(first, count, window) == sum(min(p + 1, window) for p in range(first, first + count))
@@ -344,12 +339,12 @@ def test_an_fp8_cache_holds_twice_the_tokens_where_the_gpu_has_fp8(folder):
 
 
 def test_the_engine_chooses_dtype_and_context_alike_without_a_gpu():
-    full = resolve_for(EngineConfig("model"), spec_of(LLAMA_8B), "cuda")
+    full = resolve_for(EngineConfig("model"), ModelConfig.of(LLAMA_8B), "cuda")
     assert (full.device, full.dtype, full.max_model_len) == ("cuda", "bfloat16", 131072)
 
 
 def squadron(*args):
-    code = "from deploy.cli.main import main; main()"
+    code = "from deploy.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, "plan", *args], capture_output=True, text=True, timeout=60, check=False
     )

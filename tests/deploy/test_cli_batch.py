@@ -10,16 +10,16 @@ import sys
 import pytest
 from rich.console import Console
 
-from cluster.batch.answers import failed
-from cluster.batch.driver import BatchFigures
+from cluster.batch.driver import BatchProgress
 from cluster.batch.errors import BatchError
-from cluster.batch.plain_rows import ColumnOptions
+from cluster.batch.row_tasks import ColumnOptions
+from cluster.batch.run_row import failed
 from cluster.errors import ApiError
 from cluster.model_names import resolve_model
+from deploy import main as cli
 from deploy.batch import command
-from deploy.batch.options import body_fields
-from deploy.batch.progress import Progress, summary
-from deploy.cli import main as cli
+from deploy.batch.flags import body_fields
+from deploy.batch.progress import ProgressDisplay, summary
 from engine.errors import ConfigError
 from tests.chaos.batch import rows, write_rows
 
@@ -129,7 +129,7 @@ def test_standard_input_is_not_kept_where_nothing_begins(squadron, good, tmp_pat
     if why == "wrong":
         write_rows(good, [*rows(3, 10), *rows(1, 10)])
     if why == "complete":
-        monkeypatch.setattr(command, "finished", lambda *_: True)
+        monkeypatch.setattr(command, "is_finished", lambda *_: True)
     piped(monkeypatch, good)
     before = sorted(tmp_path.iterdir())
     _, text = squadron("-", "out.jsonl", *DEMO, *(["--dry-run"] if why != "complete" else []))
@@ -152,7 +152,7 @@ def stopped(monkeypatch):
     def stop(*_):
         raise BatchError("stopped here")
 
-    monkeypatch.setattr(command.Batch, "_answer", stop)
+    monkeypatch.setattr(command.BatchCommandRun, "_answer", stop)
 
 
 def test_a_batch_does_not_go_on_with_another_chat_template(squadron, good, tmp_path, stopped):
@@ -210,7 +210,7 @@ def failing(monkeypatch):
             error = ApiError("invalid_value", f"max_tokens is\nwrong in {row}: {'x' * 500}", status=400)
             work.ledger.note_done(failed(row, error))
 
-    monkeypatch.setattr(command.Batch, "_answer", fail)
+    monkeypatch.setattr(command.BatchCommandRun, "_answer", fail)
 
 
 @pytest.mark.parametrize("limit", [(), ("--max-errors", 2)])
@@ -271,13 +271,15 @@ def test_fields_of_every_request_come_as_json_or_one_by_one():
 
 def figures(done, drawn, **more):
     given = {"rows": 1000, "errors": 2, "prompt_tokens": 10, "output_tokens": 20, "prefilled": 100, "cached": 25}
-    return BatchFigures(**given | {"done": done, "drawn": drawn, "running": 3, "replicas": 2, "seconds": 10.0} | more)
+    return BatchProgress(
+        **given | {"done": done, "drawn": drawn, "running": 3, "replicas": 2, "seconds": 10.0} | more
+    )
 
 
 def test_progress_tells_speed_and_time_left_a_line_an_interval():
     now = [0.0]
     console = Console(record=True, width=200)
-    progress = Progress(console, 10.0, clock=lambda: now[0])
+    progress = ProgressDisplay(console, 10.0, clock=lambda: now[0])
     for second in range(0, 21, 5):
         now[0] = float(second)
         progress.take(figures(done=second * 10, drawn=second * 100))
@@ -290,7 +292,7 @@ def test_progress_tells_speed_and_time_left_a_line_an_interval():
 
 def test_plain_progress_begins_with_replicas_that_start_and_ends_with_all_rows():
     console = Console(record=True, width=200)
-    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    progress = ProgressDisplay(console, 10.0, clock=lambda: 0.0)
     with progress.shown():
         progress.take(figures(done=0, drawn=0, replicas=0, running=0))
         progress.take(figures(done=990, drawn=5))
@@ -303,7 +305,7 @@ def test_plain_progress_begins_with_replicas_that_start_and_ends_with_all_rows()
 
 def test_the_end_is_told_once():
     console = Console(record=True, width=200)
-    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    progress = ProgressDisplay(console, 10.0, clock=lambda: 0.0)
     with progress.shown():
         progress.take(figures(done=1000, drawn=5))
     assert len(console.export_text().splitlines()) == 1
@@ -314,7 +316,7 @@ def test_the_end_is_told_once():
 def test_the_live_line_fits_the_terminal_and_keeps_what_matters(width, replicas):
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, color_system=None, width=width, height=20, soft_wrap=True)
-    progress = Progress(console, 10.0, clock=lambda: 0.0)
+    progress = ProgressDisplay(console, 10.0, clock=lambda: 0.0)
     with progress.shown():
         progress.take(figures(done=123_456, drawn=5, rows=1_000_000, errors=1234, running=120, replicas=replicas))
     shown = [line for line in re.split(r"[\r\n]|\x1b\[[0-9;?]*[a-zA-Z]", out.getvalue()) if line.strip()]

@@ -12,11 +12,10 @@ import httpx
 import pytest
 from rich.console import Console
 
-from deploy.failover.board import Board, Kill, ReplicaSeen, StreamState
+from deploy.failover.board import Board, Kill, ReplicaSeen, StreamState, line, screen
 from deploy.failover.command import FailoverOptions, Show
 from deploy.failover.killer import Killer
 from deploy.failover.streams import Question, ask_again_and_again, record
-from deploy.failover.view import line, screen
 
 TOKENS = [5, 6, 7]
 

@@ -11,9 +11,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from deploy.status.command import fetch, show_status
-from deploy.status.report import Condition, read_report
-from deploy.status.view import lines, table
+from deploy.status import Condition, fetch, lines, read_report, show_status, table
 
 ADDRESS = "http://127.0.0.1:8000"
 METRICS = """\
@@ -112,7 +110,7 @@ def test_nobody_there_is_exit_code_2_and_says_what_to_do(capsys: pytest.CaptureF
 
 
 def test_it_needs_no_ray() -> None:
-    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli.main import main; main()"
+    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.main import main; main()"
     command = [sys.executable, "-c", code, "status", "--url", "127.0.0.1:1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr

@@ -26,13 +26,11 @@ from rich.console import Console
 
 from cluster.telemetry.families import FAMILIES, Kind
 from cluster.telemetry.metrics import Metrics
-from deploy.status.report import Condition
-from deploy.top.command import Top, show_top
-from deploy.top.picture import ITL, NAMES, TPOT, TTFT, make_picture
-from deploy.top.quantile import Percentiles, percentiles, quantile
+from deploy.status import Condition
+from deploy.top.command import Top, Watch, show_top
+from deploy.top.picture import ITL, NAMES, TPOT, TTFT, Percentiles, make_picture, percentiles, quantile
 from deploy.top.scrape import STARTED, Window, read_scrape
 from deploy.top.view import lines, screen
-from deploy.top.watch import Watch
 
 ADDRESS = "http://127.0.0.1:8000"
 STATES = [
@@ -144,11 +142,11 @@ class FakeApp:
     def second_look(self):
         """A picture of the two seconds in which every router served a request of eleven tokens."""
         watch = self.watch()
-        watch.look()
+        watch.poll()
         for router in self.routers:
             router.serve(11)
         self.clock.now += 2.0
-        return watch.look()
+        return watch.poll()
 
 
 def test_all_that_is_read_is_shown_by_routers() -> None:
@@ -206,27 +204,27 @@ def test_all_routers_are_met_and_each_is_compared_with_itself() -> None:
 def test_a_router_that_hides_for_one_look_keeps_its_last_figures() -> None:
     app = FakeApp(routers=2)
     watch = app.watch()
-    watch.look()
+    watch.poll()
     app.clock.now += 2.0
-    assert watch.look().heard == 2
+    assert watch.poll().heard == 2
     first = app.routers[0]
     app.routers = [first, first]
     app.clock.now += 2.0
-    assert watch.look().heard == 2
+    assert watch.poll().heard == 2
     app.clock.now += 31.0
-    assert watch.look().heard == 1
+    assert watch.poll().heard == 1
 
 
 def test_a_router_that_began_anew_gives_no_rates_below_zero() -> None:
     app = FakeApp()
     watch = app.watch()
     app.routers[0].serve(50)
-    watch.look()
+    watch.poll()
     app.routers = [FakeRouter(app.clock)]
     app.clock.now += 2.0
-    watch.look()
+    watch.poll()
     app.clock.now += 2.0
-    (model,) = watch.look().models
+    (model,) = watch.poll().models
     assert model.generation_tokens == 0
     assert model.ttft is None
 
@@ -248,7 +246,7 @@ squadron_tenant_device_seconds_total{model_name="demo",replica="cccc3333",tenant
 
 
 def test_before_the_second_look_only_states_are_known() -> None:
-    picture = FakeApp().watch().look()
+    picture = FakeApp().watch().poll()
     assert picture.seconds is None
     assert picture.models == ()
     assert [replica.line.state for replica in picture.replicas] == ["ready", "stalled", "pending"]
@@ -352,7 +350,7 @@ def test_the_command_ends_at_ctrl_c_without_a_word(listening: str) -> None:
     command = [
         sys.executable,
         "-c",
-        "from deploy.cli.main import main; main()",
+        "from deploy.main import main; main()",
         "top",
         "--url",
         listening,
@@ -371,31 +369,31 @@ def test_the_command_ends_at_ctrl_c_without_a_word(listening: str) -> None:
 def test_an_app_that_goes_is_shown_as_gone_and_seen_again() -> None:
     app = FakeApp()
     watch = app.watch()
-    watch.look()
+    watch.poll()
     app.up = False
-    gone = watch.look()
+    gone = watch.poll()
     assert gone.report.condition is Condition.UNREACHABLE
     assert gone.models == ()
     assert "UNREACHABLE" in shown(gone)
     app.up = True
     app.clock.now += 2.0
-    assert watch.look().seconds is None
+    assert watch.poll().seconds is None
     app.clock.now += 2.0
-    assert watch.look().seconds == pytest.approx(2.0)
+    assert watch.poll().seconds == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_page_in_the_place_of_figures_is_passed_over(routers: int) -> None:
     app = FakeApp(routers)
     watch = app.watch()
-    watch.look()
+    watch.poll()
     told = app.routers[0].text
     app.routers[0].text = lambda: "<html><body>503 Service Unavailable</body></html>"
     app.clock.now += 2.0
-    assert watch.look().report.condition is Condition.READY
+    assert watch.poll().report.condition is Condition.READY
     app.routers[0].text = told
     app.clock.now += 2.0
-    assert watch.look().seconds == pytest.approx(4.0)
+    assert watch.poll().seconds == pytest.approx(4.0)
 
 
 def test_nobody_there_is_exit_code_2_at_once_and_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -411,7 +409,7 @@ def test_a_wrong_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_needs_no_ray() -> None:
-    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.cli.main import main; main()"
+    code = "import sys; sys.modules['ray'] = sys.modules['torch'] = None; from deploy.main import main; main()"
     command = [sys.executable, "-c", code, "top", "--url", "127.0.0.1:1", "--once"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2, result.stderr
@@ -440,5 +438,5 @@ def test_a_counter_that_began_anew_counts_from_zero() -> None:
 
 
 def test_without_windows_a_picture_has_no_rates() -> None:
-    report = FakeApp().watch().look().report
+    report = FakeApp().watch().poll().report
     assert make_picture(report, ()).models == ()

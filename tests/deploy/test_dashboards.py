@@ -8,11 +8,10 @@ import re
 import pytest
 import yaml
 
-from deploy.chart.__main__ import DEPLOY
-from deploy.chart.monitoring import DASHBOARDS
-from deploy.dashboards.grafana import COLUMNS, SCHEMA_VERSION, dashboard_text
-from deploy.dashboards.panel import Panel, Row
-from deploy.dashboards.promql import Chosen, metric
+from deploy.chart.__main__ import CHART
+from deploy.chart.files import DASHBOARDS
+from deploy.observability.grafana import COLUMNS, SCHEMA_VERSION, Panel, Row, dashboard_text
+from deploy.observability.promql import Chosen, metric
 from tests.promql import bounded, filled, named, selectors, trouble
 from tests.promtool import needs_promtool, promtool
 
@@ -100,12 +99,12 @@ def test_variables_are_asked_of_figures_that_exist(name) -> None:
 
 @each_board
 def test_the_shipped_file_is_the_one_that_the_table_makes(name) -> None:
-    shipped = (DEPLOY / "dashboards" / f"{name}.json").read_text(encoding="utf-8")
+    shipped = (CHART / "dashboards" / f"{name}.json").read_text(encoding="utf-8")
     assert shipped == dashboard_text(DASHBOARDS[name]), "run `python -m deploy.chart`"
 
 
 def test_a_row_of_many_panels_goes_on_below() -> None:
-    from deploy.dashboards.grafana import places
+    from deploy.observability.grafana import places
 
     panel = Panel("a", "s", "b.", ())
     six = places(Row("row", (panel,) * 6))

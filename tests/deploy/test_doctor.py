@@ -14,11 +14,10 @@ import threading
 import pytest
 from rich.console import Console
 
-from deploy.doctor import command, probe
-from deploy.doctor.command import Where, all_checks, in_module, line, report, summary
-from deploy.doctor.examine import Check, examine
-from deploy.doctor.finding import Finding, Level, exit_code, fix, ok, warning
-from deploy.doctor.probe import ProbeError, ask
+from deploy.doctor import checks as probe
+from deploy.doctor import command
+from deploy.doctor.checks import Check, Finding, Level, ProbeError, ask, examine, exit_code, fix, ok, warning
+from deploy.doctor.command import CheckIn, Where, all_checks, line, report, summary
 from deploy.serve.environment import Environment
 
 # How checks are run.
@@ -59,7 +58,7 @@ def test_a_package_that_is_missing_costs_one_check_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "packaging.requirements", None)
     monkeypatch.delitem(sys.modules, "deploy.doctor.packages", raising=False)
     first, second = examine(
-        [Check("packages", in_module("packages", "check_versions")), Check("b", lambda: [ok("b", "")])]
+        [Check("packages", CheckIn("packages", "check_versions")), Check("b", lambda: [ok("b", "")])]
     )
     assert first.level is Level.WARNING
     assert "packaging.requirements" in first.text
@@ -143,19 +142,21 @@ def test_the_command_prints_all_and_returns_the_code(monkeypatch, capsys, as_jso
     assert "pip install torch" in text
 
 
-def test_all_that_is_promised_is_looked_at():
+def test_all_that_is_promised_is_checked():
     checks = all_checks(Where(grpc_port=9000), Environment(ray_address="auto"))
     names = [check.name for check in checks]
     promised = ("packages", "shadowed", "ray cluster", "gpus", "port", "grpc port", "shared memory", "open files")
     assert names == [*promised, "disks", "hub"]
+    for check in checks:
+        assert callable(check.run.load())
 
 
-def test_the_doctor_looks_at_this_machine_and_ends_in_time():
+def test_the_doctor_checks_this_machine_and_ends_in_time():
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         run = subprocess.run(
-            [sys.executable, "-c", "from deploy.cli.main import main; main()", "doctor", "--json", "--port", "0"],
+            [sys.executable, "-c", "from deploy.main import main; main()", "doctor", "--json", "--port", "0"],
             capture_output=True,
             text=True,
             timeout=120,

@@ -12,13 +12,20 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.cli.sizes import GIB, MIB
-from deploy.doctor.devices import devices, nvidia_devices
-from deploy.doctor.finding import Level
-from deploy.doctor.machine import GOOD_CACHE, Usage, check_disks, disk, open_files, shared_memory
+from deploy.cli.terminal import GIB, MIB
+from deploy.doctor.checks import Level, ProbeError
+from deploy.doctor.machine import (
+    GOOD_CACHE,
+    Usage,
+    check_disks,
+    devices,
+    disk,
+    nvidia_devices,
+    open_files,
+    shared_memory,
+)
 from deploy.doctor.network import check_port, hub, port_free, ray_cluster
 from deploy.doctor.packages import check_shadowed, check_versions, package_versions, python_version, shadowed
-from deploy.doctor.probe import ProbeError
 
 HOME = Path("/srv/squadron")
 OWN = dict.fromkeys(("parallel", "engine", "cluster", "deploy"), HOME)
@@ -305,7 +312,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     assert (found.level, asked) == (Level.FIX, [tmp_path])
 
 
-def test_the_disks_of_ray_are_looked_at(tmp_path):
+def test_the_disks_of_ray_are_checked(tmp_path):
     _, temporary = check_disks(str(tmp_path / "ray"))
     assert str(tmp_path / "ray") in temporary.text
 

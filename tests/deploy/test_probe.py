@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from deploy.probe import LOOKS, Look, main, trouble
+from deploy.probe import PROBES, Probe, main, trouble
 
 PATIENT = "--seconds=60"  # a busy machine is not what is looked for
 
@@ -42,32 +42,32 @@ def answering(**answers):
 
 def test_an_answer_of_200_is_health():
     with answering(ready=(200, "{}", None)) as port:
-        assert trouble(Look(port, "/ready")) is None
+        assert trouble(Probe(port, "/ready")) is None
 
 
 def test_an_answer_of_503_is_told_with_its_body():
     with answering(ready=(503, "no replica", None)) as port:
-        assert trouble(Look(port, "/ready")).endswith("/ready: 503 no replica")
+        assert trouble(Probe(port, "/ready")).endswith("/ready: 503 no replica")
 
 
 def test_200_alone_is_not_what_ray_says_when_it_is_well():
     with answering(health=(200, "node is dead", None)) as port:
-        assert "node is dead" in trouble(Look(port, "/health", "success"))
+        assert "node is dead" in trouble(Probe(port, "/health", "success"))
     with answering(health=(200, "success", None)) as port:
-        assert trouble(Look(port, "/health", "success")) is None
+        assert trouble(Probe(port, "/health", "success")) is None
 
 
 def test_nobody_there_is_trouble():
     with answering() as port:
         pass
-    assert "refused" in trouble(Look(port, "/ready"))
+    assert "refused" in trouble(Probe(port, "/ready"))
 
 
 def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     with answering(ready=(200, "{}", None)) as port:
-        assert trouble(Look(port, "/ready")) is None
+        assert trouble(Probe(port, "/ready")) is None
 
 
 @pytest.mark.parametrize(("held", "status"), [("secret\n", 0), ("other", 1), (None, 1)])
@@ -80,16 +80,16 @@ def test_the_app_is_asked_with_the_key_of_the_file(tmp_path, capsys, held, statu
     assert ("401" in capsys.readouterr().out) == bool(status)
 
 
-def test_the_first_trouble_ends_the_look(tmp_path, monkeypatch, capsys):
+def test_the_first_failure_ends_the_probe(tmp_path, monkeypatch, capsys):
     with answering(health=(200, "success", None), ready=(503, "starting", None)) as port:
-        monkeypatch.setitem(LOOKS, "raylet", Look(port, "/health", "success"))
+        monkeypatch.setitem(PROBES, "raylet", Probe(port, "/health", "success"))
         arguments = [f"--port={port}", f"--key-file={tmp_path / 'none'}", PATIENT]
         assert main(["raylet", "app", *arguments]) == 1
         assert "starting" in capsys.readouterr().out
         assert main(["raylet", *arguments]) == 0
 
 
-def test_a_look_that_is_not_known_is_refused(capsys):
+def test_an_unknown_probe_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["dashboard"])
     assert "invalid choice: 'dashboard'" in capsys.readouterr().err

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from deploy.serve.local_ray import kill_all
+from deploy.cli.processes import kill_all
 from tests.e2e.harness import eventually
+from tests.lifetime import DIE_WITH_PARENT
 
+PROGRAM = DIE_WITH_PARENT + "from deploy.main import main; main()"
 START_SECONDS = 120.0
 EXIT_SECONDS = 40.0
 LEAK_SECONDS = 10.0
@@ -28,7 +30,7 @@ class Command:
             name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SQUADRON_"))
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from deploy.cli.main import main; main()", *arguments],
+            [sys.executable, "-c", PROGRAM, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import build
 from deploy.serve.environment import LOCAL_RAY
+from tests.lifetime import end_in_good_order
 
 T = TypeVar("T")
 APP = "squadron"
@@ -74,6 +76,8 @@ def start_ray(report_seconds: int = 2, **more: Any) -> None:
         _node_ip_address="127.0.0.1",
         **more,
     )
+    if threading.current_thread() is threading.main_thread():
+        end_in_good_order()
 
 
 def start_serve() -> int:
@@ -85,12 +89,13 @@ def start_serve() -> int:
 
 @dataclass
 class App:
-    """One deployed app. traces: the file that its spans go to, where it has one."""
+    """One deployed app. traces: the file that its spans go to, where it has one; grpc_port: likewise, or 0."""
 
     port: int
     replicas: int
     prefix: str = ""
     traces: Path | None = None
+    grpc_port: int = 0
 
     @property
     def url(self) -> str:

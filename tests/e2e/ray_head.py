@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,9 +16,11 @@ import httpx
 import psutil
 from ray.job_submission import JobStatus, JobSubmissionClient
 
-from deploy.serve.local_ray import kill_all
-from tests.e2e.harness import eventually, free_port
+from deploy.cli.processes import kill_all
+from tests.e2e.harness import App, eventually, free_port
+from tests.lifetime import DIE_WITH_PARENT
 
+SQUADRON = "from deploy.main import main; main()"
 REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 90.0
 JOB_SECONDS = 240.0
@@ -55,7 +60,9 @@ class RayHead:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    str(Path(sys.executable).with_name("ray")),
+                    sys.executable,
+                    "-c",
+                    DIE_WITH_PARENT + "from ray.scripts.scripts import main; main()",
                     "start",
                     "--head",
                     "--block",
@@ -89,25 +96,35 @@ class RayHead:
         except (ConnectionError, RuntimeError):
             return None
 
-    def serve(self, config: dict[str, Any]) -> None:
-        """Hand a Serve config to the head over its REST API, as KubeRay and `serve deploy` do, until its app runs."""
+    @contextmanager
+    def serving(self, config: dict[str, Any]) -> Iterator[App]:
+        """Serve a config on loopback, given to the head over its REST API as KubeRay and `serve deploy` do.
+
+        Yields the app once all replicas are ready. Serve has ended afterwards, as it has before.
+        """
         url = f"{self.jobs_url}/api/serve/applications/"
         (name,) = [one["name"] for one in config["applications"]]
-        with httpx.Client(trust_env=False, timeout=30) as client:
-            client.put(url, json=config).raise_for_status()
+        port = free_port()
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            client.delete(url).raise_for_status()
+            client.put(url, json=config | {"http_options": {"host": "127.0.0.1", "port": port}}).raise_for_status()
 
             def running() -> bool:
                 found = client.get(url).raise_for_status().json()["applications"].get(name, {})
                 return bool(found.get("status") == "RUNNING")
 
             eventually(running, f"the app {name} runs", 90)
+            app = App(port, 2)
+            app.wait_whole()
+            yield app
+            client.delete(url).raise_for_status()
 
     def submit(self, folder: Path, *arguments: str) -> str:
         """Submit `squadron batch` with a working directory, as `ray job submit --working-dir` does; return its id."""
-        command = [str(Path(sys.executable).with_name("squadron")), "batch", *arguments]
+        command = [sys.executable, "-c", SQUADRON, "batch", *arguments]
         variables = {"PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", "SOURCE_DATE_EPOCH": "1700000000"}
         environment = {"working_dir": str(folder), "env_vars": variables}
-        return self.client.submit_job(entrypoint=" ".join(command), runtime_env=environment)
+        return self.client.submit_job(entrypoint=shlex.join(command), runtime_env=environment)
 
     def until_ended(self, job: str) -> JobStatus:
         """Wait for a job, and return how it ended."""
@@ -117,7 +134,7 @@ class RayHead:
     def processes(self, job: str) -> list[psutil.Process]:
         """Processes of a job's driver."""
         found = psutil.Process(self._process.pid).children(recursive=True)
-        return [one for one in found if "squadron" in " ".join(_command(one)) and "batch" in _command(one)]
+        return [one for one in found if SQUADRON in _command(one) and "batch" in _command(one)]
 
 
 def _command(process: psutil.Process) -> list[str]:

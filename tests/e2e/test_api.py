@@ -121,11 +121,11 @@ def test_files_and_batches_outlive_their_router(client: openai.OpenAI, demo_app:
     eventually(lambda: gone(router.pid), "the router is dead")
     demo_app.wait_whole()
     assert client.batches.retrieve(made.id).created_at == made.created_at
-    assert [one.id for one in client.files.list()] == [file.id]
+    assert file.id in [one.id for one in client.files.list()]
     # All its rows have one id.
     eventually(lambda: client.batches.retrieve(made.id).status == "failed", "the batch has ended")
     assert "custom_id '1'" in client.batches.retrieve(made.id).errors.data[0].message
-    assert [one.status for one in client.batches.list(limit=1)] == ["failed"]
+    assert next(iter(client.batches.list(limit=1))).status == "failed"
     assert client.files.delete(file.id).deleted
 
 

@@ -73,32 +73,26 @@ async def test_from_one_to_two_and_back_with_streams_unharmed(app: App) -> None:
         assert await texts(app, 60, range(2)) == alone
 
 
-def test_to_none_and_back_by_a_request_that_waits(app: App) -> None:
+def test_to_none_and_back_by_a_request_that_waits_for_a_router_that_came_anew(app: App) -> None:
+    """The router dies while there is no replica: the next one wakes nobody, until somebody asks."""
     eventually(lambda: replicas(app) == 0 and app.ready()["cold"], "no replica while nobody asks", 60)
-    time.sleep(6)  # longer than Serve remembers demand: nothing of our own may look like some
+    eventually(lambda: not processes(f"ray::ServeReplica:{NAME}:Replica"), "the last replica is gone", 20)
     body = app.ready()
     assert (body["ready"], body["models"], body["replicas"]) == (True, {"demo": True}, [])
+    kill(router_processes(NAME)[0])
+    eventually(lambda: app.ready()["router"] != body["router"], "another router", 60)
+    # Longer than a replica takes to start, and than Serve remembers demand: nothing of our own may look like some.
+    for _ in range(80):
+        assert not processes(f"ray::ServeReplica:{NAME}:Replica"), "a replica was woken although nobody asks"
+        time.sleep(0.1)
+    body = app.ready()
+    assert (body["ready"], body["cold"], body["replicas"]) == (True, ["demo"], [])
     began = time.monotonic()
     answer = httpx.post(f"{app.url}/v1/completions", json=_json(asked(0, 20)), timeout=100)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 20
     assert time.monotonic() - began < 60
     eventually(lambda: replicas(app) == 1 and not app.ready()["cold"], "one replica is there again", 20)
-
-
-def test_a_router_that_comes_anew_wakes_nobody_and_serves(app: App) -> None:
-    eventually(lambda: replicas(app) == 0 and app.ready()["cold"], "no replica while nobody asks", 60)
-    eventually(lambda: not processes(f"ray::ServeReplica:{NAME}:Replica"), "the last replica is gone", 20)
-    former = app.ready()["router"]
-    kill(router_processes(NAME)[0])
-    eventually(lambda: app.ready()["router"] != former, "another router", 60)
-    for _ in range(80):  # 8 s: longer than a replica takes to start
-        assert not processes(f"ray::ServeReplica:{NAME}:Replica"), "a replica was woken although nobody asks"
-        time.sleep(0.1)
-    body = app.ready()
-    assert (body["ready"], body["cold"], body["replicas"]) == (True, ["demo"], [])
-    answer = httpx.post(f"{app.url}/v1/completions", json=_json(asked(0, 20)), timeout=100)
-    assert answer.status_code == 200, answer.text
 
 
 def _json(request: dict) -> dict:

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from cluster.batch.errors import InputError
-from cluster.batch.sources.source import open_source
+from cluster.batch.io.source import open_source
 
 # Ray Data warns of defaults that it sets itself.
 pytestmark = pytest.mark.filterwarnings(r"ignore:.*is deprecated:DeprecationWarning:ray\.data\.context")

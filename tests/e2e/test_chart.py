@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from deploy.probe import LOOKS, Look, trouble
+from deploy.probe import PROBES, Probe, trouble
 from tests.e2e.harness import App, free_port
 from tests.e2e.ray_head import RayHead
-from tests.helm.rendered import clusters, rendered, serve_config
+from tests.helm.rendered import rendered, serve_config
 from tests.helm.tools import NoTools
 
 
@@ -26,24 +26,11 @@ def config():
 
 
 @pytest.fixture(scope="module")
-def head(config) -> Iterator[RayHead]:
-    """A head with the variables that the chart gives to Ray's containers, those of the home aside."""
-    (cluster,) = clusters(rendered("laptop"))
-    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
-    variables = {one["name"]: one["value"] for one in container["env"] if not one["name"].endswith("HOME")}
-    with RayHead(**variables) as head:
-        yield head
-
-
-@pytest.fixture(scope="module")
-def app(head: RayHead, config) -> App:
+def app(head: RayHead, config) -> Iterator[App]:
     """The app, once it serves."""
-    config["http_options"] = {"host": "127.0.0.1", "port": free_port()}
     config["applications"][0]["args"]["host"] = "127.0.0.1"
-    head.serve(config)
-    app = App(config["http_options"]["port"], 2)
-    app.wait_whole()
-    return app
+    with head.serving(config) as app:
+        yield app
 
 
 @pytest.mark.timeout(300)
@@ -57,9 +44,9 @@ def test_the_app_that_the_chart_renders_answers(app: App) -> None:
 
 def test_the_pods_probes_find_it_well(app: App, head: RayHead) -> None:
     ports = {"raylet": head.agent, "gcs": head.dashboard, "app": app.port}
-    for name, look in LOOKS.items():
-        assert trouble(Look(ports[name], look.path, look.says), seconds=10) is None
+    for name, probe in PROBES.items():
+        assert trouble(Probe(ports[name], probe.path, probe.says), seconds=10) is None
 
 
 def test_a_probe_of_a_port_without_an_app_fails(head: RayHead) -> None:
-    assert trouble(Look(free_port(), LOOKS["app"].path)) is not None
+    assert trouble(Probe(free_port(), PROBES["app"].path)) is not None

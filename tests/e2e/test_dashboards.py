@@ -8,15 +8,14 @@ from contextlib import suppress
 import httpx
 
 from cluster.admission.deadline import HEADER
-from deploy.alerts.table import alerts
-from deploy.chart.monitoring import DASHBOARDS
+from deploy.chart.files import DASHBOARDS
+from deploy.observability.alerts import alerts
 from deploy.top.picture import NAMES
-from tests.e2e.agent import SECONDS, metrics_at_the_agent
+from tests.e2e.agent import SECONDS, ask_over_grpc, metrics_at_the_agent
 from tests.e2e.command import Command
 from tests.e2e.harness import App, eventually
 from tests.promql import named
 
-OF_GRPC = {"ray_squadron_grpc_responses_total"}  # test_grpc.py looks for it, with an app that has a gRPC port
 LONG = {"model": "demo", "prompt": "def f():\n", "max_tokens": 1900, "temperature": 0, "ignore_eos": True}
 
 
@@ -40,7 +39,8 @@ def load(app: App) -> None:
 
 def test_every_figure_of_dashboards_and_alerts_has_samples(demo_app: App) -> None:
     load(demo_app)
-    wanted = asked() - OF_GRPC
+    ask_over_grpc(demo_app)
+    wanted = asked()
     assert len(wanted) > 50
     missing: set[str] = wanted
 

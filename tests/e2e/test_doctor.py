@@ -8,22 +8,19 @@ import pytest
 import ray
 from ray._private.utils import check_version_info
 
-from deploy.doctor.finding import Level
+from deploy.doctor.checks import Level, ask
 from deploy.doctor.network import MISMATCH, RAY_SECONDS, ray_cluster
-from deploy.doctor.probe import ask
-from tests.e2e.ray_head import RayHead
 
 
-def test_a_cluster_that_can_be_joined_says_its_size_and_stays():
-    with RayHead() as head:
-        for _ in range(2):
-            found = ray_cluster(
-                head.address,
-                lambda _: None,
-                lambda: ask("ray_cluster", head.address, seconds=RAY_SECONDS, environment=head.environment),
-            )
-            assert found.level is Level.OK, found.text
-            assert f"Ray {ray.__version__}, 1 node, 8 CPUs, 0 GPUs" in found.text
+def test_a_cluster_that_can_be_joined_says_its_size_and_stays(head):
+    for _ in range(2):
+        found = ray_cluster(
+            head.address,
+            lambda _: None,
+            lambda: ask("ray_cluster", head.address, seconds=RAY_SECONDS, environment=head.environment),
+        )
+        assert found.level is Level.OK, found.text
+        assert f"Ray {ray.__version__}, 1 node, 8 CPUs, 0 GPUs" in found.text
 
 
 def test_ray_still_calls_a_mismatch_what_the_doctor_looks_for():

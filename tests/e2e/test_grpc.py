@@ -14,29 +14,16 @@ import pytest_asyncio
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from tests.chaos.strike import Strike
-from tests.e2e.agent import SECONDS, metrics_at_the_agent
-from tests.e2e.harness import App, deploy, eventually, free_port, kill, processes, router_processes
+from tests.e2e.harness import App, kill, replica_processes, router_processes
 from tests.grpc_client import Told, gathered, refusal_of
 
-NAME = "grpc-demo"
 STREAMS = 16
 TOKENS = 100
 
 
-@pytest.fixture(scope="module")
-def app(serve_port: int) -> Iterator[tuple[App, int]]:
-    """Two replicas of the demo model with a gRPC port; gone when the module is done."""
-    from ray import serve
-
-    port = free_port()
-    settings = {"model": "demo", "replicas": 2, "cpus_per_worker": 0.5, "drain_timeout": 5}
-    yield deploy(serve_port, NAME, served_model_name="demo", grpc_port=port, **settings), port
-    serve.delete(NAME)
-
-
 @pytest_asyncio.fixture
-async def stub(app: tuple[App, int]) -> AsyncIterator[InferenceStub]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{app[1]}") as channel:
+async def stub(demo_app: App) -> AsyncIterator[InferenceStub]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{demo_app.grpc_port}") as channel:
         yield InferenceStub(channel)
 
 
@@ -47,17 +34,11 @@ def generate(prompt: str, **sampling: object) -> pb.GenerateRequest:
     )
 
 
-async def test_answers_are_counted_where_dashboards_look(app: tuple[App, int], stub: InferenceStub) -> None:
-    await gathered(stub.Generate(generate("import os\n")))
-    name = "ray_squadron_grpc_responses_total"
-    eventually(lambda: name in metrics_at_the_agent(), f"{name} at Ray's agent", SECONDS)
-
-
-async def test_it_says_what_http_says(app: tuple[App, int], stub: InferenceStub) -> None:
+async def test_it_says_what_http_says(demo_app: App, stub: InferenceStub) -> None:
     prompt = "def main():\n"
     told = await gathered(stub.Generate(generate(prompt, temperature=0.8, seed=5)))
     body = {"model": "demo", "prompt": prompt, "temperature": 0.8, "seed": 5, "max_tokens": 40}
-    answer = httpx.post(f"{app[0].url}/v1/completions", json=body, timeout=60).json()
+    answer = httpx.post(f"{demo_app.url}/v1/completions", json=body, timeout=60).json()
     assert told.text == answer["choices"][0]["text"]
     assert told.usage.completion_tokens == answer["usage"]["completion_tokens"] == len(told.token_ids[0])
 
@@ -67,7 +48,7 @@ async def test_it_says_what_http_says(app: tuple[App, int], stub: InferenceStub)
     )
     body = {"model": "demo", "messages": [{"role": "user", "content": messages[0].content}]}
     answer = httpx.post(
-        f"{app[0].url}/v1/chat/completions", json=body | {"temperature": 0, "max_tokens": 40}, timeout=60
+        f"{demo_app.url}/v1/chat/completions", json=body | {"temperature": 0, "max_tokens": 40}, timeout=60
     ).json()
     assert chat.text == answer["choices"][0]["message"]["content"]
 
@@ -108,8 +89,8 @@ async def soon(check: Callable[[], Awaitable[int]], what: str, timeout: float = 
 
 
 @pytest.mark.parametrize("way", ["cancel", "deadline", "abort", "disconnect"])
-async def test_a_stream_that_ends_early_frees_its_blocks(app: tuple[App, int], stub: InferenceStub, way: str) -> None:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{app[1]}") as channel:
+async def test_a_stream_that_ends_early_frees_its_blocks(demo_app: App, stub: InferenceStub, way: str) -> None:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{demo_app.grpc_port}") as channel:
         mine = InferenceStub(channel)
         request = generate("def main():\n", max_tokens=1500, ignore_eos=True)
         call = mine.Generate(request, timeout=2.0 if way == "deadline" else None)
@@ -140,24 +121,24 @@ def streams(stub: InferenceStub, on_response: Callable[[int], None] = lambda _: 
     return asyncio.gather(*[gathered(stub.Generate(request(i)), on_response) for i in range(STREAMS)])
 
 
-async def test_streams_survive_the_kill_of_a_replica_token_exact(app: tuple[App, int], stub: InferenceStub) -> None:
+async def test_streams_survive_the_kill_of_a_replica_token_exact(demo_app: App, stub: InferenceStub) -> None:
     undisturbed = await streams(stub)
-    victim = processes(f"ray::ServeReplica:{NAME}:Replica")[0]
+    victim = replica_processes()[0]
     strike = Strike(10 * STREAMS, lambda: kill(victim))
-    before = app[0].metric("squadron_migrations_total")
+    before = demo_app.metric("squadron_migrations_total")
     disturbed = await streams(stub, strike)
     assert strike.at, "the streams ended before the kill"
     assert [one.token_ids for one in disturbed] == [one.token_ids for one in undisturbed]
     assert [one.text for one in disturbed] == [one.text for one in undisturbed]
     assert all(one.reasons == {0: pb.FINISH_REASON_LENGTH} for one in disturbed)
-    assert app[0].metric("squadron_migrations_total") > before, "no stream had to move: the kill missed them"
-    await asyncio.to_thread(app[0].wait_whole)
+    assert demo_app.metric("squadron_migrations_total") > before, "no stream had to move: the kill missed them"
+    await asyncio.to_thread(demo_app.wait_whole)
 
 
-async def test_a_killed_router_is_told_and_never_looks_like_an_end(app: tuple[App, int], stub: InferenceStub) -> None:
+async def test_a_killed_router_is_told_and_never_looks_like_an_end(demo_app: App, stub: InferenceStub) -> None:
     call = stub.Generate(generate("def main():\n", max_tokens=1500, ignore_eos=True))
     assert (await call.read()).request_id
-    kill(router_processes(NAME)[0])
+    kill(router_processes()[0])
     with pytest.raises(grpc.RpcError) as caught:
         await gathered(call)
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
@@ -167,7 +148,7 @@ async def test_a_killed_router_is_told_and_never_looks_like_an_end(app: tuple[Ap
         with suppress_unavailable():
             again = await gathered(stub.Generate(generate("import os\n"), wait_for_ready=True, timeout=60))
     assert again.usage is not None
-    await asyncio.to_thread(app[0].wait_whole)
+    await asyncio.to_thread(demo_app.wait_whole)
 
 
 @contextmanager
@@ -177,34 +158,3 @@ def suppress_unavailable() -> Iterator[None]:
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.UNAVAILABLE:
             raise
-
-
-async def listening(port: int) -> int:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        try:
-            await InferenceStub(channel).Health(pb.HealthRequest(), timeout=5)
-        except grpc.RpcError as error:
-            # gRPC drops what arrives in the very moment when a server stops: CANCELLED.
-            assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            return 0
-    return 1
-
-
-async def test_a_deleted_app_lets_streams_finish(serve_port: int) -> None:
-    """Serve counts only what comes through its own proxies: it is the router that waits for gRPC's."""
-    from ray import serve
-
-    port, name = free_port(), "grpc-leaving"
-    settings = {"model": "demo", "served_model_name": "demo", "grpc_port": port, "cpus_per_worker": 0.5}
-    app = await asyncio.to_thread(lambda: deploy(serve_port, name, drain_timeout=20, **settings))
-    assert app.ready()["ready"]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        # More than fits into the connection's window: the stream ends only once it is read.
-        request = generate("def main():\n", logprobs=20, max_tokens=1000, ignore_eos=True)
-        call = InferenceStub(channel).Generate(request)
-        assert (await call.read()).request_id
-        serve.delete(name, _blocking=False)
-        await soon(lambda: listening(port), "the router takes no more calls", timeout=30)
-        told = await gathered(call)
-    assert told.usage.completion_tokens == len(told.logprobs) == 1000
-    await asyncio.to_thread(eventually, lambda: name not in serve.status().applications, "the app is gone")

@@ -19,7 +19,7 @@ import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from deploy.serve.local_ray import kill_all
+from deploy.cli.processes import kill_all
 from tests.chaos.ingress_load import ALL, exchanges, late, outcomes
 from tests.chaos.raw_http import last_error, stalled
 from tests.e2e.command import LEAK_SECONDS, Command, url_of

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from deploy.serve.private_ray import on_loopback, running_rays
+from deploy.serve.environment import on_loopback, running_rays
 from tests.chaos.batch import write_rows
 from tests.e2e.command import LEAK_SECONDS, START_SECONDS, Command, url_of
 from tests.e2e.harness import answers, eventually
@@ -77,7 +77,7 @@ def test_the_printed_grpc_address_answers(served: Command) -> None:
 
 def test_chat_from_a_pipe_talks_to_it(served: Command) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", "from deploy.cli.main import main; main()", "chat", "--url", url_of(served)],
+        [sys.executable, "-c", "from deploy.main import main; main()", "chat", "--url", url_of(served)],
         input="What does os.path.join do?\n/exit\n",
         capture_output=True,
         text=True,

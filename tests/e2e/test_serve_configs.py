@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import httpx
 import pytest
 import yaml
 
-from tests.e2e.harness import App, free_port
 from tests.e2e.ray_head import REPOSITORY, RayHead
 
-TWO_MODELS = Path(REPOSITORY) / "deploy" / "configs" / "two_models.yaml"
+TWO_MODELS = REPOSITORY / "deploy" / "configs" / "two_models.yaml"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-def test_two_models_answer_behind_one_address() -> None:
-    config = yaml.safe_load(TWO_MODELS.read_text())
-    config["http_options"]["port"] = free_port()
-    with RayHead() as head:
-        head.serve(config)
-        app = App(config["http_options"]["port"], 2)
-        app.wait_whole()
+def test_two_models_answer_behind_one_address(head: RayHead) -> None:
+    with head.serving(yaml.safe_load(TWO_MODELS.read_text())) as app:
         for model in ("demo", "small", "demo-tp2"):
             question = {"model": model, "prompt": "import os", "max_tokens": 8}
             answer = httpx.post(f"{app.url}/v1/completions", json=question, timeout=30, trust_env=False)

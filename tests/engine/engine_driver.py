@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+from cluster.accounts.costs import Costs
+from cluster.accounts.engine_accounts import EngineAccounts
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.report import Finish, StepReport, TokenLogprob
@@ -31,6 +33,8 @@ class Driver:
         fake = LateExecutor if config.overlaps else FakeExecutor
         self.executor = executor or fake(num_blocks, config.block_size, VOCAB)
         self.core = EngineCore(config, self.executor, (EOS,), VOCAB, num_blocks, clock=lambda: self.now)
+        self.accounts = EngineAccounts(lambda: self.now)
+        self.core.call_on_event(self.accounts.note)
         self.tokens: dict[Key, list[int]] = defaultdict(list)
         self.logprobs: dict[Key, list[TokenLogprob]] = defaultdict(list)
         self.finished: dict[Key, Finish] = {}
@@ -40,6 +44,7 @@ class Driver:
         self.now += 1.0
         report = self.core.step()
         self.core.check_integrity()
+        self.accounts.check_integrity()
         for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
             key = sequence.request.request_id, sequence.index
             assert key not in self.finished, "a token after the end"
@@ -66,6 +71,11 @@ class Driver:
             self.core.add(request)
         self.drain()
         return self.tokens
+
+    def costs(self) -> Costs:
+        """Return the accounts as they are now."""
+        self.core.emit_time()
+        return self.accounts.costs()
 
     def reason(self, request_id: str, choice: int = 0) -> FinishReason:
         """Return why a sequence ended."""

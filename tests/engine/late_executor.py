@@ -8,8 +8,7 @@ from collections import deque
 import numpy as np
 from typing_extensions import override
 
-from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_hash import token_bytes
+from engine.kv.block_manager import BlockManager, token_bytes
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.worker.executor import Pending
 from tests.fake_executor import FakeExecutor

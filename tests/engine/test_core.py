@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cluster.accounts.flight_recorder import Wait
+from engine import step as prompt_results
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import (
@@ -14,18 +16,15 @@ from engine.errors import (
     PromptTooLongError,
     StepMemoryError,
 )
-from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_hash import token_bytes
+from engine.grammar.base import CompiledGrammar
+from engine.inputs.prepare import SamplingBuilder
+from engine.kv.block_manager import BlockManager, token_bytes
 from engine.report import StepOutputs
-from engine.request import FinishReason, Request
-from engine.sampling import prompt_results
-from engine.sampling.parameter_table import SamplingBuilder, SamplingTable
+from engine.request import FinishReason, GrammarState, Request
+from engine.sampling.parameter_table import SamplingTable
 from engine.sampling_params import SamplingParams, StructuredOutput
-from engine.scheduler.rows import Rows
-from engine.scheduler.tables import Tables
-from engine.scheduler.updater import Updater
-from engine.telemetry.flight import Wait
+from engine.scheduler.slots import Slots, SlotTables
+from engine.scheduler.update import Updater
 from engine.worker.executor import Done, Executor
 from tests.engine.engine_driver import EOS, VOCAB, Driver, expected, request
 from tests.fake_executor import FakeExecutor
@@ -296,7 +295,7 @@ def test_an_engine_goes_on_when_all_that_shared_a_step_with_a_starving_one_are_a
     driver.core.add(request("two", 1, n=2, ignore_eos=True))
     driver.step()
     driver.step()
-    assert [event.what for event in driver.core.flight.story("starves")] == [Wait.BUDGET]
+    assert [event.what for event in driver.accounts.flight.story("starves")] == [Wait.BUDGET]
     driver.core.abort("starves")
     driver.core.abort("two")
     driver.run(request("next", 3))
@@ -336,20 +335,20 @@ class AllButTheEnd(CompiledGrammar):
 
 
 STAGES = [
-    (Tables, "fill", lambda args: args[1][0] == 13),
-    (Rows, "find_prefix", lambda args: args[0].request.request_id == "bad"),
-    (Rows, "place", lambda args: args[0].request.request_id == "bad"),
-    (Rows, "grow", lambda args: args[0].request.request_id == "bad"),
-    (Rows, "seal", lambda args: args[0].request.request_id == "bad"),
+    (SlotTables, "fill", lambda args: args[1][0] == 13),
+    (Slots, "find_prefix", lambda args: args[0].request.request_id == "bad"),
+    (Slots, "place", lambda args: args[0].request.request_id == "bad"),
+    (Slots, "grow", lambda args: args[0].request.request_id == "bad"),
+    (Slots, "seal", lambda args: args[0].request.request_id == "bad"),
     (BlockManager, "seal", lambda args: args[2] == token_bytes([13, 12, 11, 10])),
-    (Rows, "fork", lambda args: args[0].request.request_id == "bad"),
-    (Rows, "part", lambda args: args[0].request.request_id == "bad"),
+    (Slots, "fork", lambda args: args[0].request.request_id == "bad"),
+    (Slots, "part", lambda args: args[0].request.request_id == "bad"),
     (Updater, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
     (SamplingTable, "write", lambda args: args[1].request.request_id == "bad"),
     (SamplingBuilder, "_completing", lambda args: True),
     (NoEnd, "fill", lambda args: True),
     (NoEnd, "accept", lambda args: True),
-    (prompt_results, "_told", lambda args: True),
+    (prompt_results, "_prompt_logprobs", lambda args: True),
 ]
 
 
@@ -537,13 +536,13 @@ def test_a_modelled_step_time_passes_on_the_given_clock():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda core: core._scheduler._rows.tables.tokens.__setitem__((-1, 0), 5),
-        lambda core: core._scheduler._rows.tables.blocks.__setitem__((0, 0), 3),
-        lambda core: core._scheduler._rows.tables.num_computed.__setitem__(0, 1),
-        lambda core: core._scheduler._rows._free_slots.pop(),
-        lambda core: core._scheduler._roster.running[0].block_table.append(9),
-        lambda core: core._scheduler._roster.running.pop(),
-        lambda core: setattr(core._scheduler._roster.waiting, "num_tokens", 1),
+        lambda core: core._scheduler._slots.tables.tokens.__setitem__((-1, 0), 5),
+        lambda core: core._scheduler._slots.tables.blocks.__setitem__((0, 0), 3),
+        lambda core: core._scheduler._slots.tables.num_computed.__setitem__(0, 99),
+        lambda core: core._scheduler._slots._free_slots.pop(),
+        lambda core: core._scheduler._slots.tables.num_blocks.__setitem__(0, 1),
+        lambda core: core._scheduler._batch.running.pop(),
+        lambda core: setattr(core._scheduler._batch.waiting, "num_tokens", 1),
     ],
 )
 def test_integrity_notices_damage(damage):

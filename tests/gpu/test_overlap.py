@@ -7,9 +7,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.sampling.device_outputs import FAILED, DeviceLogprobs, DeviceOutputs, HostSide
+from engine.sampling.sampler import FAILED, DeviceLogprobs, DeviceOutputs
 from engine.sampling_params import SamplingParams
 from engine.worker.runner import ModelRunner
+from engine.worker.step_outputs import HostSide
 from parallel.group import SoloGroup
 from tests import tiny_tokenizer
 from tests.parity.stepping import Sequence, Stepper, as_ints, sampling

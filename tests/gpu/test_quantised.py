@@ -24,11 +24,11 @@ def some(*shape, dtype=torch.bfloat16, seed=0):
 
 
 def in_format(name, weight):
-    from parallel.quantise import FORMATS, quantised, scale_of
+    from engine.quantization.select import METHODS
 
-    form = FORMATS[name]
-    scale = scale_of(weight.abs().amax(dim=1).float(), form)
-    return quantised(weight, scale, form), scale
+    form = METHODS[name]
+    scale = form.scale_of(weight.abs().amax(dim=1).float())
+    return form.quantised(weight, scale), scale
 
 
 @needs_fp8
@@ -36,11 +36,12 @@ def in_format(name, weight):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_scaled_products_are_those_of_the_reference(shape, rows, dtype):
-    from parallel.fp8 import Fp8Linear, exact_product, quantise_rows
+    from engine.kernels.base import quantise_rows
+    from engine.quantization.fp8 import Fp8Linear, exact_product
 
     weight, scale = in_format("fp8", some(*shape, seed=1))
     x, bias = some(rows, shape[1], dtype=dtype), some(shape[0], dtype=dtype, seed=2)
-    found = Fp8Linear(weight, scale).apply(x, bias)
+    found = Fp8Linear.of(weight, scale).apply(x, bias)
     expected = exact_product(*quantise_rows(x), weight, scale, torch.float32) + bias.float()
     # Fast accumulation on Hopper, of bfloat16 results, keeps 13 bits or so of a partial sum of 32 products each.
     assert found.dtype is dtype
@@ -52,8 +53,8 @@ def test_scaled_products_are_those_of_the_reference(shape, rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1024), (33, 4096), (512, 12288)], ids=str)
 def test_rows_are_quantised_to_the_bits_of_torch(shape, dtype):
-    from engine.kernels.triton_quantised import quantise_rows_in_one_pass
-    from parallel.fp8 import quantise_rows
+    from engine.kernels.base import quantise_rows
+    from engine.kernels.triton_linear import quantise_rows_in_one_pass
 
     x = some(*shape, dtype=dtype)
     found, scales = quantise_rows_in_one_pass(x)
@@ -65,7 +66,7 @@ def test_rows_are_quantised_to_the_bits_of_torch(shape, dtype):
 @needs_fp8
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_what_is_no_number_stays_none(poison):
-    from engine.kernels.triton_quantised import quantise_rows_in_one_pass
+    from engine.kernels.triton_linear import quantise_rows_in_one_pass
 
     x = some(3, 1024)
     x[1, 7] = poison
@@ -78,7 +79,7 @@ def test_what_is_no_number_stays_none(poison):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtype):
-    from engine.kernels.triton_quantised import TritonInt8Linear
+    from engine.kernels.triton_linear import TritonInt8Linear
 
     weight, scale = in_format("int8", some(*shape, seed=1))
     x, bias = some(rows, shape[1], dtype=dtype), some(shape[0], dtype=dtype, seed=2)
@@ -90,19 +91,19 @@ def test_int8_products_are_those_of_the_weights_they_stand_for(shape, rows, dtyp
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("fp8", marks=needs_fp8)])
 def test_a_model_holds_half_and_says_nearly_the_same(tmp_path, quantization):
     from engine.config import EngineConfig
-    from engine.loader.model_folder import open_model
+    from engine.loader.checkpoint import open_model
     from engine.loader.weights import load_model
-    from engine.quantization.layers import quantization_of
+    from engine.quantization.select import quantization_of
     from parallel.group import SoloGroup
     from parallel.linear import ParallelLinear
     from tests.parity.tiny_models import make
 
     make("llama", tmp_path)
     folder = open_model(str(tmp_path))
-    asked = quantization_of(EngineConfig(str(tmp_path), quantization=quantization), folder.spec)
+    asked = quantization_of(EngineConfig(str(tmp_path), quantization=quantization), folder.config.quantization)
     group = SoloGroup("cuda:0")
-    plain = load_model(folder, folder.spec, 64, group, torch.bfloat16)
-    made = load_model(folder, folder.spec, 64, group, torch.bfloat16, asked)
+    plain = load_model(folder, 64, group, torch.bfloat16)
+    made = load_model(folder, 64, group, torch.bfloat16, asked)
     x = some(5, 64)
     for one, other in zip(plain.layers, made.layers, strict=True):
         for name, layer in one.named_modules():

@@ -10,7 +10,7 @@ import torch
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from engine.worker.parking import ParkedWeights
+from engine.worker.offload import OffloadedWeights
 from tests.bench.gpu.checkpoints import checkpoint
 from tests.bench.gpu.shapes import QWEN3_06B
 
@@ -72,14 +72,14 @@ def test_weights_can_be_woken_before_the_cache(folder):
 
 
 def test_pinned_memory_is_taken_once_and_brings_every_byte_back():
-    parked = ParkedWeights(pinned=True)
+    offloaded = OffloadedWeights(pinned=True)
     made = [torch.randint(0, 255, (count,), dtype=torch.uint8, device="cuda") for count in (1, 333, 300 << 20, 8)]
     kept = [tensor.clone() for tensor in made]
     pieces = []
     for _ in range(2):
-        assert parked.park([*made, made[2][5:]]) == sum(tensor.nbytes for tensor in made)
-        pieces.append([piece.data_ptr() for piece in parked._pieces])
-        assert all(piece.is_pinned() for piece in parked._pieces)
-        parked.restore()
+        assert offloaded.offload([*made, made[2][5:]]) == sum(tensor.nbytes for tensor in made)
+        pieces.append([piece.data_ptr() for piece in offloaded._pieces])
+        assert all(piece.is_pinned() for piece in offloaded._pieces)
+        offloaded.restore()
         assert all(torch.equal(tensor, copy) for tensor, copy in zip(made, kept, strict=True))
     assert pieces[0] == pieces[1]

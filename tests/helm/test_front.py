@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from deploy.probe import LOOKS
+from deploy.probe import PROBES
 from tests.helm.rendered import CHART, OPEN, RELEASE, VALUES, clusters, of_kind, rendered
 
 
@@ -25,7 +25,7 @@ def test_probes_look_with_the_command_that_the_image_has(helm4, name):
         for command in commands.values():
             assert command[:3] == ["python", "-m", "deploy.probe"]
             assert command[-1] == "--seconds=5"
-            assert set(command[3:-1]) - {"--port=8000", "--port=9000"} <= LOOKS.keys()
+            assert set(command[3:-1]) - {"--port=8000", "--port=9000"} <= PROBES.keys()
 
 
 def test_a_worker_gets_requests_when_ready_says_so_and_lives_while_ray_does(helm4):
@@ -272,7 +272,7 @@ def test_notes_tell_the_next_command(helm4):
     assert "get rayservice llm-squadron --watch" in said
     assert "port-forward svc/llm-squadron-serve-svc 8000" in said
     assert '"model": "qwen"' in said
-    assert "Warning: everybody" not in said
+    assert "Warning: everyone" not in said
     assert "llm-squadron-gateway" in said
     assert "Warning: networkPolicy.clients" in said, "KubeRay's Gateway must get in"
 
@@ -280,7 +280,7 @@ def test_notes_tell_the_next_command(helm4):
 def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
     said = notes(helm4, "tp4")
     assert "Authorization: Bearer $KEY" in said
-    assert "one of the keys that `squadron keys new` showed as KEY" in said
+    assert "with KEY set to a key that `squadron keys new` showed" in said
     assert '"model": "llama-70b"' in said
     assert "https://llm.example.com/v1" in said
     assert "Warning" not in said
@@ -288,7 +288,7 @@ def test_notes_of_a_guarded_service_show_the_key_and_the_address(helm4):
 
 def test_notes_of_an_open_service_warn(helm4):
     said = notes(helm4, "laptop")
-    assert "Warning: everybody who gets through to it can use it (apiKeys.allowOpen)" in said
+    assert "Warning: everyone who reaches it can use it (apiKeys.allowOpen)" in said
     assert "Bearer" not in said
     assert "app.allowed_hosts" in said
 

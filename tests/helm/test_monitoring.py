@@ -5,11 +5,8 @@ import re
 
 import yaml
 
-from deploy.alerts.rules import rules_text
-from deploy.alerts.scope import NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE
-from deploy.alerts.table import TTFT_SECONDS, alerts
-from deploy.chart.__main__ import DEPLOY
-from deploy.chart.monitoring import DASHBOARDS, HEAD
+from deploy.chart.files import DASHBOARDS, HEAD
+from deploy.observability.alerts import NAMESPACE_MARK, RAYSERVICE_MARK, RELEASE, TTFT_SECONDS, alerts, rules_text
 from tests.helm.rendered import CHART, EXAMPLES, of_kind, rendered
 from tests.promql import selectors
 from tests.promtool import needs_promtool, promtool
@@ -42,7 +39,7 @@ def test_each_dashboard_is_a_config_map_that_the_sidecar_finds(helm4):
 def test_a_dashboard_in_the_chart_is_the_shipped_one(helm4):
     for one in dashboards("everything"):
         ((file, text),) = one["data"].items()
-        shipped = DEPLOY / "dashboards" / file.removeprefix("squadron-")
+        shipped = CHART / "dashboards" / file.removeprefix("squadron-")
         assert json.loads(text) == json.loads(shipped.read_text(encoding="utf-8"))
 
 

@@ -8,7 +8,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.app_config import parse_app
-from cluster.placement import plan_app, plan_placement
+from cluster.resources import app_resources, model_resources
 from deploy.serve.environment import LOCAL_RAY
 from tests.helm.rendered import VALUES, app_of, clusters, of_kind, rendered, serve_config
 
@@ -82,7 +82,7 @@ def test_pods_have_room_for_all_replicas_and_routers(helm4, name):
     (cluster, *_) = [one["spec"]["rayClusterConfig"] for one in of_kind(rendered(name), "RayService")]
     groups = cluster["workerGroupSpecs"]
     app = app_of(rendered(name))
-    placement = plan_app(app, on_gpu)
+    placement = app_resources(app, on_gpu)
     for kind, param in (("CPU", "num-cpus"), ("GPU", "num-gpus")):
         offered = sum(one["maxReplicas"] * one["numOfHosts"] * int(one["rayStartParams"][param]) for one in groups)
         needed = placement.cpus if kind == "CPU" else placement.gpus
@@ -96,7 +96,7 @@ def test_each_replica_fits_its_pods(helm4, name):
     groups = {one["groupName"]: one for one in cluster["workerGroupSpecs"]}
     for config, one in zip(app_of(rendered(name)).models, given["models"], strict=True):
         group = groups[one.get("workerGroup", given["workerGroups"][0]["name"])]
-        bundles = plan_placement(config, on_gpu(config)).bundles
+        bundles = model_resources(config, on_gpu(config)).bundles
         per_pod = math.ceil(len(bundles) / group["numOfHosts"])
         assert per_pod * group["numOfHosts"] == len(bundles)
         assert per_pod * bundles[0]["CPU"] <= int(group["rayStartParams"]["num-cpus"])

@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from cluster.app_config import APP_WIDE, PER_MODEL
 from cluster.config import ClusterConfig, parse_config
-from deploy.chart.__main__ import CHART, DEPLOY, chart_files, shipped_files, stale_files
-from deploy.chart.schema import values_schema
-from deploy.chart.settings import OWNED_BY_CHART
+from deploy.chart.__main__ import CHART, OBSERVABILITY, chart_files, shipped_files, stale_files
+from deploy.chart.schema import OWNED_BY_CHART, values_schema
 from deploy.cli.flags import CHOICES
 from engine.errors import ConfigError
 from tests.helm.rendered import VALUES
@@ -41,7 +40,7 @@ def refused(name, value):
 
 
 def test_the_files_of_the_chart_are_as_their_descriptions_make_them():
-    assert stale_files(chart_files(CHART) | shipped_files(DEPLOY)) == [], "run `python -m deploy.chart`"
+    assert stale_files(chart_files(CHART) | shipped_files(OBSERVABILITY)) == [], "run `python -m deploy.chart`"
 
 
 def test_a_stale_file_is_told(tmp_path):
@@ -62,18 +61,19 @@ def test_the_command_writes_what_is_stale_and_only_looks_with_check(tmp_path, mo
 
     app = typer.Typer()
     app.command()(write)
-    chart, shipped = tmp_path / "chart", tmp_path / "deploy"
+    chart, shipped = tmp_path / "chart", tmp_path / "observability"
     chart.mkdir()
     shipped.mkdir()
     (chart / "README.md").write_text((CHART / "README.md").read_text())
-    arguments = ["--folder", str(chart), "--deploy", str(shipped)]
+    arguments = ["--folder", str(chart), "--observability", str(shipped)]
     assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 1
     assert not (chart / "values.yaml").exists()
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 0
     assert (chart / "values.yaml").read_text() == (CHART / "values.yaml").read_text()
-    for name in ("dashboards/engine.json", "alerts/squadron.rules.yaml"):
-        assert (shipped / name).read_text() == (DEPLOY / name).read_text()
+    assert (chart / "dashboards" / "engine.json").read_text() == (CHART / "dashboards" / "engine.json").read_text()
+    rules = "squadron.rules.yaml"
+    assert (shipped / rules).read_text() == (OBSERVABILITY / rules).read_text()
 
 
 def test_every_setting_is_the_models_or_the_apps_or_the_charts():

@@ -36,6 +36,41 @@ def broadcast_overwrites_with_the_source(group: Group) -> None:
         assert (x == src).all()
 
 
+def a_transfer_goes_from_one_rank_to_another_and_leaves_the_rest(group: Group) -> None:
+    for src in range(group.size):
+        for dst in range(group.size):
+            x = torch.full((3, 2), float(group.rank))
+            assert group.transfer(x, src, dst) is x
+            assert (x == (src if group.rank == dst else group.rank)).all(), (src, dst)
+
+
+def a_chain_of_stages_adds_what_each_has(group: Group) -> None:
+    x = torch.ones(5)
+    for rank in range(group.size - 1):
+        group.transfer(x, rank, rank + 1)
+        if group.rank == rank + 1:
+            x += 1
+    assert x.tolist() == [1.0 + group.rank] * 5
+
+
+def all_to_all_hands_each_rank_its_rows(group: Group) -> None:
+    size, rank = group.size, group.rank
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        x = torch.tensor([[100 * rank + to, row] for to in range(size) for row in range(3)]).to(dtype)
+        expected = torch.tensor([[100 * sender + rank, row] for sender in range(size) for row in range(3)])
+        assert torch.equal(group.all_to_all(x), expected.to(dtype))
+
+
+def all_to_all_takes_other_numbers_of_rows_for_each(group: Group) -> None:
+    size, rank = group.size, group.rank
+    sent, received = [(rank + 2 * to) % 4 for to in range(size)], [(sender + 2 * rank) % 4 for sender in range(size)]
+    x = torch.tensor([[10 * rank + to] * 2 for to in range(size) for _ in range(sent[to])]).view(-1, 2)
+    expected = [[10 * sender + rank] * 2 for sender in range(size) for _ in range(received[sender])]
+    assert group.all_to_all(x, sent, received).tolist() == expected
+    back = group.all_to_all(group.all_to_all(x, sent, received), received, sent)
+    assert torch.equal(back, x)
+
+
 def strided_tensors_are_refused_in_place(group: Group) -> None:
     for collective in (group.all_reduce, group.broadcast):
         with pytest.raises(ValueError, match="contiguous"):

@@ -6,15 +6,18 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from parallel.errors import ChannelClosed, ChannelError
 from parallel.group import Group, SoloGroup
-from parallel.launcher import Gang, launch
+from parallel.launcher import LocalWorkerGroup, launch
+from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.ring import SharedMemoryRing
-from parallel.torch_group import connect
+from parallel.torch_group import TorchGroup, connect
+from parallel.torch_store import TorchStore
 
 TIMEOUT = 60.0  # seconds, for machines that are busy with other tests
 
@@ -32,7 +35,7 @@ class Crew:
     """A group whose ranks all run the same checks."""
 
     group: Group
-    gang: Gang
+    gang: LocalWorkerGroup
     ring: SharedMemoryRing
 
     def run(self, check: Callable[[Group], None]) -> None:
@@ -46,22 +49,23 @@ class Crew:
 
 
 @contextmanager
-def crew(size: int, shared_memory: bool = True) -> Iterator[Crew]:
+def crew(size: int, over: str = "memory") -> Iterator[Crew]:
+    """Ranks of one host that talk over its "memory", over "sockets", or over a process group of "torch"."""
     with (
         SharedMemoryRing.create(size - 1) as ring,
         Rendezvous.create() as rendezvous,
-        launch(size, _serve, (size, rendezvous.address, ring.name, shared_memory)) as gang,
-        connect(0, size, rendezvous, "cpu", TIMEOUT, shared_memory=shared_memory) as group,
+        launch(size, _serve, (size, rendezvous.address, ring.name, over)) as gang,
+        _join(over, 0, size, rendezvous) as group,
     ):
         yield Crew(group, gang, ring)
         ring.close()
         assert gang.join(TIMEOUT)
 
 
-def _serve(rank: int, size: int, address: RendezvousAddress, ring_name: str, shared_memory: bool) -> None:
+def _serve(rank: int, size: int, address: RendezvousAddress, ring_name: str, over: str) -> None:
     torch.set_num_threads(1)
     ring = SharedMemoryRing.attach(ring_name, rank - 1)
-    with ring, connect(rank, size, address, "cpu", TIMEOUT, shared_memory=shared_memory) as group:
+    with ring, _join(over, rank, size, address) as group:
         while True:
             try:
                 module, name = bytes(ring.receive()).decode().split(":")
@@ -69,3 +73,12 @@ def _serve(rank: int, size: int, address: RendezvousAddress, ring_name: str, sha
                 return
             getattr(importlib.import_module(module), name)(group)
             group.barrier()
+
+
+def _join(over: str, rank: int, size: int, where: Rendezvous | RendezvousAddress) -> Group:
+    if over != "torch":
+        return connect(rank, size, where, "cpu", TIMEOUT, shared_memory=over == "memory")
+    rendezvous = Rendezvous.join(where, TIMEOUT) if isinstance(where, RendezvousAddress) else where
+    store = TorchStore(rendezvous, "test", rank, size, TIMEOUT)
+    gloo = dist.ProcessGroupGloo(store.view("gloo"), rank, size, timedelta(seconds=TIMEOUT))
+    return TorchGroup(gloo, rank, size, torch.device("cpu"), TIMEOUT, store)

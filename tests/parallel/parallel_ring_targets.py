@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from parallel.ring import SharedMemoryRing
+from parallel.message_ring import SharedMemoryRing
 
 
 def drive(rank: int, name_file: str) -> None:

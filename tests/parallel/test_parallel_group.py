@@ -17,14 +17,12 @@ import torch.distributed as dist
 from parallel.channel import BroadcastChannel
 from parallel.errors import ChannelError, ChannelTimeout, RendezvousError
 from parallel.group import Group, SoloGroup
-from parallel.handshake import SECRET_BYTES
-from parallel.host_group import HALF_BYTES, HostGroup
-from parallel.launcher import Gang, launch
+from parallel.host_group import HALF_BYTES, HostGroup, StarGroup
+from parallel.hub import SECRET_BYTES
+from parallel.launcher import LocalWorkerGroup, launch
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.segment import Segment
-from parallel.star_group import StarGroup
+from parallel.shared_memory import Fence, Segment, SharedWord, wait_for_change
 from parallel.torch_group import TorchGroup, connect
-from parallel.waiting import Fence, SharedWord, wait_for_change
 from tests.parallel import parallel_checks as checks
 from tests.parallel.parallel_ranks import Crew, FakeGroup, crew
 
@@ -43,11 +41,32 @@ def trio() -> Iterator[Crew]:
 @pytest.fixture(scope="module")
 def distant_pair() -> Iterator[Crew]:
     """Two ranks that use sockets for everything, as if they were on two hosts."""
-    with crew(2, shared_memory=False) as ranks:
+    with crew(2, "sockets") as ranks:
         yield ranks
 
 
+@pytest.fixture(scope="module", params=[2, 4])
+def torchs(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """Ranks over torch's process group, gloo's in the place of NCCL's, which are called alike."""
+    with crew(request.param, "torch") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crew]:
+    """Four ranks that share memory."""
+    with crew(4) as ranks:
+        yield ranks
+
+
+BETWEEN_TWO = [
+    checks.a_transfer_goes_from_one_rank_to_another_and_leaves_the_rest,
+    checks.a_chain_of_stages_adds_what_each_has,
+    checks.all_to_all_hands_each_rank_its_rows,
+    checks.all_to_all_takes_other_numbers_of_rows_for_each,
+]
 CHECKS = [
+    *BETWEEN_TWO,
     checks.all_reduce_sums_in_place,
     checks.all_gather_joins_in_rank_order,
     checks.broadcast_overwrites_with_the_source,
@@ -69,6 +88,19 @@ def test_three_ranks_of_one_host(trio: Crew, check: Callable[[Group], None]) -> 
 def test_two_distant_ranks(distant_pair: Crew, check: Callable[[Group], None]) -> None:
     assert isinstance(distant_pair.group, StarGroup)
     distant_pair.run(check)
+
+
+@pytest.mark.parametrize("check", BETWEEN_TWO)
+def test_four_ranks_of_one_host(four: Crew, check: Callable[[Group], None]) -> None:
+    four.run(check)
+
+
+@pytest.mark.parametrize(
+    "check", [*BETWEEN_TWO, checks.all_reduce_sums_in_place, checks.broadcast_overwrites_with_the_source]
+)
+def test_ranks_over_torchs_process_group(torchs: Crew, check: Callable[[Group], None]) -> None:
+    assert isinstance(torchs.group, TorchGroup)
+    torchs.run(check)
 
 
 def test_a_word_is_published_after_what_came_before_and_read_before_what_follows(monkeypatch):
@@ -153,12 +185,14 @@ def test_a_group_of_one_does_nothing():
     assert group.all_reduce(x) is x
     assert group.all_gather(x) is x
     assert group.broadcast(x) is x
+    assert group.transfer(x, 0, 0) is x
+    assert group.all_to_all(x) is x
     group.barrier()
     group.close()
 
 
 @contextmanager
-def beside_a_rank_that_hangs(shared_memory: bool, limit: float) -> Iterator[tuple[Group, Gang]]:
+def beside_a_rank_that_hangs(shared_memory: bool, limit: float) -> Iterator[tuple[Group, LocalWorkerGroup]]:
     with (
         Rendezvous.create() as rendezvous,
         launch(2, checks.join_and_wait, (2, rendezvous.address, shared_memory)) as gang,

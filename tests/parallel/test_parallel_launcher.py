@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from parallel.errors import ChannelError, ParallelError
-from parallel.launcher import Gang, launch
+from parallel.launcher import LocalWorkerGroup, launch
 from tests.parallel import parallel_targets
 
 TIMEOUT = 60.0  # seconds, for machines that are busy with other tests
@@ -131,7 +131,7 @@ def test_a_gang_that_nobody_holds_is_ended():
 
 def test_a_gang_of_one_starts_nothing():
     with launch(1, parallel_targets.wait) as gang:
-        assert isinstance(gang, Gang)
+        assert isinstance(gang, LocalWorkerGroup)
         assert gang.pids == ()
         assert gang.alive()
         assert gang.failure() is None

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from parallel.channel import ALIGNMENT, DTYPES, Message, pack, unpack
 from parallel.errors import ChannelError
-from parallel.packing import ALIGNMENT, DTYPES, Message, pack, unpack
 
 names = st.text(st.characters(categories=["L", "N"], include_characters="_"), min_size=1, max_size=12)
 arrays = st.sampled_from(DTYPES).flatmap(

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.errors import ShardingError
 from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from parallel.parameter import TensorSource, replicated

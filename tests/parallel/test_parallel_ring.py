@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from parallel.errors import ChannelClosed, ChannelError, ChannelTimeout
 from parallel.launcher import launch
-from parallel.ring import SharedMemoryRing
-from parallel.segment import NEWBORN, PREFIX, Segment, shared_folder
+from parallel.message_ring import SharedMemoryRing
+from parallel.shared_memory import NEWBORN, PREFIX, Segment, shared_folder
 from tests.parallel import parallel_ring_targets
 
 TIMEOUT = 10.0

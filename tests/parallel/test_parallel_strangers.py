@@ -19,11 +19,10 @@ import torch
 
 from parallel.errors import ChannelError, RendezvousError
 from parallel.group import Group
-from parallel.handshake import SECRET_BYTES
-from parallel.hub import MOST_UNKNOWN
+from parallel.hub import MOST_UNKNOWN, SECRET_BYTES
+from parallel.message_ring import SharedMemoryRing
 from parallel.rendezvous import Rendezvous, RendezvousAddress
-from parallel.ring import SharedMemoryRing
-from parallel.segment import NEWBORN, PREFIX, Segment
+from parallel.shared_memory import NEWBORN, PREFIX, Segment
 from parallel.torch_group import connect
 from parallel.torch_store import PrivateFolder, TorchStore, hear_only
 
@@ -35,7 +34,7 @@ linux = pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux alone filte
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """Where shared memory lies, in place of what other processes use."""
-    monkeypatch.setattr("parallel.segment.shared_folder", lambda: str(tmp_path))
+    monkeypatch.setattr("parallel.shared_memory.shared_folder", lambda: str(tmp_path))
     monkeypatch.setattr("parallel.torch_store.shared_folder", lambda: str(tmp_path))
     return tmp_path
 

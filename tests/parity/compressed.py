@@ -8,7 +8,7 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel.quantise import FORMATS, quantised, scale_of
+from engine.quantization.select import METHODS
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DYNAMIC = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -57,7 +57,7 @@ def compress(plain, folder, found, skip=()):
     """Write the checkpoint in `plain` quantised as the scheme says; returns tensor name -> what it stands for."""
     shutil.copytree(plain, folder)
     fp8 = found.get("quant_method") == "fp8" or found["format"] in ("float-quantized", "naive-quantized")
-    form = FORMATS["fp8" if fp8 else "int8"]
+    form = METHODS["fp8" if fp8 else "int8"]
     per_tensor = '"strategy": "channel"' not in json.dumps(found)
     tensors, meaning = load_file(plain / "model.safetensors"), {}
     for name in [name for name in tensors if name.split(".")[-2] in PROJECTIONS and name.endswith(".weight")]:
@@ -65,8 +65,8 @@ def compress(plain, folder, found, skip=()):
             continue
         weight = tensors.pop(name).float()
         largest = weight.abs().amax(dim=1)
-        scale = scale_of(largest.max().expand_as(largest) if per_tensor else largest, form)
-        stored = quantised(weight, scale, form)
+        scale = form.scale_of(largest.max().expand_as(largest) if per_tensor else largest)
+        stored = form.quantised(weight, scale)
         meaning[name] = stored.float() * scale[:, None]
         if found.get("format") == "pack-quantized":
             tensors[name + "_packed"] = pack(stored)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.report import SamplingInputs, StepInputs, StepOutputs
-from engine.sampling.device_outputs import on_host
 from engine.sampling.sampler import sample
+from engine.worker.step_outputs import on_host
 
 
 def sampling(rows: int, **values) -> SamplingInputs:

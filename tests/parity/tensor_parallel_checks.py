@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.kernels.base import TorchKernels
+from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.quantization.select import choose_products
 from parallel.group import Group
 from parallel.linear import (
     ColumnParallelLinear,
@@ -19,7 +21,6 @@ from parallel.linear import (
     RowParallelLinear,
 )
 from parallel.parameter import TensorSource
-from parallel.tuning import choose_methods
 
 HIDDEN = 24
 TOKENS = 7
@@ -72,7 +73,7 @@ def row_packed(group: Group) -> None:
     x, weight, bias = full(TOKENS, HIDDEN), full(10, HIDDEN), full(10)
     layer = RowParallelLinear(HIDDEN, 10, True, group, torch.float32)
     load(layer, weight, bias)
-    choose_methods(layer)
+    choose_products(layer, TorchKernels())
     assert layer.weight.numel() == 0
     same(layer(own_part(x, group)), F.linear(x, weight, bias))
 

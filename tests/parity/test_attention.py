@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.demo import demo_model_path
-from engine.attention import plan as planning
+from engine.attention import reference as planning
 from engine.attention.base import AttentionSpec, LayerCache
-from engine.attention.flash import FlashAttention, why_not_flash
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
+from engine.attention.varlen import FlashAttention, why_not_flash
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.inputs.step_tensors import to_device
-from engine.loader.model_folder import open_model
-from engine.resolve import resolve
+from engine.loader.checkpoint import open_model
+from engine.resolve import check_model, resolve
 from tests.parity.step_layouts import BLOCK, NUM_BLOCKS, make_step
 
 CPU = torch.device("cpu")
@@ -267,7 +267,7 @@ def test_auto_takes_what_works_and_a_forced_backend_is_refused_by_name(caplog):
     ],
 )
 def test_what_a_cpu_does_not_have_is_told_before_anything_is_loaded(settings, flag, message):
-    spec = open_model(str(demo_model_path())).spec
+    model = open_model(str(demo_model_path())).config
     with pytest.raises(ConfigError, match=message) as refused:
-        resolve(EngineConfig(str(demo_model_path()), device="cpu", **settings), spec)
+        check_model(resolve(EngineConfig(str(demo_model_path()), device="cpu", **settings), model), model)
     assert refused.value.flag == flag

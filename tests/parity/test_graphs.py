@@ -134,7 +134,7 @@ def engine_of(folder, graphs, mixed=NO_SIZES, **settings):
             pool._patience = 2
         capture(runner)
     config = runner.config.resolved(num_kv_blocks=40, **settings)
-    core = EngineCore(config, SoloExecutor(runner), runner.spec.eos_token_ids, VOCAB, 40)
+    core = EngineCore(config, SoloExecutor(runner), runner.model_config.eos_token_ids, VOCAB, 40)
     return core, runner, device
 
 

@@ -95,7 +95,7 @@ def test_cached_prefixes_match_transformers(llm, oracle):
 def test_what_was_cached_is_told_whichever_choice_ends_first(llm):
     (prompt,) = prompts(1, longest=40, seed=6)
     prompt = prompt + [7] * 20
-    vocab = llm.info.spec.vocab_size
+    vocab = llm.info.model.vocab_size
     params = [
         SamplingParams(n=4, temperature=1.0, seed=seed, max_tokens=30, stop_token_ids=tuple(range(seed, vocab, 6)))
         for seed in range(8)

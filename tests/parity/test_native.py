@@ -21,7 +21,7 @@ from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.inputs.step_tensors import to_device
-from engine.kernels import compiler
+from engine.kernels import native as compiler
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import NativeKernels
 from engine.kernels.select import select_kernels
@@ -543,7 +543,7 @@ def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_library(tmp_path):
     program = (
-        "from engine.kernels.compiler import load_library;"
+        "from engine.kernels.native import load_library;"
         "assert load_library({'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0}).multiplies() in (0, 1)"
     )
     environment = {**os.environ, "HOME": str(tmp_path)}

@@ -9,20 +9,18 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.loader.model_folder import open_model
+from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
-from engine.models.spec import QuantizationSpec
-from engine.quantization import layers as quantization
-from engine.quantization.layers import quantization_of
+from engine.quantization.config import QuantizationSpec
+from engine.quantization.fp8 import Fp8Linear
+from engine.quantization.int8 import Int8Linear
+from engine.quantization.select import METHODS, quantization_of, quantize
 from engine.resolve import resolve, resolve_for
 from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
-from parallel.fp8 import Fp8Linear
 from parallel.group import SoloGroup
-from parallel.int8 import Int8Linear
 from parallel.linear import ParallelLinear
 from parallel.parameter import ShardedParameter
-from parallel.quantise import FORMATS, quantised, scale_of
 from tests.parity.compressed import PROJECTIONS, SCHEMES, compress, scheme
 from tests.parity.stepping import Stepper
 from tests.parity.test_footprint import held_weights
@@ -49,8 +47,8 @@ def made_at_load(model, form):
         conv1d = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
         if name.endswith(".weight") and (name.split(".")[-2] in PROJECTIONS or conv1d):
             rows = weight.t() if conv1d else weight
-            scale = scale_of(rows.abs().amax(dim=1), form)
-            stands_for = quantised(rows, scale, form).float() * scale[:, None]
+            scale = form.scale_of(rows.abs().amax(dim=1))
+            stands_for = form.quantised(rows, scale).float() * scale[:, None]
             meaning[name] = stands_for.t().contiguous() if conv1d else stands_for
     return meaning
 
@@ -59,7 +57,7 @@ def made_at_load(model, form):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_int8_gives_what_the_model_gives_with_the_weights_it_stands_for(models, name, backend):
     model, folder = models(name)
-    before = with_weights(model, made_at_load(model, FORMATS["int8"]))
+    before = with_weights(model, made_at_load(model, METHODS["int8"]))
     try:
         runner = ModelRunner(config(folder, quantization="int8", attention_backend=backend), SoloGroup())
         ragged = prompts(5, seed=4)
@@ -85,13 +83,13 @@ def test_two_ranks_hold_and_say_what_one_does(two_ranks, models, name):
 
 
 def parameters_of(group, folder, asked):
-    model = load_model(folder, folder.spec, 64, group, torch.float32, asked)
+    model = load_model(folder, 64, group, torch.float32, asked)
     return {
         name: (p.data, p.axis, p.pieces) for name, p in model.named_parameters() if isinstance(p, ShardedParameter)
     }
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", METHODS)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
 def test_weights_are_the_same_whatever_the_number_of_ranks(two_ranks, models, name, weights):
     folder = open_model(str(models(name)[1]))
@@ -119,8 +117,8 @@ def test_a_compressed_checkpoint_is_read_as_it_is(models, tmp_path, kind):
     _, plain = models("llama")
     meaning = compress(plain, tmp_path / "made", SCHEMES[kind])
     folder = open_model(str(tmp_path / "made"))
-    asked = quantization_of(config(tmp_path / "made"), folder.spec)
-    model = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, asked)
+    asked = quantization_of(config(tmp_path / "made"), folder.config.quantization)
+    model = load_model(folder, 64, SoloGroup(), torch.float32, asked)
     for layer in range(3):
         stem = f"model.layers.{layer}."
         for target, parts in {
@@ -166,7 +164,7 @@ def test_ignored_modules_stay_plain(models, tmp_path):
     finally:
         with_weights(model, before)
     folder = open_model(str(tmp_path / "made"))
-    loaded = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+    loaded = load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
     held = {
         name
         for name, part in loaded.named_modules()
@@ -189,17 +187,17 @@ def test_fp8_through_the_whole_model_is_near_the_plain_one(models, monkeypatch):
         assert 0 < float((found - expected).norm() / expected.norm()) < 0.15
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", METHODS)
 @pytest.mark.parametrize("name", ["llama", "llama3_tied_biased", "gpt2"])
 def test_the_plan_counts_quantised_weights_to_the_byte(two_ranks, models, name, weights):
     folder = open_model(str(models(name)[1]))
     asked = config(folder.path, quantization=weights)
     for size in (1, 2):
-        full = resolve_for(replace(asked, tensor_parallel_size=size, dtype="bfloat16"), folder.spec, "cuda")
-        planned = footprint_of(full, folder.spec).weight_bytes
+        full = resolve_for(replace(asked, tensor_parallel_size=size, dtype="bfloat16"), folder.config, "cuda")
+        planned = footprint_of(full, folder.config).weight_bytes
         held = two_ranks(held_weights, folder, full) if size == 2 else [held_weights(SoloGroup(), folder, full)]
         assert held == [planned] * size
-        plain = footprint_of(replace(full, quantization=None), folder.spec).weight_bytes
+        plain = footprint_of(replace(full, quantization=None), folder.config).weight_bytes
         assert 0.5 < planned / plain < 0.9
 
 
@@ -207,24 +205,27 @@ def test_a_layer_at_a_time_is_plain_while_a_model_is_quantised(models, monkeypat
     """Neither all plain weights nor a second copy of them are ever in memory."""
     folder = open_model(str(models("llama")[1]))
     seen = []
-    finish = quantization.Layout.finish
+    built, load = [], Int8Linear.load
 
-    def watched(self, model, rules):
-        linears = [part for part in model.layers.modules() if isinstance(part, ParallelLinear)]
+    def noted(layers, *asked):
+        built.append(layers)
+        quantize(layers, *asked)
+
+    def watched(self, layer):
+        linears = [part for part in built[0].modules() if isinstance(part, ParallelLinear)]
         seen.append(sum(p.weight.untyped_storage().nbytes() > 4 and p.weight.dtype is torch.float32 for p in linears))
-        finish(self, model, rules)
+        load(self, layer)
 
-    monkeypatch.setattr(quantization.Layout, "finish", watched)
-    model = load_model(
-        folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("int8", "int8", stored=False)
-    )
-    assert seen == [0, 4, 4, 4, 0]
+    monkeypatch.setattr("engine.loader.weights.quantize", noted)
+    monkeypatch.setattr(Int8Linear, "load", watched)
+    model = load_model(folder, 64, SoloGroup(), torch.float32, QuantizationSpec("int8", "int8", stored=False))
+    assert seen == 3 * [4, 3, 2, 1]
     assert {p.weight.dtype for p in model.layers.modules() if isinstance(p, ParallelLinear)} == {torch.int8}
 
 
 def test_the_flag_is_resolved_to_what_the_checkpoint_is(models, tmp_path):
     compress(models("llama")[1], tmp_path / "made", SCHEMES["int"])
-    spec = open_model(str(tmp_path / "made")).spec
+    spec = open_model(str(tmp_path / "made")).config
     for asked in (None, "compressed-tensors"):
         assert resolve(config(tmp_path / "made", quantization=asked), spec).quantization == "compressed-tensors"
-    assert resolve(config("m"), open_model(str(models("llama")[1])).spec).quantization is None
+    assert resolve(config("m"), open_model(str(models("llama")[1])).config).quantization is None

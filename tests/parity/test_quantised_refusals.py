@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader.model_folder import open_model
+from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
-from engine.models.spec import QuantizationSpec
-from engine.quantization import layers as quantization
+from engine.quantization import select as quantization
+from engine.quantization.config import QuantizationSpec
 from engine.resolve import resolve_for
 from parallel.group import SoloGroup
 from tests.parity.compressed import DYNAMIC, SCHEMES, compress, edit_config, scheme
@@ -57,8 +57,8 @@ def test_what_is_not_served_is_refused_by_name_before_any_weight(plain, tmp_path
         assert word in str(error.value)
 
 
-def spec_of(plain, **values):
-    return replace(open_model(str(plain)).spec, **values)
+def config_of(plain, **values):
+    return replace(open_model(str(plain)).config, **values)
 
 
 STORED = QuantizationSpec("compressed-tensors", "fp8")
@@ -75,7 +75,7 @@ STORED = QuantizationSpec("compressed-tensors", "fp8")
 )
 def test_contradictions_are_refused_with_what_works(plain, asked, stored, device, words):
     with pytest.raises(ConfigError) as error:
-        resolve_for(EngineConfig("m", quantization=asked), spec_of(plain, quantization=stored), device)
+        resolve_for(EngineConfig("m", quantization=asked), config_of(plain, quantization=stored), device)
     assert error.value.flag == "quantization"
     for word in words:
         assert word in str(error.value)
@@ -95,14 +95,14 @@ def test_sizes_that_fp8_products_do_not_take_are_refused_before_any_weight(plain
     (tmp_path / "made" / "model.safetensors").unlink()
     folder = open_model(str(tmp_path / "made"))
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up .*multiples of 16"):
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, QuantizationSpec("fp8", "fp8", stored=False))
+        load_model(folder, 64, SoloGroup(), torch.float32, QuantizationSpec("fp8", "fp8", stored=False))
 
 
 def test_half_a_merged_layer_cannot_be_ignored(plain, tmp_path):
     compress(plain, tmp_path / "made", scheme(ignore=["model.layers.0.self_attn.k_proj"]))
     folder = open_model(str(tmp_path / "made"))
     with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_proj.*together"):
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+        load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,6 @@ def test_a_checkpoint_that_lacks_or_bends_its_scales_is_refused(plain, tmp_path,
     save_file(tensors, tmp_path / "made" / "model.safetensors")
     folder = open_model(str(tmp_path / "made"))
     with pytest.raises(CheckpointError) as error:
-        load_model(folder, folder.spec, 64, SoloGroup(), torch.float32, folder.spec.quantization)
+        load_model(folder, 64, SoloGroup(), torch.float32, folder.config.quantization)
     for word in words:
         assert word in str(error.value)

@@ -14,10 +14,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, EngineDeadError
-from engine.loader.model_folder import open_model
+from engine.loader.checkpoint import open_model
 from engine.resolve import ThreadShare, resolve
-from engine.worker.executor_start import build_executor, drive_gang, prepare_model
-from engine.worker.local_executor import GangExecutor
+from engine.worker.executor_start import build_executor, drive_worker_group, prepare_model
+from engine.worker.local_executor import WorkerGroupExecutor
 from engine.worker.runner import ModelRunner
 from engine.worker.worker import worker_main
 from parallel.group import SoloGroup
@@ -120,30 +120,30 @@ def test_bfloat16_stays_near_the_oracle(models):
     assert torch.corrcoef(torch.stack([sequence.logits[0], expected]))[0, 1] > 0.99
 
 
-def spec_of(folder):
-    return open_model(str(folder)).spec
+def config_of(folder):
+    return open_model(str(folder)).config
 
 
 def test_auto_dtype_follows_the_checkpoint_and_the_units(models, monkeypatch):
     import dataclasses
 
-    spec = spec_of(models("llama")[1])
-    half = dataclasses.replace(spec, checkpoint_dtype="bfloat16")
+    model = config_of(models("llama")[1])
+    half = dataclasses.replace(model, dtype="bfloat16")
     for units, expected in (({"avx512_bf16": True}, "bfloat16"), ({"avx512_f": True}, "float32")):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda units=units: units, raising=False)
         assert resolve(EngineConfig("m", device="cpu"), half).dtype == expected
-        assert resolve(EngineConfig("m", device="cpu"), spec).dtype == "float32"
-    assert resolve(EngineConfig("m", device="cpu", dtype="bfloat16"), spec).dtype == "bfloat16"
+        assert resolve(EngineConfig("m", device="cpu"), model).dtype == "float32"
+    assert resolve(EngineConfig("m", device="cpu", dtype="bfloat16"), model).dtype == "bfloat16"
 
 
 def test_wishes_that_cannot_be_met_name_their_flag(models):
-    spec = spec_of(models("llama")[1])
+    model = config_of(models("llama")[1])
     with pytest.raises(ConfigError, match="256 positions") as error:
-        resolve(EngineConfig("m", device="cpu", max_model_len=257), spec)
+        resolve(EngineConfig("m", device="cpu", max_model_len=257), model)
     assert error.value.flag == "max_model_len"
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device") as error:
-            resolve(EngineConfig("m", device="cuda"), spec)
+            resolve(EngineConfig("m", device="cuda"), model)
         assert error.value.flag == "device"
 
 
@@ -242,7 +242,7 @@ def gang(models):
     """A gang of two processes; afterwards none of them may be left."""
     _, folder = models("llama")
     executor, info = build_executor(config(folder, tensor_parallel_size=2, step_timeout=1.0))
-    assert isinstance(executor, GangExecutor)
+    assert isinstance(executor, WorkerGroupExecutor)
     pids = executor._workers.pids
     yield (
         Stepper(SimpleNamespace(model=executor._runner.model, config=info.config, execute=executor.execute)),
@@ -301,7 +301,7 @@ def test_a_gang_on_several_hosts_gets_its_steps_by_broadcast(models):
     opened, prepared = prepare_model(config(folder, tensor_parallel_size=2))
     rendezvous = Rendezvous.create()
     workers = ThreadWorkers(prepared, 1, 2, rendezvous.address, None)
-    executor, info = drive_gang(prepared, opened, rendezvous, None, workers)
+    executor, info = drive_worker_group(prepared, opened, rendezvous, None, workers)
     own = SimpleNamespace(model=executor._runner.model, config=info.config, execute=executor.execute)
     ragged = prompts(3, seed=9)
     check_against(model, Stepper(own).generate(ragged, 4), ragged)

@@ -22,7 +22,7 @@ from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor, model_info
 from engine.worker.graph_sizes import GraphSizes
 from engine.worker.local_executor import SoloExecutor
-from engine.worker.parking import tensors_of
+from engine.worker.offload import tensors_of
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests import tiny_tokenizer
@@ -148,7 +148,7 @@ def test_memory_is_given_back(tmp_path):
     weights = (tmp_path / "model.safetensors").stat().st_size
 
     with open_llm(tmp_path, num_kv_blocks=800, block_size=16, max_num_batched_tokens=256) as llm:
-        cache = llm._core._executor._runner._cache.tensor
+        (cache,) = llm._core._executor._runner._cache.tensors
         size = cache.fill_(0).nbytes  # as if all blocks had been used
         assert min(weights, size) > 100e6
         before = tokens(llm)
@@ -168,8 +168,8 @@ def resident():
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_graphs_are_dropped_and_weights_that_were_parked_are_found_again(folders, monkeypatch, level):
-    monkeypatch.setattr("engine.worker.runner.choose_methods", lambda *given: None)  # plain products, as on a GPU
+def test_graphs_are_dropped_and_offloaded_weights_are_found_again(folders, monkeypatch, level):
+    monkeypatch.setattr("engine.worker.runner.choose_products", lambda *given: None)  # plain products, as on a GPU
     settings = {"max_model_len": 96, "num_kv_blocks": 200, "block_size": 4, "max_num_seqs": 8}
     more = {"max_num_batched_tokens": 64, "attention_backend": "reference", "device": "cpu"}
     runner = ModelRunner(EngineConfig(str(folders / "qwen3"), **settings, **more), SoloGroup())
@@ -181,7 +181,7 @@ def test_graphs_are_dropped_and_weights_that_were_parked_are_found_again(folders
         devices.append(use_graphs(runner, GraphSizes((1, 2, 4, 8), (2, 8))))
         return runner._forward
 
-    runner._parks = True
+    runner._offloads = True
     monkeypatch.setattr(runner, "_assemble", assemble)
     assemble()
     info = model_info(runner)

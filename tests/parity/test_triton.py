@@ -13,9 +13,10 @@ from engine.attention.select import select_backend
 from engine.attention.triton_fit import why_not_triton
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.loader.kv_scales import read_kv_scales
-from engine.loader.model_folder import open_model
-from engine.loader.weights import load_model
+from engine.layers.base import Build
+from engine.loader.checkpoint import open_model
+from engine.loader.weights import load_model, read_kv_scales
+from engine.models.registry import family_of
 from engine.worker.footprint import footprint_of
 from engine.worker.invariance import check_invariance, fix_products
 from engine.worker.runner import ModelRunner
@@ -210,10 +211,10 @@ def test_sums_over_more_than_two_ranks_need_a_fixed_order(gpu, ranks, in_order, 
 def test_every_product_gets_one_tiling(tmp_path):
     make("qwen3", tmp_path)
     folder = open_model(str(tmp_path))
-    model = load_model(folder, folder.spec, 64, SoloGroup(), torch.float32)
+    model = load_model(folder, 64, SoloGroup(), torch.float32)
     fix_products(model)
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
-    assert len(layers) == 4 * folder.spec.num_layers + 1
+    assert len(layers) == 4 * folder.config.num_layers + 1
     assert {type(layer.method).__name__ for layer in layers} == {"TritonLinear"}
 
 
@@ -242,6 +243,14 @@ def save_scales(folder, scales):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def built(folder, rank=0, size=1):
+    """A model of which no weight is read."""
+    group = SoloGroup()
+    group.rank, group.size = rank, size
+    config = open_model(str(folder)).config
+    return family_of(config.architecture)(config, Build(group, torch.float32, 64))
+
+
 def test_a_model_is_served_with_an_fp8_cache_half_as_large(tmp_path, caplog):
     """Logits stay near those of the model's own dtype: keys and values keep 4 significant bits."""
     caplog.set_level("INFO")
@@ -253,7 +262,10 @@ def test_a_model_is_served_with_an_fp8_cache_half_as_large(tmp_path, caplog):
     assert "brings no k_scale" in caplog.text
     cache = runner._cache
     assert cache.layers[0].keys.dtype is torch.float8_e4m3fn
-    assert cache.tensor.nbytes == 40 * footprint_of(runner.config, runner.spec).block_bytes
+    assert (
+        sum(each.nbytes for each in cache.tensors)
+        == 40 * footprint_of(runner.config, runner.model_config).block_bytes
+    )
     with exact_halves():
         sequences = generate(Stepper(runner), ragged)
     for sequence, prompt in zip(sequences, ragged, strict=True):
@@ -266,8 +278,7 @@ def test_scales_come_from_the_checkpoint(tmp_path):
     make("qwen3", tmp_path)
     scales = {"0.self_attn.k_scale": 0.5, "1.self_attn.attn.v_scale": [2.0], "1.self_attn.k_proj.k_scale": 4.0}
     save_scales(tmp_path, {f"model.layers.{name}": scale for name, scale in scales.items()})
-    spec_ = open_model(str(tmp_path)).spec
-    scales = read_kv_scales(tmp_path, spec_, SoloGroup())
+    scales = torch.stack(read_kv_scales(tmp_path, built(tmp_path)))
     assert scales[:2, :, 0].tolist() == [[0.5, 1.0], [4.0, 2.0]]
     config = EngineConfig(str(tmp_path), device="cpu", num_kv_blocks=40, max_num_batched_tokens=64)
     assert ModelRunner(config, SoloGroup()).attention_backend != "triton"  # they are there, and not needed
@@ -275,12 +286,10 @@ def test_scales_come_from_the_checkpoint(tmp_path):
 
 def test_each_rank_has_the_scales_of_its_heads(tmp_path):
     make("qwen3", tmp_path)
-    spec_ = open_model(str(tmp_path)).spec
-    assert spec_.num_kv_heads == 2
+    assert built(tmp_path).attention[0].all_kv_heads == 2
     save_scales(tmp_path, {"model.layers.0.self_attn.k_scale": [0.5, 3.0]})
     for rank, scale in enumerate([0.5, 3.0]):
-        group = SimpleNamespace(rank=rank, size=2, device="cpu")
-        assert read_kv_scales(tmp_path, spec_, group)[0].tolist() == [[scale], [1.0]]
+        assert read_kv_scales(tmp_path, built(tmp_path, rank, 2))[0].tolist() == [[scale], [1.0]]
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), [1.0, 2.0, 3.0]])
@@ -288,7 +297,7 @@ def test_scales_that_are_none_are_refused(tmp_path, scale):
     make("qwen3", tmp_path)
     save_scales(tmp_path, {"model.layers.0.self_attn.k_scale": scale})
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.k_scale"):
-        read_kv_scales(tmp_path, open_model(str(tmp_path)).spec, SoloGroup())
+        read_kv_scales(tmp_path, built(tmp_path))
 
 
 def test_old_gpus_are_refused(gpu):

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from cluster.openai.served_model import ServedModel
-from cluster.telemetry.metrics import ClusterFigures, ReplicaFigures
+from cluster.telemetry.metrics import ReplicaSetStats, ReplicaStats
 from deploy.demo import demo_model_path
 from engine.report import EngineStats, TokenLogprob
 from engine.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class Replicas:
     looks: int = 0
     ready: tuple[bool, bool] = (True, True)
 
-    def __call__(self) -> ClusterFigures:
+    def __call__(self) -> ReplicaSetStats:
         self.looks += 1
         busy = EngineStats(
             num_running=7,
@@ -75,4 +75,4 @@ class Replicas:
         calm = EngineStats(num_running=1, kv_blocks_total=1000, kv_blocks_free=950, generated_tokens=self.looks * 40)
         names = ("squadron-7f3a91", "squadron-c02be4")
         both = zip(names, (busy, calm), self.ready, strict=True)
-        return ClusterFigures(tuple([ReplicaFigures(*one) for one in both]), migrations=3)
+        return ReplicaSetStats(tuple([ReplicaStats(*one) for one in both]), migrations=3)

@@ -14,11 +14,10 @@ import pytest_asyncio
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import Tenant
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from engine.report import EngineStats
 from tests.openai_app import MODEL, app_for, front_for, serving, two_models_app
 from tests.ui.browser import Browser, find_browser
@@ -219,9 +218,7 @@ async def test_of_several_models_the_user_chooses_one_and_replicas_say_whose_the
     sources = [speaker(model, "From the first."), speaker(other, "From the other.")]
     fronts = [
         front_for(sources[0], model, metrics, figures=Replicas()),
-        front_for(
-            sources[1], other, metrics, figures=lambda: ClusterFigures([ReplicaFigures("lone", EngineStats())])
-        ),
+        front_for(sources[1], other, metrics, figures=lambda: ReplicaSetStats([ReplicaStats("lone", EngineStats())])),
     ]
     async with page(browser, two_models_app(*fronts, metrics)) as tab:
         await tab.until("document.querySelectorAll('.replica').length === 3")

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from cluster.http.ui.page import page_headers, page_html
+from cluster.http.ui import page_headers, page_html
 from tests.openai_app import app_for, client_for, saying, served_model
 
 

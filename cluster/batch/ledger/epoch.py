@@ -1,8 +1,12 @@
-"""Who may write to a ledger: one driver at a time, each in an epoch of its own, and none after a later one began.
+"""The folder of a ledger, and who may write to it: one driver at a time, and none after a later one began.
 
-An epoch is a file that only one driver can have created. Its holder keeps a lock on it, which the system lets go of
-when the process ends however it ends, and touches it, for drivers on other hosts. Source of the idea: M. Kleppmann,
-"How to do distributed locking", 2016 (fencing tokens); what a token guards here are the lengths of earlier files.
+Each driver has an epoch: a file that only one driver can have created. Its holder keeps a lock on it, which the
+system releases when the process ends however it ends, and touches it, for drivers on other hosts. Source of the idea:
+M. Kleppmann, "How to do distributed locking", 2016 (fencing tokens); what a token guards here are the lengths of
+earlier files.
+
+`job.json` decides whether the folder holds a ledger. Without it, whatever else is there is left of a ledger whose
+removal was cut off, and counts for nothing; so it is removed first, and the epochs, which tell who may write, last.
 """
 
 from __future__ import annotations
@@ -10,22 +14,40 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
+import shutil
 import socket
+import stat
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import msgspec
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
-from cluster.batch.ledger.folder import latest_epoch, remove_contents, remove_empty, remove_holders
 from cluster.private_files import FILE
 
+JOB_FILE = "job.json"
+REPLICAS_FILE = "replicas"  # the fingerprint that they tell
+OUTPUT_FILE = "squadron-output.jsonl"  # of a server's batch, until the store has it
+EPOCH_FILE = re.compile(r"epoch-(\d{8})")
+HOLDERS = ("epoch-", "draft-")  # who writes, and who tries to
+STANDARD_INPUT = "stdin."
+OWN_FILE = re.compile(
+    r"job\.(json|draft)|replicas(\.draft)?|parts-\d{8}\.(json|draft)|order-\d{8}"
+    r"|rows-\d{8}\.log|tokens-\d{8}-\d{8}\.(log|draft)"
+    r"|epoch-\d{8}|draft-.+-\d+-\d+"
+    r"|stdin\..+"
+    r"|\..+\.\d+-\d+\.draft"  # of an output behind a URL
+    rf"|{re.escape(OUTPUT_FILE)}.*"
+)
+OWN_FOLDER = re.compile(r"ids-\w{8}")  # of the check of an input
 logger = logging.getLogger(__name__)
-
 BEAT = 2.0  # seconds between two signs of life
 LEASE = 15.0  # seconds without one, after which a driver on another host is taken for dead
+ONLY_OURS = 0o700
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -185,3 +207,96 @@ def boot_id() -> str:
 
 def _failed(folder: Path, error: OSError) -> LedgerError:
     return LedgerError(f"{folder} cannot be written: {error.strerror}; there must be room, and the right to write")
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise `LedgerError` when there is anything in `folder` that no ledger has written."""
+    try:
+        foreign = next((path.name for path in folder.iterdir() if not _is_own(path)), None)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise LedgerError(f"{folder} cannot be read: {error.strerror}; name another with --ledger") from error
+    if foreign is not None:
+        raise LedgerError(
+            f"{folder} holds {foreign!r}, which is of no ledger: give the ledger a folder of its own, such as "
+            f"--ledger {folder / 'ledger'}, or move that file away"
+        )
+
+
+def refuse_within(folder: Path, paths: Iterable[str]) -> None:
+    """Raise `LedgerError` when one of `paths`, of this machine, lies in `folder`, or is a folder around it.
+
+    What lies in it would go with the ledger; what reads a folder around it would take the ledger for rows.
+    """
+    ledger = Path(os.path.realpath(folder))
+    for path in paths:
+        other = Path(os.path.realpath(path))
+        if ledger in (other, *other.parents):
+            raise LedgerError(
+                f"{path} lies in {folder}, the folder of the ledger, which is removed when the batch is done: move "
+                "it, or name another folder with --ledger"
+            )
+        if other in ledger.parents:
+            raise LedgerError(f"{folder}, the folder of the ledger, lies in {path}: name another with --ledger")
+
+
+def begin_anew(folder: Path) -> None:
+    """Remove what a ledger has left, but not who holds it, nor the input that it keeps. Raises `OSError`."""
+    _remove(folder, lambda name: not name.startswith((*HOLDERS, STANDARD_INPUT)))
+
+
+def remove_contents(folder: Path) -> None:
+    """Remove all that is a ledger's, but not who holds it. Raises `OSError`."""
+    _remove(folder, lambda name: not name.startswith(HOLDERS))
+
+
+def remove_holders(folder: Path, last: int) -> None:
+    """Remove the epochs up to `last`, and what claims that were killed have left. Raises `OSError`."""
+    _remove(folder, lambda name: name.startswith(HOLDERS) and _epoch(name) <= last)
+
+
+def remove_empty(folder: Path) -> None:
+    """Remove the folder itself; it stays where others have put something into it, or it is a mount."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def latest_epoch(folder: Path) -> int:
+    """Return the number of the last epoch that began, 0 for none. Raises `OSError`."""
+    return max((_epoch(path.name) for path in folder.iterdir()), default=0)
+
+
+def _epoch(name: str) -> int:
+    match = EPOCH_FILE.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+def _is_own(path: Path) -> bool:
+    return (OWN_FOLDER if path.is_dir() else OWN_FILE).fullmatch(path.name) is not None
+
+
+def _remove(folder: Path, chosen: Callable[[str], bool]) -> None:
+    """Remove what is a ledger's and `chosen` by its name: of what is there now, for others may begin meanwhile."""
+    paths = [path for path in folder.iterdir() if chosen(path.name) and _is_own(path)]
+    for path in sorted(paths, key=lambda path: (path.name != JOB_FILE, path.name)):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user opens, or make it so. Raises `LedgerError` where it is another user's."""
+    try:
+        folder.mkdir(mode=ONLY_OURS, exist_ok=True)
+        found = folder.lstat()  # a link may lead anywhere
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+            if stat.S_IMODE(found.st_mode) & ~ONLY_OURS:
+                folder.chmod(ONLY_OURS)
+            return
+    except OSError as error:
+        raise LedgerError(f"{folder} cannot be made: {error.strerror}; name another place with TMPDIR") from error
+    raise LedgerError(
+        f"{folder} is no folder of this user's, so others could read it; name another place with TMPDIR"
+    )

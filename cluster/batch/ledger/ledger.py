@@ -12,13 +12,17 @@ from pathlib import Path
 import msgspec
 
 from cluster.batch.errors import LedgerError
-from cluster.batch.ledger.difference import difference
-from cluster.batch.ledger.done_rows import DoneRows, in_input_order, read_done
-from cluster.batch.ledger.epoch import LEASE, Epoch
-from cluster.batch.ledger.folder import JOB_FILE, REPLICAS_FILE, begin_anew, refuse_foreign
-from cluster.batch.ledger.frame_file import FrameWriter
-from cluster.batch.ledger.records import Job, Parts, Progress, RowDone, encode
-from cluster.batch.ledger.token_file import Partial, TokenFile, read_partial
+from cluster.batch.ledger.epoch import JOB_FILE, LEASE, REPLICAS_FILE, Epoch, begin_anew, refuse_foreign
+from cluster.batch.ledger.records import Job, NewTokens, Parts, RowDone, difference, encode
+from cluster.batch.ledger.row_files import (
+    DoneRows,
+    FrameWriter,
+    Partial,
+    TokenFile,
+    in_input_order,
+    read_done,
+    read_partial,
+)
 from cluster.private_files import close_to_others, make_folder, opener
 from engine.loader.fingerprint import weights_of
 
@@ -110,9 +114,9 @@ class Ledger:
         """Rows that are not done, of which tokens are known."""
         return self._tokens.partial
 
-    def note_tokens(self, progress: Progress) -> None:
+    def note_tokens(self, new: NewTokens) -> None:
         """Take in new tokens of a row; `flush` writes them."""
-        self._tokens.note(progress)
+        self._tokens.note(new)
 
     def forget_tokens(self, row: int) -> None:
         """The row begins anew."""

@@ -1,15 +1,43 @@
-"""What a ledger holds: the job it belongs to, rows that are done, tokens of rows that are not."""
+"""The records of a ledger: the job it belongs to, rows that are done, tokens of rows that are not.
+
+A job holds all that decides its output; two jobs are compared in words for whoever runs a command again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Any
 
 import msgspec
 
+from cluster.batch.rows import MAX_TOLD
+from cluster.config import ModelConfig, flag
+from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
 
 OK = 200  # the status of a row that has an answer
 _OF_A_RUN = ("created", "version")  # what may differ between two runs of one job: the first run's is kept
+encode = msgspec.msgpack.Encoder().encode
+UNSET = "not set"
+SHARED = 20  # characters of what two long values have in common that are told before they part
+# Parts of a job whose values, digests mostly, tell people nothing.
+CHANGED = {
+    "input_digest": "the input was changed",
+    "fingerprint": "the model's weights, dtype or quantization were changed",
+    "prompts": "the tokenizer or the chat template was changed",
+}
+GROUPS = ("columns",)  # settings that hold settings
+FLAGS = {"kind": "format"}  # settings whose flag has another name
+SETTINGS = (
+    "seed",
+    "tokenizer",
+    "max_model_len",
+    "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
+    "embedding_pooling",
+)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +45,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     rows: number of rows of the input. input_digest: over all rows, in order. model, fingerprint: what answers, and
     `engine.loader.fingerprint.model_identity` of it. settings: what else decides an answer, as JSON: that of
-    `cluster.batch.decisive`, and what was asked for. created: seconds since 1970; answers carry it. version: of
+    `cluster.batch.ledger.records`, and what was asked for. created: seconds since 1970; answers carry it. version: of
     Squadron.
     """
 
@@ -32,8 +60,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """32 hex digits, equal for equal jobs, whenever and by which version they are run."""
-        decisive = {name: value for name, value in msgspec.to_builtins(self).items() if name not in _OF_A_RUN}
-        return blake2b(msgspec.json.encode(decisive, order="sorted"), digest_size=16).hexdigest()
+        parts = {name: value for name, value in msgspec.to_builtins(self).items() if name not in _OF_A_RUN}
+        return blake2b(msgspec.json.encode(parts, order="sorted"), digest_size=16).hexdigest()
 
 
 class RowDone(msgspec.Struct, frozen=True, array_like=True):
@@ -54,7 +82,7 @@ class RowDone(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class NewTokens(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one choice of a row that runs.
 
     start: output tokens that it had before. finish: why it ended, if it did. logprobs: one for each token, where the
@@ -75,6 +103,66 @@ class Parts(msgspec.Struct, frozen=True):
     rows: dict[str, int]
 
 
-encode = msgspec.msgpack.Encoder().encode
 decode_done = msgspec.msgpack.Decoder(RowDone).decode
-decode_progress = msgspec.msgpack.Decoder(Progress).decode
+decode_tokens = msgspec.msgpack.Decoder(NewTokens).decode
+
+
+def difference(first: Job, job: Job) -> str | None:
+    """Return what of `first` is not so in `job`: the flag and both values, shortened. None where they are equal."""
+    if first.digest == job.digest:
+        return None
+    was, now = _parts(first), _parts(job)
+    name = next((one for one in {**was, **now} if was.get(one) != now.get(one)), None)
+    if name is None:
+        return f"it was begun by Squadron {first.version}, which tells settings in another way than {job.version}"
+    return CHANGED.get(name) or f"{flag(FLAGS.get(name, name))} {_change(was.get(name), now.get(name))}"
+
+
+def _parts(job: Job) -> dict[str, Any]:
+    """Return what decides a job, by name."""
+    parts = {"input_digest": (job.input_digest, job.rows), "model": job.model, "fingerprint": job.fingerprint}
+    return {**parts, **_settings(job.settings)}
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = None
+    if not isinstance(found, Mapping):
+        return {"settings": text}
+    settings = dict(found)
+    for group in GROUPS:
+        inner = settings.pop(group, None)
+        settings |= inner if isinstance(inner, Mapping) else {}
+    return settings
+
+
+def _change(was: Any, now: Any) -> str:
+    one, other = _text(was), _text(now)
+    longest = max(len(one), len(other))
+    shared = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    begin = max(0, shared - SHARED) if longest > MAX_TOLD else 0
+    return f"was {_shown(was, one, begin)} and is {_shown(now, other, begin)}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _shown(value: Any, text: str, begin: int) -> str:
+    """Return a value from one character on, quoted unless it is a number or a word."""
+    if value is None:
+        return UNSET
+    if not isinstance(value, str | Mapping | list):
+        return text
+    end = begin + MAX_TOLD
+    return repr(f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}")
+
+
+def answer_settings(config: ModelConfig) -> dict[str, Any]:
+    """Return it as JSON has it, by name: settings, and what makes prompts of requests. Raises `CheckpointError`."""
+    settings = {name: getattr(config, name) for name in SETTINGS}
+    return {**settings, "prompts": prompt_fingerprint(config.model, config.tokenizer)}

@@ -1,4 +1,4 @@
-"""Ids of files and batches: made here alone, and in the order of their making.
+"""Ids of files and batches, made in the order of their creation, and pages of lists in that order.
 
 The 32 hex digits are 14 of the time in microseconds, 8 of the tenant, and 10 at random, or of what it comes of. So a
 list is in order without a look into anything, and takes no look at what is not the tenant's. Whose something is, is
@@ -10,11 +10,15 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 _TIME_DIGITS, _TENANT_DIGITS, _RANDOM_DIGITS = 14, 8, 10
 _DIGITS = _TIME_DIGITS + _TENANT_DIGITS + _RANDOM_DIGITS
+READ_AT_ONCE = 256
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,38 @@ def output_ids(batch_id: str) -> tuple[str, str]:
 
 def _tag(tenant: str) -> str:
     return blake2b(tenant.encode(), digest_size=_TENANT_DIGITS // 2, person=b"sqd-owner").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    """Which page. after: the id before its first, "" = from the beginning; it need not be there any more."""
+
+    limit: int
+    after: str = ""
+    oldest_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """has_more: whether the list goes on."""
+
+    items: Sequence[T]
+    has_more: bool
+
+
+def page_of(ids: Iterable[str], asked: PageQuery, read: Callable[[Sequence[str]], Iterable[T | None]]) -> Page[T]:
+    """Return a page of what `read` makes of ids; None = it is not to be listed."""
+    found: list[T] = []
+    rest = _from(sorted(ids, reverse=not asked.oldest_first), asked)
+    start = 0
+    while start < len(rest) and len(found) <= asked.limit:
+        end = start + min(READ_AT_ONCE, asked.limit + 1 - len(found))
+        found += [one for one in read(rest[start:end]) if one is not None]
+        start = end
+    return Page(found[: asked.limit], len(found) > asked.limit)
+
+
+def _from(ids: list[str], asked: PageQuery) -> list[str]:
+    if not asked.after:
+        return ids
+    return [one for one in ids if (one > asked.after if asked.oldest_first else one < asked.after)]

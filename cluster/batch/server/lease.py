@@ -35,14 +35,14 @@ LEASE = 30.0  # seconds without one, after which another runner takes over; so m
 class Lease:
     """One runner's right to the batches that it took. name: in their records.
 
-    place: of its ledgers, as `place_of` tells it: of two runners of one place, the ledgers' epochs tell who works.
-    "" = all runners are of one place, and no sign is left.
+    site: of its ledgers, by `ledger_site`: of two runners of one site, the ledgers' epochs decide who works. "" = all
+    runners are of one site, and no sign is left.
     """
 
-    def __init__(self, root: Root, place: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = f"{place}.{token_hex(8)}"
+    def __init__(self, root: Root, site: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self.name = f"{site}.{token_hex(8)}"
         self._root = root
-        self._place = place
+        self._site = site
         self._clock = clock
         self._signs = count()
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class Lease:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Show signs of life meanwhile. Blocks; raises `OSError` where the first cannot be kept."""
-        if not self._place:
+        if not self._site:
             yield
             return
         self._enter()
@@ -64,12 +64,12 @@ class Lease:
 
     def check(self) -> None:
         """Raise `FencedError` when no sign of life was kept for so long that others may take over."""
-        if self._place and self._clock() - self._beaten > HOLD:
+        if self._site and self._clock() - self._beaten > HOLD:
             raise FencedError(f"no sign of life could be kept for {HOLD:g} s: another runner may take the batch over")
 
     async def outlive(self, holder: str) -> None:
         """Return when `holder` runs its batches no more; raises `BusyError` once it shows a sign of life."""
-        if holder.rpartition(".")[0] == self._place:
+        if holder.rpartition(".")[0] == self._site:
             return
         sign, seen = f"{SIGNS}/{holder}", await asyncio.to_thread(self._root.read, f"{SIGNS}/{holder}")
         until = self._clock() + LEASE
@@ -109,7 +109,7 @@ class Lease:
                 logger.warning("no sign of life could be kept, another one follows: %s", error)
 
 
-def place_of(folder: Path) -> str:
+def ledger_site(folder: Path) -> str:
     """Return what tells the folder of ledgers from those of other machines and containers; it must be there."""
     found = folder.stat()
     told = f"{socket.gethostname()} {boot_id()} {found.st_dev} {found.st_ino}"

@@ -15,38 +15,31 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from cluster.admission.tenant import Tenant, tenant_salt
-from cluster.batch.answers import Answers
+from cluster.admission.keys import Tenant
+from cluster.admission.tenants import tenant_salt
 from cluster.batch.backlog import Backlog
 from cluster.batch.check import Checked, check_input
-from cluster.batch.errors import InputError, UnreachableError
-from cluster.batch.ledger.difference import difference
-from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.folder import JOB_FILE
+from cluster.batch.errors import InputError, StoreError, UnreachableError
+from cluster.batch.io.paths import InputFile
+from cluster.batch.io.reading import MAX_LINE_BYTES
+from cluster.batch.io.source import FileSource
+from cluster.batch.ledger.epoch import JOB_FILE, Epoch, make_private
 from cluster.batch.ledger.ledger import Ledger, read_replicas
-from cluster.batch.ledger.records import Job
-from cluster.batch.openai_rows import OpenAIRows
-from cluster.batch.prepare import Preparer
-from cluster.batch.row_tokens import LoggedSource, RowSource
+from cluster.batch.ledger.records import Job, difference
+from cluster.batch.row_requests import Preparer
+from cluster.batch.row_tasks import OpenAIRows
 from cluster.batch.rows import SourceRow, Task
-from cluster.batch.run import BatchRun, RunLimits
-from cluster.batch.server import changes
-from cluster.batch.server.ending import Ending, Opened, counts_of
-from cluster.batch.server.errors import StoreError
-from cluster.batch.server.lease import Lease, place_of
+from cluster.batch.run import BatchLoop, RunLimits
+from cluster.batch.run_row import Answers, RowSource, Ticker, TokenLogSource
+from cluster.batch.server.batch_runner import TenantTurns
+from cluster.batch.server.finalizer import Finalizer, Opened, counts_of
+from cluster.batch.server.lease import Lease, ledger_site
+from cluster.batch.server.limits import CompletionWindows, RowQuota, RowQuotas
 from cluster.batch.server.objects import BatchRecord, RequestCounts
-from cluster.batch.server.private_folder import make_private
-from cluster.batch.server.row_quotas import RowQuota, RowQuotas
 from cluster.batch.server.store import Store
-from cluster.batch.server.turns import Turns
-from cluster.batch.server.windows import Windows
-from cluster.batch.sources.found import InputFile
-from cluster.batch.sources.lines import MAX_LINE_BYTES
-from cluster.batch.sources.source import FileSource
-from cluster.batch.ticks import Ticks
 from cluster.errors import ApiError
-from cluster.openai.checking import MAX_PRIORITY
 from cluster.openai.served_model import ServedModel
+from cluster.openai.validation import MAX_PRIORITY
 from cluster.private_files import make_folder
 from cluster.telemetry.metrics import ModelMetrics
 from engine.loader.fingerprint import weights_of
@@ -62,24 +55,24 @@ WATCH_SECONDS = 1.0  # between two looks at wishes and time, and two notes of ho
 class BatchModel:
     """A model as batches use it. backlog: the rows of all of them. turns: of the batches of each tenant.
 
-    fingerprint: of the weights, for the job. seed: of rows that bring none. decisive: what decides answers beside
-    the weights, as JSON has it (`cluster.batch.decisive`).
+    fingerprint: of the weights, for the job. seed: of rows that bring none. answer_settings: what decides answers
+    beside the weights, as JSON has it.
     """
 
     model: ServedModel
-    source: LoggedSource
+    source: TokenLogSource
     backlog: Backlog
     metrics: ModelMetrics
-    turns: Turns
+    turns: TenantTurns
     fingerprint: str
     seed: int
-    decisive: Mapping[str, Any]
+    answer_settings: Mapping[str, Any]
 
 
 ModelOf = Callable[[str | None], BatchModel]
 
 
-class OfEndpoint(OpenAIRows):
+class EndpointRows(OpenAIRows):
     """Rows of one endpoint: others are told so."""
 
     def __init__(self, model: str, endpoint: str) -> None:
@@ -111,7 +104,7 @@ class OneBatch:
         model_of: ModelOf,
         tenant_of: Callable[[str], Tenant] = Tenant,
         max_line_bytes: int = MAX_LINE_BYTES,
-        windows: Windows | None = None,
+        windows: CompletionWindows | None = None,
         private: bool = False,
         time_of_day: Callable[[], float] = time.time,
         quotas: RowQuotas | None = None,
@@ -123,24 +116,24 @@ class OneBatch:
         self._max_line_bytes = max_line_bytes
         self._private = private
         self._quotas = quotas or RowQuotas()
-        self._checks = Turns()
+        self._checks = TenantTurns()
         self._checkers = asyncio.Semaphore(CHECKS_AT_ONCE)
         self._lease: Lease | None = None
-        self._ending = Ending(store, windows or Windows(store.root), time_of_day)
+        self._finalizer = Finalizer(store, windows or CompletionWindows(store.root), time_of_day)
 
     async def run(self, batch_id: str) -> None:
         """Run a batch to its end. Raises `BusyError` when it is another runner's, `BatchError`, `OSError`."""
         epoch = await asyncio.to_thread(self._claimed, batch_id)
         with closing(epoch), ExitStack() as stack:
             epoch.keep_beating()
-            lease = self._lease = self._lease or Lease(self._store.root, self._place())
+            lease = self._lease = self._lease or Lease(self._store.root, self._site())
             await asyncio.to_thread(stack.enter_context, lease.held())
             record = await self._taken(batch_id, lease)
             if record is None or record.ended:
                 await asyncio.to_thread(epoch.remove_folder)
             elif record.outcome is not None:
-                await asyncio.to_thread(self._ending.as_decided, record, epoch)
-            elif self._ending.is_due(record):
+                await asyncio.to_thread(self._finalizer.as_decided, record, epoch)
+            elif self._finalizer.is_due(record):
                 await self._in_turn(record, partial(self._end_as_it_is, record, epoch))
             elif found := await self._in_turn(record, partial(self._opened, record, epoch)):
                 with closing(found[0].ledger):
@@ -159,9 +152,9 @@ class OneBatch:
         make_folder(folder)
         return Epoch(folder)
 
-    def _place(self) -> str:
+    def _site(self) -> str:
         """Where no other machine sees the ledgers, whose they are has to be told beside them."""
-        return place_of(self._folder) if self._private else ""
+        return ledger_site(self._folder) if self._private else ""
 
     async def _taken(self, batch_id: str, lease: Lease) -> BatchRecord | None:
         """Return a batch that no other runner changes from now on, None where there is none (any more)."""
@@ -171,36 +164,36 @@ class OneBatch:
             return record
         if record.runner:
             await lease.outlive(record.runner)
-        return await asyncio.to_thread(batches.change, record, partial(changes.taken, runner=lease.name))
+        return await asyncio.to_thread(batches.change, record, lambda one: one.taken(lease.name))
 
     def _opened(self, record: BatchRecord, epoch: Epoch) -> tuple[Opened, BatchModel] | None:
         """Check the input and open the ledger; None if the batch has failed over it."""
         try:
             source = self._source(record)
             model = self._model_of(_named_model(source))
-            tasks = OfEndpoint(model.model.model_id, record.endpoint)
+            tasks = EndpointRows(model.model.model_id, record.endpoint)
             checked = check_input(source, tasks, epoch.folder)
         except UnreachableError:
             raise  # trouble of ours: the batch is tried again
         except (InputError, ApiError) as error:
-            self._ending.fail(record, error, epoch)
+            self._finalizer.fail(record, error, epoch)
             return None
         job = _job(record, checked, model)
         return Opened(source, tasks, _ledger(epoch, job, model.source.fingerprint)), model
 
     def _end_as_it_is(self, record: BatchRecord, epoch: Epoch) -> None:
         """End a batch that is due with the answers that it has. That takes no model: it may be gone."""
-        tasks = OfEndpoint(record.model or "", record.endpoint)
+        tasks = EndpointRows(record.model or "", record.endpoint)
         try:
             source = self._source(record)
             job = _stored_job(epoch.folder) or _job(record, check_input(source, tasks, epoch.folder))
             with closing(_ledger(epoch, job)) as ledger:
-                self._ending.finish(record, Opened(source, tasks, ledger))
+                self._finalizer.finish(record, Opened(source, tasks, ledger))
         except UnreachableError:
             raise
         except (InputError, StoreError) as error:
             logger.warning("batch %s ends without files: %s", record.id, error)
-            self._ending.without_files(record, epoch)
+            self._finalizer.without_files(record, epoch)
 
     def _source(self, record: BatchRecord) -> FileSource:
         stored = self._store.files.get(record.input_file_id, record.tenant)
@@ -212,10 +205,10 @@ class OneBatch:
     async def _run(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> None:
         ledger = opened.ledger
         if record.status == "validating":
-            record = await asyncio.to_thread(self._ending.begin, record, ledger, model.model.model_id)
-        if ledger.done.count < ledger.job.rows and not self._ending.is_due(record):
+            record = await asyncio.to_thread(self._finalizer.begin, record, ledger, model.model.model_id)
+        if ledger.done.count < ledger.job.rows and not self._finalizer.is_due(record):
             record = await self._answered(record, opened, model, lease)
-        await asyncio.to_thread(self._ending.finish, record, opened)
+        await asyncio.to_thread(self._finalizer.finish, record, opened)
 
     async def _answered(self, record: BatchRecord, opened: Opened, model: BatchModel, lease: Lease) -> BatchRecord:
         """Run the rows until all are done, the client wants no more, or the time is over."""
@@ -230,7 +223,7 @@ class OneBatch:
                 waits_for = _waits_for(record, model, quota)
                 counts = counts_of(opened.ledger)
                 record = await asyncio.to_thread(self._noted, record, counts, waits_for, opened.ledger)
-                if self._ending.is_due(record):
+                if self._finalizer.is_due(record):
                     return record
         finally:
             rows.cancel()
@@ -241,7 +234,7 @@ class OneBatch:
     ) -> BatchRecord:
         """Return what became of `record`, and how far it is; told to readers where that is new."""
         ledger.check()  # who was taken for dead stops, also where nothing is new
-        now = changes.counted(self._store.batches.follow(record), counts, waits_for)
+        now = self._store.batches.follow(record).counted(counts, waits_for)
         if now != record:
             self._store.batches.note(now)
         return now
@@ -252,16 +245,16 @@ class OneBatch:
         ledger = opened.ledger
         async with model.turns.turn(record.tenant, record.id):
             backlog = model.backlog.of(record.tenant)
-            ticks = Ticks([lease.check, ledger.flush, backlog.look])
-            answers = Answers(model.model, RowSource(model.source, ledger, ticks, backlog.make_room), model.metrics)
-            await BatchRun(
+            ticker = Ticker([lease.check, ledger.flush, backlog.adjust])
+            answers = Answers(model.model, RowSource(model.source, ledger, ticker, backlog.make_room), model.metrics)
+            await BatchLoop(
                 opened.source,
                 opened.tasks.task,
                 self._preparer(record, ledger.job, model),
                 answers,
                 ledger,
                 backlog,
-                ticks,
+                ticker,
                 RunLimits(),
                 quota,
             ).run()
@@ -293,7 +286,7 @@ def _named_model(source: FileSource) -> str | None:
 
 def _job(record: BatchRecord, checked: Checked, model: BatchModel | None = None) -> Job:
     """Return the job of a batch. model: None = no row is to run any more."""
-    settings = {"batch": record.id, **(model.decisive if model else {})}  # two batches of one input draw apart
+    settings = {"batch": record.id, **(model.answer_settings if model else {})}  # two batches of one input draw apart
     return Job(
         rows=checked.rows,
         input_digest=checked.digest,

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from cluster.batch.server.batches import BatchStore
-from cluster.batch.server.files import FileStore
+from cluster.batch.server.batch_store import BatchStore
+from cluster.batch.server.file_store import FileStore
 from cluster.batch.server.ids import BATCH_IDS
 from cluster.batch.server.objects import WINDOW_SECONDS, BatchRecord, StoredFile
 from cluster.batch.server.root import Draft, Root
@@ -144,10 +144,10 @@ class Store:
         except BaseException:
             self.batches.drop(batch_id)
             raise
-        self.batches.begin(record)
+        self.batches.note(record)
         return record
 
-    def tell(self, record: BatchRecord) -> None:
+    def notify_created(self, record: BatchRecord) -> None:
         """Tell whoever waits of a new batch. On the event loop."""
         if self._on_created is not None:
             self._on_created(record)

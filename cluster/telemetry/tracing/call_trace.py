@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from cluster.errors import ApiError
 from cluster.telemetry.tracing import semantics as names
-from cluster.telemetry.tracing.faults import is_fault
-from cluster.telemetry.tracing.provider import Tracing
-from cluster.wire.message_parts import TraceContext
-
-if TYPE_CHECKING:
-    from cluster.router.member import LiveRequest
-    from engine.request import Request
+from cluster.telemetry.tracing.provider import Attributes, Tracing, is_fault
+from cluster.wire.messages import TraceContext
+from engine.request import Request
 
 
 def call_trace(
@@ -97,12 +92,15 @@ class RequestTrace:
         if self._waits_since is None:
             self._waits_since = time.monotonic()
 
-    def attempt(self, live: LiveRequest, replica_id: str) -> TraceContext:
-        """Begin an attempt, and return what goes with it to the replica. One that could not be sent is forgotten."""
+    def attempt(self, replica_id: str, resumed_tokens: int) -> TraceContext:
+        """Begin an attempt, and return what goes with it to the replica. One that could not be sent is forgotten.
+
+        resumed_tokens: output tokens that it comes with.
+        """
         described: dict[str, str | int] = {
             names.REPLICA_ID: replica_id,
             names.ATTEMPT_NUMBER: self._attempts + 1,
-            names.ATTEMPT_RESUMED_TOKENS: sum([len(choice.tokens) for choice in live.log.unfinished()]),
+            names.ATTEMPT_RESUMED_TOKENS: resumed_tokens,
         }
         self._attempt = self._tracing.begin(
             names.ATTEMPT, time.monotonic(), self._span, SpanKind.CLIENT, described, follows=self._former
@@ -132,14 +130,10 @@ class RequestTrace:
         code = error.code if isinstance(error, ApiError) else names.CANCELLED
         _end(self._span, self._tracing.nanos(time.monotonic()), code, is_fault(code))
 
-    def end(self, live: LiveRequest) -> None:
-        """End the span of the request with what is known in the end."""
-        log, now = live.log, time.monotonic()
-        self._span.set_attributes(_outcome(live, self._moves))
-        error = "" if log.finished else names.CANCELLED
-        if log.error is not None:
-            error = log.error.code
-        failed = log.error is not None and log.error.status >= 500
+    def end(self, outcome: Attributes, error: str = "", failed: bool = False) -> None:
+        """End the span of the request. outcome: what is known in the end; error and failed as of `CallTrace.end`."""
+        now = time.monotonic()
+        self._span.set_attributes({**outcome, names.MIGRATIONS: self._moves})
         self._waited(now)
         _end(self._span, self._tracing.nanos(now), error, failed)
 
@@ -187,20 +181,4 @@ def _described(request: Request) -> dict[str, str | int | float]:
         found[names.REQUEST_SEED] = params.seed
     if params.n > 1:
         found[names.REQUEST_CHOICE_COUNT] = params.n
-    return found
-
-
-def _outcome(live: LiveRequest, moves: int) -> dict[str, int | float | list[str]]:
-    log = live.log
-    found: dict[str, int | float | list[str]] = {
-        names.MIGRATIONS: moves,
-        names.USAGE_OUTPUT_TOKENS: sum([len(choice.tokens) for choice in log.choices.values()]),
-        names.USAGE_CACHE_READ_INPUT_TOKENS: log.num_cached_tokens,
-        names.DEVICE_SECONDS: live.device_seconds,
-        names.BLOCK_SECONDS: live.block_seconds,
-        names.RESPONSE_FINISH_REASONS: [str(one.finish_reason) for one in log.choices.values() if one.finish_reason],
-    }
-    if live.first_token_at is not None:
-        seconds = live.first_token_at - live.accepted_at + live.context.waited
-        found[names.RESPONSE_TIME_TO_FIRST_CHUNK] = round(seconds, 6)
     return found

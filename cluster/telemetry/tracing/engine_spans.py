@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
-from cluster.telemetry.log_lines import about_request
+from cluster.accounts.flight_recorder import Event, FlightRecorder, Wait
+from cluster.telemetry.logs import about_request
 from cluster.telemetry.tracing import semantics as names
-from cluster.telemetry.tracing.faults import is_fault
-from cluster.telemetry.tracing.provider import Tracing, is_sampled
-from cluster.wire.message_parts import TraceContext
+from cluster.telemetry.tracing.provider import Tracing, is_fault, is_sampled
+from cluster.wire.messages import TraceContext
 from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
-from engine.telemetry.flight import Event, FlightRecorder, Wait
 
 log = logging.getLogger(__name__)
 WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, told as events of the phase
@@ -77,7 +76,7 @@ class EngineSpans:
                 attempt.ended.append(finish)
                 attempt.open -= 1
                 if not attempt.open:
-                    self._told(attempt, flight)
+                    self._record_attempt(attempt, flight)
 
     def compiled(self, request_id: str, now: float) -> None:
         """Note that what the output of an attempt must match is compiled now."""
@@ -106,7 +105,7 @@ class EngineSpans:
         _fail(span, code)
         span.end(self._tracing.nanos(now))
 
-    def _told(self, attempt: _Attempt, flight: FlightRecorder) -> None:
+    def _record_attempt(self, attempt: _Attempt, flight: FlightRecorder) -> None:
         del self._attempts[attempt.request.request_id]
         try:
             self._end(attempt, flight)
@@ -124,15 +123,15 @@ class EngineSpans:
         ]
         for span, start, end, name in spans:
             last = name == spans[-1][3]
-            self._tell_waits(span, [one for one in events if start <= one.at < end], events, now)
-            span.set_attributes(_figures(name, attempt))
+            self._add_waits(span, [one for one in events if start <= one.at < end], events, now)
+            span.set_attributes(_attributes(name, attempt))
             if last:
                 span.set_attribute(names.FINISH_REASONS, [finish.reason.value for finish in attempt.ended])
                 if code := _failure(attempt.ended):
                     _fail(span, code)
             span.end(self._tracing.nanos(end))
 
-    def _tell_waits(self, phase: Span, within: Items[Event], events: Items[Event], now: float) -> None:
+    def _add_waits(self, phase: Span, within: Items[Event], events: Items[Event], now: float) -> None:
         for event in within:
             if event.what in WAITS:
                 told = {names.REASON: event.detail}
@@ -161,7 +160,7 @@ def _phases(attempt: _Attempt, now: float) -> Iterator[tuple[str, float, float]]
     yield names.DECODE, drawn, now
 
 
-def _figures(phase: str, attempt: _Attempt) -> dict[str, int]:
+def _attributes(phase: str, attempt: _Attempt) -> dict[str, int]:
     sequences, leader = [finish.sequence for finish in attempt.ended], attempt.leader
     if phase == names.PREFILL:
         known = leader.num_prompt_tokens + _resumed(leader)

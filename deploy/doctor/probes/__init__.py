@@ -1,1 +1,1 @@
-"""Scripts that `deploy.doctor.probe` runs in processes of their own."""
+"""Scripts that `deploy.doctor.checks` runs in processes of their own."""

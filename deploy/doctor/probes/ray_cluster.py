@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 
-def look(address: str) -> dict[str, Any]:
+def read(address: str) -> dict[str, Any]:
     """Return the cluster's size, or under `error` why it cannot be joined."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -29,4 +29,4 @@ def look(address: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look(sys.argv[1])))
+    print(json.dumps(read(sys.argv[1])))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 
-def look() -> dict[str, Any]:
+def read() -> dict[str, Any]:
     """Return versions, GPUs and what torch complains of; bytes are of the GPU."""
     with warnings.catch_warnings(record=True) as complaints:
         warnings.simplefilter("always")
@@ -36,4 +36,4 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look()))
+    print(json.dumps(read()))

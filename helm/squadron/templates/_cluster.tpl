@@ -102,13 +102,13 @@ spec:
           ephemeral-storage: {{ include "squadron.diskLimit" $root | quote }}
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
-      {{- $looks := list "raylet" "gcs" }}
+      {{- $probes := list "raylet" "gcs" }}
       startupProbe:
-        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.startupFailures) | nindent 8 }}
+        {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.startupFailures) | nindent 8 }}
       livenessProbe:
-        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
+        {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
       readinessProbe:
-        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
+        {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
       volumeMounts:
         {{- include "squadron.volumeMounts" $root | nindent 8 }}
         {{- if .batch }}
@@ -175,12 +175,12 @@ spec:
       securityContext:
         {{- include "squadron.containerSecurity" $root | nindent 8 }}
       startupProbe:
-        {{- include "squadron.probe" (dict "root" $root "looks" (list "raylet") "failures" $root.Values.probes.startupFailures) | nindent 8 }}
+        {{- include "squadron.probe" (dict "root" $root "probes" (list "raylet") "failures" $root.Values.probes.startupFailures) | nindent 8 }}
       livenessProbe:
-        {{- include "squadron.probe" (dict "root" $root "looks" (list "raylet") "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
+        {{- include "squadron.probe" (dict "root" $root "probes" (list "raylet") "failures" $root.Values.probes.livenessFailures) | nindent 8 }}
       readinessProbe:
-        {{- $looks := ternary (list "raylet") (list "raylet" "app" $port) .batch }}
-        {{- include "squadron.probe" (dict "root" $root "looks" $looks "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
+        {{- $probes := ternary (list "raylet") (list "raylet" "app" $port) .batch }}
+        {{- include "squadron.probe" (dict "root" $root "probes" $probes "failures" $root.Values.probes.readinessFailures) | nindent 8 }}
       volumeMounts:
         {{- include "squadron.volumeMounts" $root | nindent 8 }}
   volumes:

@@ -126,10 +126,10 @@ seccompProfile: {type: RuntimeDefault}
 {{- end }}
 {{- end -}}
 
-{{/* A look at the pod from within, without a shell, wget or curl. root; looks: what is looked at; failures. */}}
+{{/* An exec probe that needs no shell, wget or curl. root; probes: their names; failures. */}}
 {{- define "squadron.probe" -}}
 exec:
-  command: [python, -m, deploy.probe, {{ join ", " .looks }}, --seconds={{ int .root.Values.probes.timeoutSeconds }}]
+  command: [python, -m, deploy.probe, {{ join ", " .probes }}, --seconds={{ int .root.Values.probes.timeoutSeconds }}]
 periodSeconds: {{ int .root.Values.probes.periodSeconds }}
 timeoutSeconds: {{ int .root.Values.probes.timeoutSeconds }}
 failureThreshold: {{ int .failures }}

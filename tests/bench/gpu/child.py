@@ -68,10 +68,10 @@ def run_group(command: Sequence[str], timeout: float | None) -> Ended:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         reader.join(5)  # what left the group may hold the pipe for ever
-    return Ended(process.returncode, last_words(passed.end.decode(errors="replace")))
+    return Ended(process.returncode, exit_reason(passed.end.decode(errors="replace")))
 
 
-def last_words(text: str) -> str:
+def exit_reason(text: str) -> str:
     """Return the error of the last traceback in `text`, else its last line.
 
     Errors of CUDA go on for lines after the one that names them.

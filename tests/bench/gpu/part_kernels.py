@@ -132,7 +132,7 @@ def _norm_rotate(ours: Kernels, shape: Shape, rows: int, device: torch.device) -
     return merged, _random(device, heads, shape.head_dim), rotation, EPS
 
 
-def _gate(_: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[Any, ...]:
+def _admission(_: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[Any, ...]:
     return (_random(device, rows, 2 * shape.intermediate),)
 
 
@@ -140,7 +140,7 @@ def _gate(_: Kernels, shape: Shape, rows: int, device: torch.device) -> tuple[An
 OPERATIONS = {
     "add-norm": ("add_rms_norm", _add_norm),
     "norm-rotate": ("norm_rotate", _norm_rotate),
-    "gate": ("silu_gate", _gate),
+    "gate": ("silu_gate", _admission),
 }
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.select import select_kernels
-from parallel.fp8 import Fp8Linear
-from parallel.methods import LinearMethod, PlainLinear
-from parallel.quantise import FORMATS, quantised, scale_of
+from engine.quantization.fp8 import Fp8Linear
+from engine.quantization.select import METHODS
+from parallel.linear import LinearMethod, PlainLinear
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.limits import HALF, Limits
@@ -78,11 +78,11 @@ def _method(bench: Bench, shape: Shape, form: str, weight: Tensor) -> LinearMeth
         return PlainLinear(weight)
     if form == "fp8" and not bench.on_gpu:
         raise NotHere("needs a CUDA device")
-    kind, kernels = FORMATS[form], select_kernels(shape.head_dim, torch.bfloat16, bench.device)
-    scale = scale_of(weight.float().abs().amax(dim=1), kind)
-    eight = quantised(weight, scale, kind)
+    kind, kernels = METHODS[form], select_kernels(shape.head_dim, torch.bfloat16, bench.device)
+    scale = kind.scale_of(weight.float().abs().amax(dim=1))
+    eight = kind.quantised(weight, scale)
     if form == "int8":
-        return kernels.int8_linear(eight, scale) or kind.method(eight, scale)
-    method = Fp8Linear(eight, scale)
+        return kernels.int8_linear(eight, scale) or kind.of(eight, scale)
+    method = Fp8Linear.of(eight, scale)
     method.quantise_rows = kernels.quantise_rows
     return method

@@ -1,7 +1,7 @@
 """The sizes of the Triton attention kernels: a few tiles in a first hour, `tests.bench.tune_attention` has all.
 
 A figure for each, so that what is cut off keeps what it found; the last one names the row for `MEASURED` of
-engine/attention/tuned.py.
+engine/attention/triton_fit.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionSpec
-from engine.attention.tuned import Tile, Tuning, padded, shape_of, unmeasured
+from engine.attention.triton_fit import Tile, Tuning, padded, shape_of, unmeasured
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part
 from tests.bench.gpu.part_attention import Case, plain_spec

@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.admission.drain_rate import DrainRate
-from cluster.admission.fair_gate import FairGate
+from cluster.admission.admission_queue import AdmissionConfig, AdmissionQueue
+from cluster.admission.capacity import (
+    UNBOUNDED,
+    DrainRate,
+    InflightBounds,
+    InflightConfig,
+    OutputLength,
+    ReplicaCapacity,
+)
 from cluster.admission.fair_queue import FairQueue
-from cluster.admission.gate_config import FairGateConfig
-from cluster.admission.output_length import OutputLength
-from cluster.admission.room import UNBOUNDED, ReplicaRoom, Room, RoomConfig
-from cluster.admission.tenant import OPEN
+from cluster.admission.keys import OPEN
 from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.gate_start import fair_gate
-from cluster.simulator.cluster import SimulatedCluster
-from cluster.simulator.replica import SimulatedModel
-from cluster.simulator.virtual_time import run_virtually
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.live_model import admission_queue
 from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.request import Request
@@ -34,6 +35,8 @@ from tests.engine.engine_driver import request as engine_request
 from tests.fake_source import FakeSource
 from tests.grpc_client import refusal_of, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, served_model
+from tests.simulator.cluster import SimulatedCluster, SimulatedModel
+from tests.simulator.virtual_time import run_virtually
 
 SLOTS, PROMPT, OUTPUT, STEP = 8, 40, 20, 0.05  # a step of the modelled replicas draws a token for each sequence
 
@@ -65,22 +68,22 @@ class Replicas:
         raise AssertionError("not expected")
 
 
-async def ask(gate, one, tenant="t"):
+async def ask(admission, one, tenant="t"):
     """Run a request; returns seconds to the first token, or the error and the seconds until it came."""
     loop = asyncio.get_running_loop()
     began, first = loop.time(), None
     try:
-        async with aclosing(gate.generate(tenant, one)) as chunks:
+        async with aclosing(admission.generate(tenant, one)) as chunks:
             async for _ in chunks:
                 first = first or loop.time() - began
-            gate.charge(tenant, one.params.max_tokens)
+            admission.charge(tenant, one.params.max_tokens)
     except ApiError as error:
         return error, loop.time() - began
     return first
 
 
 def gate_of(source, bound=SLOTS + 2, tokens=UNBOUNDED, **config):
-    return FairGate(source, lambda: bound, FairGateConfig(**config), lambda: tokens, lambda: source.work)
+    return AdmissionQueue(source, lambda: bound, AdmissionConfig(**config), lambda: tokens, lambda: source.work)
 
 
 # --- the herd (FAULTS 33)
@@ -89,11 +92,11 @@ def gate_of(source, bound=SLOTS + 2, tokens=UNBOUNDED, **config):
 def test_of_a_herd_ten_times_too_large_those_let_in_are_served_in_time_and_the_others_refused_at_once():
     async def play():
         source = Replicas()
-        gate = gate_of(source, target_ttft=1.0)
+        admission = gate_of(source, target_ttft=1.0)
         capacity = SLOTS / (OUTPUT * STEP)  # requests per second
         tasks, refused_after = [], []
         for i in range(int(10 * capacity * 10)):  # ten seconds of ten times the load
-            tasks.append(asyncio.create_task(ask(gate, request(f"r{i}"))))
+            tasks.append(asyncio.create_task(ask(admission, request(f"r{i}"))))
             await asyncio.sleep(0.1 / capacity)
         results = await asyncio.gather(*tasks)
         served = [one for one in results if isinstance(one, float)]
@@ -104,7 +107,7 @@ def test_of_a_herd_ten_times_too_large_those_let_in_are_served_in_time_and_the_o
         assert len(served) >= 0.9 * capacity * 10, "the replicas were kept busy"
         assert len(source.started) == len(served), "nothing that was refused had begun"
         assert refused_after[int(0.8 * len(refused_after))] < 0.01, "refused at once, not after waiting"
-        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
+        assert (admission.num_inside, admission.tokens_inside, admission.num_waiting) == (0, 0, 0)
 
     run_virtually(play())
 
@@ -117,12 +120,12 @@ def test_a_herd_before_real_schedulers_is_served_in_time_or_refused_at_once():
         sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 512}
         config = parse_config({"model": "demo", "target_ttft": 1.0, "replicas": 2} | sizes)
         async with SimulatedCluster(2, model) as cluster:
-            gate = fair_gate(config, cluster.routers[0])
+            admission = admission_queue(config, cluster.routers[0])
             tasks = []
             for i in range(3500):
                 params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0.0)
                 one = Request(f"r{i}", (1 + i,) * 100, params)
-                tasks.append(asyncio.create_task(ask(gate, one)))
+                tasks.append(asyncio.create_task(ask(admission, one)))
                 await asyncio.sleep(5 / 3500)
             results = await asyncio.gather(*tasks)
             counters = cluster.routers[0].counters
@@ -135,7 +138,7 @@ def test_a_herd_before_real_schedulers_is_served_in_time_or_refused_at_once():
         assert at_once >= 0.8 * len(errors)
         assert counters.outcomes == {"completed": len(served)}
         assert counters.tokens == 50 * len(served)
-        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
+        assert (admission.num_inside, admission.tokens_inside, admission.num_waiting) == (0, 0, 0)
 
     run_virtually(play())
 
@@ -143,12 +146,12 @@ def test_a_herd_before_real_schedulers_is_served_in_time_or_refused_at_once():
 def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
     async def play():
         source = Replicas()
-        gate = gate_of(source, max_wait=3.0)
-        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(100)]
+        admission = gate_of(source, max_wait=3.0)
+        tasks = [asyncio.create_task(ask(admission, request(f"r{i}"))) for i in range(100)]
         await asyncio.sleep(2.0)
-        behind = gate.num_waiting
+        behind = admission.num_waiting
         per_second = SLOTS / (OUTPUT * STEP)
-        error, seconds = await ask(gate, request("late"))
+        error, seconds = await ask(admission, request("late"))
         assert seconds == 0
         assert error.retry_after == pytest.approx(behind / per_second, rel=0.3)
         assert f"try again in {error.retry_after} s" in error.message
@@ -162,22 +165,22 @@ def test_retry_after_is_the_time_that_the_queue_takes_to_drain():
 def test_what_is_refused_counts_as_demand_for_a_moment_though_it_waits_nowhere():
     async def play():
         source = Replicas()
-        gate = gate_of(source, max_wait=3.0)
-        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(100)]
+        admission = gate_of(source, max_wait=3.0)
+        tasks = [asyncio.create_task(ask(admission, request(f"r{i}"))) for i in range(100)]
         await asyncio.sleep(2.0)
-        waits = gate.figures()
+        waits = admission.state()
         for i in range(7):
-            assert isinstance(await ask(gate, request(f"late{i}")), tuple)
+            assert isinstance(await ask(admission, request(f"late{i}")), tuple)
             await asyncio.sleep(0.1)
-        demand = gate.demand()
-        assert gate.figures().requests <= waits.requests
-        assert demand.requests == gate.figures().requests + 7
-        assert demand.tokens == gate.figures().tokens + 7 * (PROMPT + OUTPUT)
+        demand = admission.demand()
+        assert admission.state().requests <= waits.requests
+        assert demand.requests == admission.state().requests + 7
+        assert demand.tokens == admission.state().tokens + 7 * (PROMPT + OUTPUT)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(4)
-        assert gate.demand() == replace(gate.figures(), requests=0, tokens=0)
+        assert admission.demand() == replace(admission.state(), requests=0, tokens=0)
 
     run_virtually(play())
 
@@ -194,16 +197,16 @@ BODIES = {
 async def test_all_ingresses_refuse_alike_and_say_when_to_come_again(path, tmp_path):
     model = served_model(tmp_path)
     source = FakeSource(lambda *_: range(5, 100), hold=1)
-    gate = FairGate(source, lambda: 1, FairGateConfig(max_waiting=1))
-    running = [asyncio.create_task(ask(gate, request(f"r{i}"), OPEN.name)) for i in range(2)]
-    await until(lambda: gate.num_waiting == 1)
+    admission = AdmissionQueue(source, lambda: 1, AdmissionConfig(max_waiting=1))
+    running = [asyncio.create_task(ask(admission, request(f"r{i}"), OPEN.name)) for i in range(2)]
+    await until(lambda: admission.num_waiting == 1)
     if path == "grpc":
-        async with serving_grpc(source, model, gate=gate) as served:
+        async with serving_grpc(source, model, admission=admission) as served:
             refused = await refusal_of(served.stub.Generate(pb.GenerateRequest(model=MODEL, prompt="hi")))
             assert (refused.status, refused.code) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
             assert refused.retryable and refused.retry_after >= 1
     else:
-        async with client_for(app_for(source, model, gate=gate)) as client:
+        async with client_for(app_for(source, model, admission=admission)) as client:
             refused = await client.post(path, json={"model": MODEL} | BODIES[path])
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert int(refused.headers["retry-after"]) >= 1
@@ -215,11 +218,11 @@ async def test_all_ingresses_refuse_alike_and_say_when_to_come_again(path, tmp_p
 def test_a_tenant_that_comes_anew_is_not_refused_for_the_queue_of_another():
     async def play():
         source = Replicas()
-        gate = gate_of(source, max_wait=3.0)
-        greedy = [asyncio.create_task(ask(gate, request(f"g{i}"), "greedy")) for i in range(200)]
+        admission = gate_of(source, max_wait=3.0)
+        greedy = [asyncio.create_task(ask(admission, request(f"g{i}"), "greedy")) for i in range(200)]
         await asyncio.sleep(2.0)
-        assert isinstance(await ask(gate, request("late"), "greedy"), tuple)
-        assert await ask(gate, request("meek"), "meek") < 1.5
+        assert isinstance(await ask(admission, request("late"), "greedy"), tuple)
+        assert await ask(admission, request("meek"), "meek") < 1.5
         for task in greedy:
             task.cancel()
         await asyncio.gather(*greedy, return_exceptions=True)
@@ -230,11 +233,11 @@ def test_a_tenant_that_comes_anew_is_not_refused_for_the_queue_of_another():
 def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once():
     async def play():
         source = Replicas()
-        gate = gate_of(source)
-        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(100)]
+        admission = gate_of(source)
+        tasks = [asyncio.create_task(ask(admission, request(f"r{i}"))) for i in range(100)]
         await asyncio.sleep(2.0)
         hurried = replace(request("hurried"), deadline=asyncio.get_running_loop().time() + 2.0)
-        error, seconds = await ask(gate, hurried)
+        error, seconds = await ask(admission, hurried)
         assert (error.code, seconds) == ("deadline_exceeded", 0)
         for task in tasks:
             task.cancel()
@@ -249,14 +252,14 @@ def test_a_request_that_cannot_start_before_its_deadline_is_refused_at_once():
 def test_tokens_bound_what_is_inside_and_a_large_request_is_not_passed_over():
     async def play():
         source = Replicas()
-        gate = gate_of(source, bound=100, tokens=3 * (PROMPT + OUTPUT))
-        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(5)]
+        admission = gate_of(source, bound=100, tokens=3 * (PROMPT + OUTPUT))
+        tasks = [asyncio.create_task(ask(admission, request(f"r{i}"))) for i in range(5)]
         await asyncio.sleep(STEP / 2)
-        assert (gate.num_inside, gate.tokens_inside) == (3, 3 * (PROMPT + OUTPUT))
-        huge = asyncio.create_task(ask(gate, request("huge", prompt=10_000)))
+        assert (admission.num_inside, admission.tokens_inside) == (3, 3 * (PROMPT + OUTPUT))
+        huge = asyncio.create_task(ask(admission, request("huge", prompt=10_000)))
         await asyncio.gather(*tasks, huge)
         assert source.started[-1] == "huge"
-        assert gate.tokens_inside == 0
+        assert admission.tokens_inside == 0
 
     run_virtually(play())
 
@@ -264,29 +267,29 @@ def test_tokens_bound_what_is_inside_and_a_large_request_is_not_passed_over():
 def test_what_is_found_in_a_prefix_cache_takes_up_no_room():
     async def play():
         source = Replicas(cached=PROMPT)
-        gate = gate_of(source, bound=100, tokens=PROMPT + OUTPUT)
-        tasks = [asyncio.create_task(ask(gate, request(f"r{i}"))) for i in range(4)]
+        admission = gate_of(source, bound=100, tokens=PROMPT + OUTPUT)
+        tasks = [asyncio.create_task(ask(admission, request(f"r{i}"))) for i in range(4)]
         await asyncio.sleep(2.5 * STEP)
-        assert gate.num_inside > 1, "the next one need not wait for the first one's end"
+        assert admission.num_inside > 1, "the next one need not wait for the first one's end"
         await asyncio.gather(*tasks)
-        assert (gate.num_inside, gate.tokens_inside) == (0, 0)
+        assert (admission.num_inside, admission.tokens_inside) == (0, 0)
 
     run_virtually(play())
 
 
 def test_the_room_is_that_of_the_replicas_and_of_one_where_there_is_none():
     now, ended = [0.0], [0]
-    ready = [ReplicaRoom(2, 6000)]
-    room = Room(RoomConfig(64, 512), lambda: ready[0], lambda: ended[0], lambda: now[0], lambda: 2)
+    ready = [ReplicaCapacity(2, 6000)]
+    room = InflightBounds(InflightConfig(64, 512), lambda: ready[0], lambda: ended[0], lambda: now[0], lambda: 2)
     assert (room.sequences(), room.tokens()) == (64 + 8, (6000 + 1024) // 2)
     now[0], ended[0] = 1.0, 300
     assert room.sequences() == 64 + 30, "what ends within a tenth of a second is there before it is missed"
-    now[0], ready[0] = 2.0, ReplicaRoom(1, 3000)
+    now[0], ready[0] = 2.0, ReplicaCapacity(1, 3000)
     assert (room.sequences(), room.tokens()) == (32 + 4, (3000 + 512) // 2)
     now[0], ready[0] = 3.0, None
     assert (room.sequences(), room.tokens()) == (32 + 4, (3000 + 512) // 2), "as many as one of them will take"
-    for present in (ReplicaRoom(2, 6000), None):
-        fixed = Room(RoomConfig(64, 512, 7, 99), lambda present=present: present, lambda: 0)
+    for present in (ReplicaCapacity(2, 6000), None):
+        fixed = InflightBounds(InflightConfig(64, 512, 7, 99), lambda present=present: present, lambda: 0)
         assert (fixed.sequences(), fixed.tokens()) == (7, 99)
 
 
@@ -295,15 +298,15 @@ def test_the_room_of_a_router_that_died_is_that_of_those_that_live_until_it_is_b
         living = [2]
         config = parse_config({"model": "demo", "routers": 2, "max_num_seqs": SLOTS})
         async with SimulatedCluster(2, SimulatedModel(max_num_seqs=SLOTS)) as cluster:
-            gate = fair_gate(config, cluster.routers[0], routers=lambda: living[0])
+            admission = admission_queue(config, cluster.routers[0], routers=lambda: living[0])
             params = SamplingParams(max_tokens=500, ignore_eos=True, temperature=0.0)
             requests = [Request(f"r{i}", (1 + i,) * PROMPT, params) for i in range(60)]
-            tasks = [asyncio.create_task(ask(gate, one)) for one in requests]
+            tasks = [asyncio.create_task(ask(admission, one)) for one in requests]
             await asyncio.sleep(1.0)
-            shares = [gate.num_inside]
+            shares = [admission.num_inside]
             living[0] = 1
             await asyncio.sleep(1.0)
-            shares.append(gate.num_inside)
+            shares.append(admission.num_inside)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -318,14 +321,14 @@ async def test_a_client_that_takes_nothing_keeps_no_place_from_others_once_the_r
     config = parse_config({"model": "demo", "max_inflight": 1})
     async with Lab(DispatcherConfig(max_pending_tokens=pending)) as lab:
         await lab.start("a", pace=0.001)
-        gate = fair_gate(config, lab.dispatcher)
-        slow = gate.generate("slow", engine_request("slow", 5, max_tokens=40, ignore_eos=True))
+        admission = admission_queue(config, lab.dispatcher)
+        slow = admission.generate("slow", engine_request("slow", 5, max_tokens=40, ignore_eos=True))
         await anext(slow)
-        assert gate.num_inside == 1
-        assert isinstance(await ask(gate, engine_request("other", 5, max_tokens=8, ignore_eos=True)), float)
+        assert admission.num_inside == 1
+        assert isinstance(await ask(admission, engine_request("other", 5, max_tokens=8, ignore_eos=True)), float)
         assert lab.dispatcher.num_live == 1, "what the slow one has not taken waits for it"
         await slow.aclose()
-        assert (gate.num_inside, gate.tokens_inside) == (0, 0)
+        assert (admission.num_inside, admission.tokens_inside) == (0, 0)
 
 
 async def test_a_dispatcher_tells_the_room_and_the_work_of_its_replicas():
@@ -333,7 +336,7 @@ async def test_a_dispatcher_tells_the_room_and_the_work_of_its_replicas():
         assert lab.dispatcher.room() is None
         await lab.start("a", num_blocks=65)
         await lab.start("b", num_blocks=33)
-        assert lab.dispatcher.room() == ReplicaRoom(2, 4 * (64 + 32))
+        assert lab.dispatcher.room() == ReplicaCapacity(2, 4 * (64 + 32))
         await lab.collect(engine_request("r", 5, max_tokens=8, ignore_eos=True))
         await lab.collect(replace(engine_request("p", 7, max_tokens=1), pooling="last"))
         counters = lab.dispatcher.counters
@@ -374,13 +377,13 @@ def test_answers_that_are_shorter_than_allowed_are_expected_to_be():
 
 
 async def test_what_ends_without_a_token_says_nothing_of_how_long_answers_are():
-    gate = FairGate(Replicas(), lambda: 1)
-    expected = gate._lengths.of(request("r", output=4096), 1)
+    admission = AdmissionQueue(Replicas(), lambda: 1)
+    expected = admission._lengths.of(request("r", output=4096), 1)
     for _ in range(200):
-        gate.charge("t", 0)
-    assert gate._lengths.of(request("r", output=4096), 1) == expected
-    gate.charge("t", 1)
-    assert gate._lengths.of(request("r", output=4096), 1) < expected
+        admission.charge("t", 0)
+    assert admission._lengths.of(request("r", output=4096), 1) == expected
+    admission.charge("t", 1)
+    assert admission._lengths.of(request("r", output=4096), 1) < expected
 
 
 # --- priorities
@@ -447,19 +450,19 @@ def test_figures_are_those_of_all_that_waits_whatever_comes_and_goes_with_whiche
 def test_a_full_line_gives_up_its_least_urgent_for_a_more_urgent_one():
     async def play():
         source = Replicas()
-        gate = gate_of(source, bound=1, max_waiting=3)
+        admission = gate_of(source, bound=1, max_waiting=3)
         names = [("runs", 0), ("a", 5), ("b", 9), ("c", 9)]
-        tasks = {name: asyncio.create_task(ask(gate, request(name, priority=p))) for name, p in names}
+        tasks = {name: asyncio.create_task(ask(admission, request(name, priority=p))) for name, p in names}
         await asyncio.sleep(STEP)
-        tasks["urgent"] = asyncio.create_task(ask(gate, request("urgent", priority=1)))
+        tasks["urgent"] = asyncio.create_task(ask(admission, request("urgent", priority=1)))
         error, _ = await tasks.pop("c")
         assert (error.status, "more urgent" in error.message) == (429, True)
-        error, _ = await ask(gate, request("late", priority=9))
+        error, _ = await ask(admission, request("late", priority=9))
         assert "wait already" in error.message
-        assert gate.shed == {"t": 2}
+        assert admission.shed == {"t": 2}
         await asyncio.gather(*tasks.values())
         assert source.started == ["runs", "urgent", "a", "b"]
-        assert (gate.num_inside, gate.num_waiting) == (0, 0)
+        assert (admission.num_inside, admission.num_waiting) == (0, 0)
 
     run_virtually(play())
 
@@ -468,19 +471,24 @@ def test_a_full_line_gives_up_its_least_urgent_for_a_more_urgent_one():
 def test_whatever_comes_each_ends_once_and_nothing_is_left(arrivals):
     async def play():
         source = Replicas()
-        gate = gate_of(source, bound=3, tokens=200, max_waiting=5, target_ttft=1.5)
+        admission = gate_of(source, bound=3, tokens=200, max_waiting=5, target_ttft=1.5)
         tasks = []
         for i, (tenant, priority, prompt) in enumerate(arrivals):
             one = request(str(i), prompt, 1 + prompt % 7, priority)
-            tasks.append(asyncio.create_task(ask(gate, one, tenant)))
+            tasks.append(asyncio.create_task(ask(admission, one, tenant)))
             await asyncio.sleep(0.01)
         ends = Counter(type(one) for one in await asyncio.gather(*tasks))
         assert ends.total() == len(arrivals)
-        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting, gate.figures().tokens) == (0, 0, 0, 0)
+        assert (admission.num_inside, admission.tokens_inside, admission.num_waiting, admission.state().tokens) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
     run_virtually(play())
 
 
 def test_bounds_that_cannot_be_are_refused_by_name():
     with pytest.raises(ConfigError, match="target_ttft"):
-        FairGateConfig(target_ttft=0.0)
+        AdmissionConfig(target_ttft=0.0)

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.admission.fair_gate import FairGate
+from cluster.admission.admission_queue import AdmissionConfig, AdmissionQueue
 from cluster.admission.fair_queue import FairQueue
-from cluster.admission.gate_config import FairGateConfig
 from cluster.errors import ApiError
-from cluster.simulator.virtual_time import run_virtually
 from cluster.token_source import NO_CONTEXT, TokenChunk
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.cluster.cluster_lab import Lab, until
 from tests.cluster.replica.test_grammar_replica import Grammars, structured
+from tests.simulator.virtual_time import run_virtually
 
 BOUND, STEP = 4, 0.05
 ASIDE = 4  # of one tenant at a bound so small
@@ -68,12 +67,12 @@ class Replicas:
         raise AssertionError("not expected")
 
 
-async def run(gate, one, tenant):
+async def run(admission, one, tenant):
     """Return the seconds that a request took, or the code of its error."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     try:
-        async with aclosing(gate.generate(tenant, one)) as chunks:
+        async with aclosing(admission.generate(tenant, one)) as chunks:
             async for _ in chunks:
                 pass
     except ApiError as error:
@@ -82,24 +81,24 @@ async def run(gate, one, tenant):
 
 
 def gate_of(source, bound=BOUND, **config):
-    return FairGate(source, lambda: bound, FairGateConfig(**config), work_done=lambda: source.work)
+    return AdmissionQueue(source, lambda: bound, AdmissionConfig(**config), work_done=lambda: source.work)
 
 
 def test_grammars_that_are_compiled_for_long_keep_nobody_else_out():
     async def play():
         source = Replicas()
-        gate = gate_of(source, max_wait=5.0)
-        slow = [asyncio.create_task(run(gate, with_grammar(f"s{i}"), "slow")) for i in range(50)]
+        admission = gate_of(source, max_wait=5.0)
+        slow = [asyncio.create_task(run(admission, with_grammar(f"s{i}"), "slow")) for i in range(50)]
         await asyncio.sleep(1.0)
-        assert (gate.num_inside, gate.tokens_inside) == (0, 0)
-        took = [await run(gate, plain(f"p{i}"), tenant) for i in range(40) for tenant in ("other", "slow")]
+        assert (admission.num_inside, admission.tokens_inside) == (0, 0)
+        took = [await run(admission, plain(f"p{i}"), tenant) for i in range(40) for tenant in ("other", "slow")]
         assert max(took) < 0.3, "as with nobody else there"
-        herd = await asyncio.gather(*(run(gate, plain(f"h{i}"), "other") for i in range(2 * BOUND)))
+        herd = await asyncio.gather(*(run(admission, plain(f"h{i}"), "other") for i in range(2 * BOUND)))
         assert max(herd) < 0.6, "two turns"
         assert (source.most_running, source.most_compiling) == (BOUND, ASIDE)
         source.compiled.set()
         assert {type(one) for one in await asyncio.gather(*slow)} <= {float, str}
-        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
+        assert (admission.num_inside, admission.tokens_inside, admission.num_waiting) == (0, 0, 0)
 
     run_virtually(play())
 
@@ -108,9 +107,9 @@ def test_those_whose_grammars_are_there_take_up_room_and_go_over_the_bound_by_fe
     async def play():
         source = Replicas()
         source.compiled.set()
-        gate = gate_of(source)
+        admission = gate_of(source)
         both = [
-            asyncio.create_task(run(gate, make(f"{make.__name__}{i}"), "t"))
+            asyncio.create_task(run(admission, make(f"{make.__name__}{i}"), "t"))
             for i in range(30)
             for make in (plain, with_grammar)
         ]
@@ -118,7 +117,7 @@ def test_those_whose_grammars_are_there_take_up_room_and_go_over_the_bound_by_fe
         assert all(isinstance(one, float) for one in took)
         assert BOUND <= source.most_running <= BOUND + ASIDE
         assert max(took) < 60 / BOUND * 4 * STEP * 1.3, "no replica was left without work"
-        assert (gate.num_inside, gate.tokens_inside, gate.num_waiting) == (0, 0, 0)
+        assert (admission.num_inside, admission.tokens_inside, admission.num_waiting) == (0, 0, 0)
 
     run_virtually(play())
 
@@ -126,20 +125,20 @@ def test_those_whose_grammars_are_there_take_up_room_and_go_over_the_bound_by_fe
 def test_each_tenant_may_have_its_own_compiled_and_no_more_at_a_time():
     async def play():
         source = Replicas()
-        gate = gate_of(source, bound=32)
-        greedy = [asyncio.create_task(run(gate, with_grammar(f"g{i}"), "greedy")) for i in range(20)]
+        admission = gate_of(source, bound=32)
+        greedy = [asyncio.create_task(run(admission, with_grammar(f"g{i}"), "greedy")) for i in range(20)]
         await asyncio.sleep(0)
-        meek = asyncio.create_task(run(gate, with_grammar("meek"), "meek"))
+        meek = asyncio.create_task(run(admission, with_grammar("meek"), "meek"))
         await asyncio.sleep(0.1)
         assert source.compiling == {"g0", "g1", "g2", "g3", "meek"}
-        assert gate.waiting() == {"greedy": 16}
+        assert admission.waiting() == {"greedy": 16}
         greedy[0].cancel()
         await asyncio.sleep(0.1)
         assert source.compiling == {"g1", "g2", "g3", "g4", "meek"}
         for one in (*greedy, meek):
             one.cancel()
         await asyncio.gather(*greedy, meek, return_exceptions=True)
-        assert (gate.num_inside, gate.num_waiting) == (0, 0)
+        assert (admission.num_inside, admission.num_waiting) == (0, 0)
 
     run_virtually(play())
 
@@ -148,15 +147,15 @@ async def test_a_request_takes_up_its_room_once_a_replica_has_begun_it():
     grammars = Grammars()
     async with Lab() as lab:
         await lab.start("a", grammars=grammars, steps=0)
-        gate = FairGate(lab.dispatcher, lambda: 1)
-        task = asyncio.create_task(run(gate, structured(n=2), "tenant"))
+        admission = AdmissionQueue(lab.dispatcher, lambda: 1)
+        task = asyncio.create_task(run(admission, structured(n=2), "tenant"))
         await until(lambda: grammars.asked)
-        assert gate.num_inside == 0
+        assert admission.num_inside == 0
         grammars.answer()
-        await until(lambda: gate.num_inside == 2)
+        await until(lambda: admission.num_inside == 2)
         lab.alive["a"].executor.allow(10**6)
         assert isinstance(await task, float)
-        assert (gate.num_inside, gate.tokens_inside) == (0, 0)
+        assert (admission.num_inside, admission.tokens_inside) == (0, 0)
 
 
 def test_thousands_that_wait_for_a_compiler_cost_others_nothing():

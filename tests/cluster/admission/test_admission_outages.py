@@ -9,15 +9,15 @@ import pytest
 from cluster.config import parse_config
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.gate_start import dispatcher_config, fair_gate
-from cluster.simulator.replica import SimulatedModel, simulated_replica
-from cluster.simulator.step_time import StepTimes
-from cluster.simulator.virtual_time import run_virtually
+from cluster.router.live_model import admission_queue, dispatcher_config
 from cluster.wire.link import LOST
-from cluster.wire.local import connect_local
 from engine.errors import ConfigError
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from tests.simulator.cluster import SimulatedModel, simulated_replica
+from tests.simulator.engine import StepTimes
+from tests.simulator.links import connect_local
+from tests.simulator.virtual_time import run_virtually
 
 SLOW_STEP = 3.5  # seconds: longer than a replica counts as ready without one (`stall_timeout`)
 TOKENS = 4
@@ -25,7 +25,7 @@ INFLIGHT = 6
 
 
 class Outage:
-    """A router with its gate over one simulated replica, whose link can be cut and made again.
+    """A router with its admission queue over one simulated replica, whose link can be cut and made again.
 
     base: seconds of a step. begins: whether there is a replica from the start.
     """
@@ -35,7 +35,7 @@ class Outage:
         self.model = SimulatedModel(max_num_seqs=64, max_model_len=1024, step_times=StepTimes(base=base))
         config = parse_config({"model": "demo", "max_inflight": INFLIGHT} | settings)
         self.dispatcher = Dispatcher(dispatcher_config(config), Random(0))
-        self.gate = fair_gate(config, self.dispatcher)
+        self.admission = admission_queue(config, self.dispatcher)
         self.most_inside = 0
         self._cores = []
         self._link = None
@@ -63,9 +63,9 @@ class Outage:
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
         tokens = 0
         try:
-            async with aclosing(self.gate.generate(tenant, Request(name, (1,) * 8, params))) as chunks:
+            async with aclosing(self.admission.generate(tenant, Request(name, (1,) * 8, params))) as chunks:
                 async for chunk in chunks:
-                    self.most_inside = max(self.most_inside, self.gate.num_inside)
+                    self.most_inside = max(self.most_inside, self.admission.num_inside)
                     tokens += len(chunk.token_ids)
         except ApiError as error:
             assert error.status != 503 or error.retry_after >= 1
@@ -89,7 +89,7 @@ def test_steps_longer_than_the_stall_timeout_open_no_gate_and_a_light_tenant_is_
             herd = outage.ask_many(100, "heavy")
             await asyncio.sleep(SLOW_STEP * 1.5)
             light, seconds = await after(0, asyncio.gather(*outage.ask_many(3, "light")))
-            assert outage.gate.num_inside <= INFLIGHT
+            assert outage.admission.num_inside <= INFLIGHT
             ends = await asyncio.gather(*herd)
             assert outage.most_inside <= INFLIGHT
         assert light == ["whole"] * 3
@@ -107,7 +107,7 @@ def test_those_who_wait_keep_their_patience_when_all_replicas_are_gone_for_a_mom
             await asyncio.sleep(0.3)
             outage.kill()
             await asyncio.sleep(1.5)
-            assert outage.gate.num_inside <= INFLIGHT
+            assert outage.admission.num_inside <= INFLIGHT
             await outage.start()
             ends = await asyncio.gather(*tasks)
             assert outage.most_inside <= INFLIGHT
@@ -127,7 +127,7 @@ def test_without_a_replica_who_comes_is_refused_within_a_second_however_many_wai
             assert end == "no_replica"
             assert seconds <= 1.001
             assert {await one for one in late} == {"no_replica"}
-            assert outage.gate.num_inside <= INFLIGHT
+            assert outage.admission.num_inside <= INFLIGHT
             ends, seconds = await after(0, asyncio.gather(*tasks))
         assert set(ends) == {"replica_lost", "no_replica"}
         assert ends.count("replica_lost") == INFLIGHT
@@ -156,7 +156,7 @@ def test_the_bounds_hold_before_a_first_replica_was_seen():
         async with Outage(0.2, begins=False, max_inflight=None, max_num_seqs=4, routers=2) as outage:
             tasks = outage.ask_many(50)
             await asyncio.sleep(0.5)
-            assert 0 < outage.gate.num_inside <= 4, "half of a replica's sequences, and a little more"
+            assert 0 < outage.admission.num_inside <= 4, "half of a replica's sequences, and a little more"
             ends, seconds = await after(0, asyncio.gather(*tasks))
         assert set(ends) == {"no_replica"}
         assert 0.5 + seconds <= 1.001

@@ -9,18 +9,15 @@ from typing import Any
 
 import msgspec
 
-from cluster.batch.answers import Answers
-from cluster.batch.backlog import Backlog
-from cluster.batch.bounds import Filler, whole_room
+from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job, RowDone
-from cluster.batch.prepare import Preparer
-from cluster.batch.row_tokens import RowSource
+from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import COMPLETIONS, SourceRow, Task
-from cluster.batch.run import BatchRun, RunLimits
-from cluster.batch.ticks import Ticks
+from cluster.batch.run import BatchLoop, RunLimits
+from cluster.batch.run_row import Answers, RowSource, Ticker
 from cluster.openai.served_model import ServedModel
-from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from cluster.token_source import TokenSource
 from tests.cluster.cluster_lab import Lab
 
@@ -74,14 +71,14 @@ class BatchLab:
         share: float | None = None,
         **limits: Any,
     ) -> None:
-        room = whole_room(lab.dispatcher, self._max_num_seqs, 64)
-        backlog = Backlog(room if share is None else Filler(room, lab.dispatcher, share)).of("")
-        ticks = Ticks([ledger.flush, backlog.look], tick)
-        metrics = Metrics().of(self._model.model_id, ClusterFigures)
-        rows = RowSource(source or lab.dispatcher, ledger, ticks, backlog.make_room)
+        room = full_bounds(lab.dispatcher, self._max_num_seqs, 64)
+        backlog = Backlog(room if share is None else BackgroundBounds(room, lab.dispatcher, share)).of("")
+        ticker = Ticker([ledger.flush, backlog.adjust], tick)
+        metrics = Metrics().of(self._model.model_id, ReplicaSetStats)
+        rows = RowSource(source or lab.dispatcher, ledger, ticker, backlog.make_room)
         answers = Answers(self._model, rows, metrics)
         preparer = Preparer(self._model, "job", 0, CREATED)
-        run = BatchRun(self.source, task_of, preparer, answers, ledger, backlog, ticks, RunLimits(**limits))
+        run = BatchLoop(self.source, task_of, preparer, answers, ledger, backlog, ticker, RunLimits(**limits))
         await run.run()
 
     async def results(self, lab: Lab) -> list[RowDone]:

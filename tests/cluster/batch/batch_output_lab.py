@@ -5,14 +5,14 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.batch.ledger.records import Job, RowDone
-from cluster.batch.output.spec import OutputSpec, Style
-from cluster.batch.output.write import (
+from cluster.batch.io.manifest import OutputSpec, Style
+from cluster.batch.io.output_files import (
     Finished,
     write_output,
 )
+from cluster.batch.ledger.records import Job, RowDone
+from cluster.batch.row_tasks import RowKind, task_maker
 from cluster.batch.rows import SourceRow
-from cluster.batch.tasks import RowKind, task_maker
 
 JOB = Job(
     rows=0, input_digest="abc", model="demo", fingerprint="f", settings="{}", created=1_700_000_000, version="1"

@@ -5,14 +5,13 @@ import errno
 import json
 from contextlib import asynccontextmanager
 
-from cluster.batch.backlog import Backlog
-from cluster.batch.bounds import whole_room
+from cluster.batch.backlog import Backlog, full_bounds
+from cluster.batch.server.batch_runner import TenantTurns
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.store import NewBatch
-from cluster.batch.server.turns import Turns
-from cluster.openai.checking import unknown_model
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.telemetry.metrics import ClusterFigures, Metrics
+from cluster.openai.validation import unknown_model
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.cluster_lab import Lab, until
 
@@ -50,18 +49,25 @@ class Server:
 
     def __init__(self, lab, store, model, folder, **more):
         self._lab, self._model = lab, model
-        self.turns = Turns()
-        self.backlog = Backlog(whole_room(lab.dispatcher, 16, 64))
-        self.fingerprint, self.name, self.decisive = "f", "tiny", {"prompts": "f"}
+        self.turns = TenantTurns()
+        self.backlog = Backlog(full_bounds(lab.dispatcher, 16, 64))
+        self.fingerprint, self.name, self.answer_settings = "f", "tiny", {"prompts": "f"}
         self.one = OneBatch(store, folder, self.model_of, **more)
 
     def model_of(self, name):
         if name not in (None, self.name):
             raise unknown_model(name, [self.name])
         dispatcher = self._lab.dispatcher
-        metrics = Metrics().of("tiny", ClusterFigures)
+        metrics = Metrics().of("tiny", ReplicaSetStats)
         return BatchModel(
-            self._model, dispatcher, self.backlog, metrics, self.turns, self.fingerprint, 0, decisive=self.decisive
+            self._model,
+            dispatcher,
+            self.backlog,
+            metrics,
+            self.turns,
+            self.fingerprint,
+            0,
+            answer_settings=self.answer_settings,
         )
 
     def others_turn(self):

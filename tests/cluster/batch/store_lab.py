@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.batch.server import changes
-from cluster.batch.server.changes import Outcome
 from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, RequestCounts
+from cluster.batch.server.objects import BatchRecord, BatchUsage, LineError, Outcome, RequestCounts
 from cluster.batch.server.store import NewBatch
 from cluster.errors import ApiError
 
@@ -16,13 +14,13 @@ NOW = 1_700_000_000
 COUNTS = RequestCounts(3, 2, 1)
 OUTCOME = Outcome(COUNTS, "file-out", "file-err", BatchUsage(input_tokens=5, output_tokens=7))
 WAYS = {
-    "in_progress": lambda one: changes.begun(one, NOW + 1, 3, "demo"),
-    "finalizing": lambda one: changes.finalizing(one, NOW + 2, COUNTS),
-    "completed": lambda one: changes.completed(one, NOW + 3, OUTCOME),
-    "failed": lambda one: changes.failed(one, NOW + 4, [LineError(code="bad", message="it is", line=7)]),
-    "cancelling": lambda one: changes.cancelling(one, NOW + 5),
-    "cancelled": lambda one: changes.cancelled(one, NOW + 6, OUTCOME),
-    "expired": lambda one: changes.expired(one, NOW + 86_400, OUTCOME),
+    "in_progress": lambda one: one.begun(NOW + 1, 3, "demo"),
+    "finalizing": lambda one: one.finalizing(NOW + 2, COUNTS),
+    "completed": lambda one: one.completed(NOW + 3, OUTCOME),
+    "failed": lambda one: one.failed(NOW + 4, [LineError(code="bad", message="it is", line=7)]),
+    "cancelling": lambda one: one.cancelling(NOW + 5),
+    "cancelled": lambda one: one.cancelled(NOW + 6, OUTCOME),
+    "expired": lambda one: one.expired(NOW + 86_400, OUTCOME),
 }
 
 
@@ -49,8 +47,8 @@ def record(**changes):
 
 def over(one):
     if one.status == "cancelling":
-        return changes.cancelled(one, NOW, OUTCOME)
-    return changes.failed(one, NOW, [LineError(code="x", message="y")])
+        return one.cancelled(NOW, OUTCOME)
+    return one.failed(NOW, [LineError(code="x", message="y")])
 
 
 def refused(code, status):

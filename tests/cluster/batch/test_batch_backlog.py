@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.batch.backlog import Backlog
-from cluster.batch.server.turns import Turns
+from cluster.batch.server.batch_runner import TenantTurns
 from tests.cluster.batch.batch_lab import cut_off
 
 
@@ -99,8 +99,8 @@ async def test_what_is_recalled_is_so_once_and_comes_back_before_others_of_its_t
         await lane.enter(row(number))
         lane.may_recall(number, lambda number=number: recalled.append(number))
     bounds.most = 2
-    lane.look()
-    other.look()  # of another batch, before the rows could leave
+    lane.adjust()
+    other.adjust()  # of another batch, before the rows could leave
     assert recalled == [3, 2]
     new = asyncio.create_task(lane.enter(row(9)))
     await settled()
@@ -109,14 +109,14 @@ async def test_what_is_recalled_is_so_once_and_comes_back_before_others_of_its_t
         again.append(asyncio.create_task(lane.enter(row(number), first=True)))
     await settled()
     bounds.most = 3
-    other.look()
+    other.adjust()
     await settled()
     assert sum(one.done() for one in again) + new.done() == 1
     bounds.most = 4
-    other.look()
+    other.adjust()
     await settled()
     bounds.most = 5
-    other.look()
+    other.adjust()
     await asyncio.gather(new, *again)
 
 
@@ -168,7 +168,7 @@ async def test_batches_that_stop_at_any_moment_leave_all_their_room(seed):
 
 
 async def test_a_tenants_batches_run_one_by_one_as_they_were_made_and_others_beside_them():
-    turns, ran, go = Turns(), [], asyncio.Event()
+    turns, ran, go = TenantTurns(), [], asyncio.Event()
 
     async def run(tenant, batch_id):
         async with turns.turn(tenant, batch_id):
@@ -189,7 +189,7 @@ async def test_a_tenants_batches_run_one_by_one_as_they_were_made_and_others_bes
 
 
 async def test_a_batch_that_is_called_and_told_to_stop_at_once_hands_its_turn_on():
-    turns, ran = Turns(), []
+    turns, ran = TenantTurns(), []
 
     async def run(batch_id, until):
         async with turns.turn("a", batch_id):

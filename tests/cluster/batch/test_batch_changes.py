@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from openai.types import Batch
 
-from cluster.batch.errors import FencedError
-from cluster.batch.server import changes
-from cluster.batch.server.changes import AFTER
-from cluster.batch.server.errors import IllegalChangeError
+from cluster.batch.errors import FencedError, IllegalChangeError
 from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import ENDED, BatchRecord
+from cluster.batch.server.objects import AFTER, BatchRecord
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
 from tests.cluster.batch.store_lab import COUNTS, NOW, OUTCOME, WAYS, batch_of, keep, record
+
+ENDED = {"failed", "completed", "expired", "cancelled"}
 
 
 @pytest.mark.parametrize("status", AFTER)
@@ -58,15 +57,15 @@ def test_a_failed_batch_says_why():
     shown = Batch.model_validate(WAYS["failed"](record()).shown(), strict=True)
     assert [(one.code, one.line, one.message) for one in shown.errors.data] == [("bad", 7, "it is")]
     with pytest.raises(IllegalChangeError, match="without an error"):
-        changes.failed(record(), NOW, [])
+        record().failed(NOW, [])
 
 
 def test_a_batch_counts_only_while_it_runs():
-    running = changes.begun(record(), NOW, 3)
-    assert changes.counted(running, COUNTS).request_counts == COUNTS
+    running = record().begun(NOW, 3)
+    assert running.counted(COUNTS).request_counts == COUNTS
     for status in ("validating", *ENDED):
         with pytest.raises(IllegalChangeError, match="no rows of it run"):
-            changes.counted(record(status=status), COUNTS)
+            record(status=status).counted(COUNTS)
 
 
 class Life(RuleBasedStateMachine):
@@ -86,14 +85,14 @@ class Life(RuleBasedStateMachine):
     def takes_over(self, runner):
         now = self.store.batches.read(self.batch.id)
         if not now.ended:
-            self.known[runner] = self.store.batches.change(now, lambda one: changes.taken(one, runner))
+            self.known[runner] = self.store.batches.change(now, lambda one: one.taken(runner))
 
     @rule(runner=st.sampled_from("ABC"), way=st.sampled_from(["in_progress", "finalizing", "failed", "ended"]))
     def changes_what_it_knows(self, runner, way):
         if (record := self.known.get(runner)) is None:
             return
         try:
-            to = (lambda one: changes.ended(one, NOW + 86_400, OUTCOME)) if way == "ended" else WAYS[way]
+            to = (lambda one: one.finished(NOW + 86_400, OUTCOME)) if way == "ended" else WAYS[way]
             self.known[runner] = self.store.batches.change(record, to)
             assert self.known[runner].runner == runner
         except FencedError:
@@ -123,7 +122,7 @@ class Life(RuleBasedStateMachine):
     def is_cancelled_by_a_router_that_dies_at_once(self):
         now = self.store.batches.read(self.batch.id)
         if "cancelling" in AFTER[now.status]:
-            after = msgspec.structs.replace(changes.cancelling(now, NOW), number=now.number + 1)
+            after = msgspec.structs.replace(now.cancelling(NOW), number=now.number + 1)
             path = f"batches/{now.id}/state-{after.number}.json"
             assert self.store.root.create(path, msgspec.json.encode(after))
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from cluster.batch import check
 from cluster.batch.check import check_input
 from cluster.batch.errors import InputError
-from cluster.batch.plain_rows import ColumnOptions
-from cluster.batch.sources.source import open_source
-from cluster.batch.tasks import RowKind, task_maker
+from cluster.batch.io.source import open_source
+from cluster.batch.row_tasks import ColumnOptions, RowKind, task_maker
 
 OPENAI = task_maker(RowKind.OPENAI, "demo")
 PLAIN = task_maker(RowKind.PLAIN, "demo")

@@ -16,12 +16,11 @@ import pytest
 
 from cluster.batch.check import check_input
 from cluster.batch.errors import InputError
+from cluster.batch.io.manifest import OutputSpec, Style
+from cluster.batch.io.output_files import Finished, write_output
+from cluster.batch.io.source import open_source
 from cluster.batch.ledger.records import Job, RowDone
-from cluster.batch.output.spec import OutputSpec, Style
-from cluster.batch.output.write import Finished, write_output
-from cluster.batch.plain_rows import ColumnOptions
-from cluster.batch.sources.source import open_source
-from cluster.batch.tasks import RowKind, kind_of, task_maker
+from cluster.batch.row_tasks import ColumnOptions, RowKind, kind_of, task_maker
 
 
 def source_of(*paths, **more):
@@ -167,7 +166,7 @@ def test_parquet_comes_out_as_it_went_in_with_the_answer(tmp_path):
 
 def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):
     code = (
-        "import resource, sys; from pathlib import Path; from cluster.batch.sources.source import open_source\n"
+        "import resource, sys; from pathlib import Path; from cluster.batch.io.source import open_source\n"
         "def peak(path):\n"
         "    assert sum(1 for _ in open_source([path], Path('.')).rows()) in (10_000, 200_000)\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -183,7 +182,7 @@ def test_memory_stays_the_same_for_twenty_times_the_rows(tmp_path):
 def _peak(path, rows):
     """Megabytes that reading a file takes, beside those of an empty one."""
     code = (
-        "import resource, sys; from pathlib import Path; from cluster.batch.sources.source import open_source\n"
+        "import resource, sys; from pathlib import Path; from cluster.batch.io.source import open_source\n"
         "def peak(path, rows):\n"
         "    assert sum(len(row.raw) > 10 for row in open_source([path], Path('.')).rows()) == rows\n"
         "    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

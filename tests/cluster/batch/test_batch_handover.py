@@ -8,11 +8,10 @@ import pytest
 from cluster.batch.errors import FencedError
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger, read_replicas
-from cluster.batch.server import changes
+from cluster.batch.server.limits import CompletionWindows
 from cluster.batch.server.objects import RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.batch.server.windows import Windows
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.batch.batch_server_lab import (
     PATIENT,
@@ -27,13 +26,6 @@ from tests.cluster.batch.batch_server_lab import (
     told,
 )
 from tests.cluster.cluster_lab import Lab, until
-from tests.engine.engine_driver import VOCAB
-from tests.openai_app import served_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return served_model(tmp_path_factory.mktemp("model"), "tiny", vocab_size=VOCAB, max_model_len=128)
 
 
 @pytest.fixture
@@ -44,8 +36,8 @@ def store(tmp_path):
 def over(store):
     """The time of all batches that there are."""
     now = [0.0]
-    windows = Windows(store.root, lambda: now[0])
-    windows.look(store.batches.unended())
+    windows = CompletionWindows(store.root, lambda: now[0])
+    windows.observe(store.batches.unended())
     now[0] += 24 * 3600
     return windows
 
@@ -102,8 +94,8 @@ async def test_a_runner_that_another_one_follows_writes_no_record_any_more(model
 
 async def test_a_batch_that_was_about_to_end_and_lost_its_ledger_runs_again(model, store, tmp_path):
     batch_id = created(store, rows(5))
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
-    told(store, batch_id, lambda one: changes.finalizing(one, one.created_at, RequestCounts(5, 5, 0)))
+    told(store, batch_id, lambda one: one.begun(one.created_at, 5, "tiny"))
+    told(store, batch_id, lambda one: one.finalizing(one.created_at, RequestCounts(5, 5, 0)))
     async with Lab() as lab:
         await lab.start("a")
         await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
@@ -135,7 +127,7 @@ async def test_a_batch_ends_though_its_model_is_gone(model, store, tmp_path, mon
 
 async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp_path):
     batch_id = created(store, rows(5))
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 5, "tiny"))
+    told(store, batch_id, lambda one: one.begun(one.created_at, 5, "tiny"))
     store.cancel_batch(batch_id, TENANT)
     store.files.remove(store.batch(batch_id, TENANT).input_file_id)
     async with Lab() as lab:
@@ -146,11 +138,11 @@ async def test_a_cancelled_batch_ends_though_its_input_is_gone(model, store, tmp
 
 async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tmp_path, monkeypatch):
     batch_id, ledgers = created(store, rows(20)), tmp_path / "ledgers"
-    told(store, batch_id, lambda one: changes.begun(one, one.created_at, 20, "tiny"))
+    told(store, batch_id, lambda one: one.begun(one.created_at, 20, "tiny"))
     async with Lab() as lab:
         server = Server(lab, store, model, ledgers, windows=over(store))
         with monkeypatch.context() as broken:
-            broken.setattr(store.files, "add_untold", full)
+            broken.setattr(store.files, "add_unpublished", full)
             with pytest.raises(OSError, match="No space"):
                 await server.one.run(batch_id)
         await server.one.run(batch_id)
@@ -159,7 +151,7 @@ async def test_what_expired_is_not_completed_by_the_next_runner(model, store, tm
 
 
 @pytest.mark.parametrize(
-    "changed", [{"fingerprint": "g"}, {"decisive": {"prompts": "g"}}], ids=["weights", "template"]
+    "changed", [{"fingerprint": "g"}, {"answer_settings": {"prompts": "g"}}], ids=["weights", "template"]
 )
 async def test_what_gives_other_answers_begins_a_batch_anew(model, store, tmp_path, monkeypatch, changed):
     monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from cluster.batch.errors import BusyError, FencedError, LedgerError
 from cluster.batch.ledger import ledger as ledger_module
-from cluster.batch.ledger import token_file
-from cluster.batch.ledger.difference import difference
+from cluster.batch.ledger import row_files
 from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.ledger.frame_file import FrameWriter, framed, read_frames
 from cluster.batch.ledger.ledger import Ledger, remove_left
-from cluster.batch.ledger.records import Job, Progress, RowDone
+from cluster.batch.ledger.records import Job, NewTokens, RowDone, difference
+from cluster.batch.ledger.row_files import FrameWriter, framed, read_frames
 
 JOB = Job(
     rows=10,
@@ -255,10 +254,10 @@ def test_a_full_disk_is_told_and_what_was_whole_before_is_kept(folder, monkeypat
 
 def test_tokens_of_live_rows_are_found_by_the_next_driver(folder):
     ledger = written(folder)
-    ledger.note_tokens(Progress(4, 0, 0, (1, 2)))
-    ledger.note_tokens(Progress(4, 1, 0, (9,), "stop"))
-    ledger.note_tokens(Progress(4, 0, 2, (3,)))
-    ledger.note_tokens(Progress(5, 0, 0, (7,)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (1, 2)))
+    ledger.note_tokens(NewTokens(4, 1, 0, (9,), "stop"))
+    ledger.note_tokens(NewTokens(4, 0, 2, (3,)))
+    ledger.note_tokens(NewTokens(5, 0, 0, (7,)))
     ledger.note_done(done(5))
     ledger.flush()
     ledger.close()
@@ -272,7 +271,7 @@ def test_tokens_of_live_rows_are_found_by_the_next_driver(folder):
 
 def test_a_start_that_fails_on_a_full_disk_loses_no_tokens(folder, monkeypatch):
     ledger = written(folder, 1)
-    ledger.note_tokens(Progress(4, 0, 0, (1, 2, 3)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (1, 2, 3)))
     ledger.flush()
     ledger.close()
     real = os.write
@@ -302,21 +301,21 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 
 def test_a_row_that_begins_anew_has_no_old_tokens(folder):
     ledger = written(folder)
-    ledger.note_tokens(Progress(4, 0, 0, (1, 2)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (1, 2)))
     ledger.forget_tokens(4)
-    ledger.note_tokens(Progress(4, 0, 0, (5,)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (5,)))
     ledger.flush()
     ledger.close()
     assert Ledger.open(folder, JOB, resume=True).partial[4][0].tokens == [5]
 
 
 def test_the_file_of_tokens_stays_small(folder, monkeypatch):
-    monkeypatch.setattr(token_file, "COMPACT_FROM", 2000)
+    monkeypatch.setattr(row_files, "COMPACT_FROM", 2000)
     ledger = Ledger.open(folder, msgspec.structs.replace(JOB, rows=1000), resume=True)
-    ledger.note_tokens(Progress(999, 0, 0, (1, 2, 3)))
+    ledger.note_tokens(NewTokens(999, 0, 0, (1, 2, 3)))
     sizes = []
     for row in range(900):
-        ledger.note_tokens(Progress(row, 0, 0, tuple(range(50))))
+        ledger.note_tokens(NewTokens(row, 0, 0, tuple(range(50))))
         ledger.note_done(done(row))
         ledger.flush()
         sizes.append(sum(path.stat().st_size for path in folder.glob("tokens-*")))
@@ -366,8 +365,8 @@ def test_whatever_is_killed_each_row_is_there_once_and_tokens_never_go_wrong(tmp
             noted.add(number)
             tokens.pop(number, None)
         elif kind == "tokens" and number not in ledger.done:
-            at = len(ledger.partial.get(number, {}).get(0, token_file.ChoiceTokens()).tokens)
-            ledger.note_tokens(Progress(number, 0, at, (at, at + 1)))
+            at = len(ledger.partial.get(number, {}).get(0, row_files.ChoiceTokens()).tokens)
+            ledger.note_tokens(NewTokens(number, 0, at, (at, at + 1)))
         elif kind == "flush":
             ledger.flush()
             flushed |= noted
@@ -411,7 +410,7 @@ def test_a_ledger_whose_removal_was_cut_off_counts_for_nothing(folder, monkeypat
     """Killed after each of its files in turn; then another batch of this output begins, or the same once more."""
     written(folder, 0).close()
     ledger = written(folder, 1)
-    ledger.note_tokens(Progress(4, 0, 0, (1, 2)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (1, 2)))
     ledger.agree_on("fingerprint")
     ledger.flush()
     count = len(os.listdir(folder))
@@ -452,7 +451,7 @@ def test_what_a_finished_batch_has_left_goes_and_what_another_has_stays(folder):
 def test_tries_that_fail_on_a_full_disk_leave_nothing_and_no_file_open(folder, monkeypatch):
     """A server tries every 10 s."""
     ledger = written(folder, 0)
-    ledger.note_tokens(Progress(4, 0, 0, (1, 2, 3)))
+    ledger.note_tokens(NewTokens(4, 0, 0, (1, 2, 3)))
     ledger.flush()
     ledger.close()
     real_write = os.write

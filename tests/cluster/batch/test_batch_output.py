@@ -12,11 +12,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.batch.io.manifest import OutputSpec, Style, default_style
+from cluster.batch.io.source import open_source
 from cluster.batch.ledger.records import RowDone
-from cluster.batch.output.spec import OutputSpec, Style, default_style
-from cluster.batch.plain_rows import ColumnOptions
-from cluster.batch.sources.source import open_source
-from cluster.batch.tasks import RowKind, task_maker
+from cluster.batch.row_tasks import ColumnOptions, RowKind, task_maker
 from engine.errors import ConfigError
 from tests.cluster.batch.batch_output_lab import OPENAI, PLAIN, Rows, chat, ids, job, lines, tabled, write, wrong
 
@@ -181,7 +180,7 @@ def test_all_that_an_answer_tells_is_in_its_columns(tmp_path, body, answer, deta
 def test_long_details_fill_row_groups_as_other_text_does(tmp_path, monkeypatch):
     import pyarrow.parquet
 
-    monkeypatch.setattr("cluster.batch.output.parquet.BATCH_BYTES", 10_000)
+    monkeypatch.setattr("cluster.batch.io.output_tables.BATCH_BYTES", 10_000)
     body = json.dumps({"choices": [{"text": "a", "logprobs": {"tokens": ["x" * 6_000]}}]}).encode()
     tabled(tmp_path / "out.parquet", Rows(*[{"q": 1}] * 6), [RowDone(number, 200, body) for number in range(6)])
     assert pyarrow.parquet.ParquetFile(tmp_path / "out.parquet").num_row_groups == 3
@@ -227,8 +226,8 @@ JSON = st.recursive(
 def test_parquet_takes_whatever_json_rows_hold(tmp_path_factory, rows, batch):
     out = tmp_path_factory.mktemp("p") / "out.parquet"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cluster.batch.output.columns.BATCH_ROWS", batch)
-        patch.setattr("cluster.batch.output.parquet.BATCH_ROWS", batch)
+        patch.setattr("cluster.batch.io.output_tables.BATCH_ROWS", batch)
+        patch.setattr("cluster.batch.io.output_tables.BATCH_ROWS", batch)
         tabled(out, Rows(*rows), [chat(number) for number in range(len(rows))])
     found = parquet(out)
     assert len(found) == len(rows)
@@ -258,8 +257,8 @@ def test_parquet_keeps_types_that_all_rows_agree_on(tmp_path, monkeypatch):
     import pyarrow as pa
     import pyarrow.parquet
 
-    monkeypatch.setattr("cluster.batch.output.columns.BATCH_ROWS", 2)
-    monkeypatch.setattr("cluster.batch.output.parquet.BATCH_ROWS", 2)
+    monkeypatch.setattr("cluster.batch.io.output_tables.BATCH_ROWS", 2)
+    monkeypatch.setattr("cluster.batch.io.output_tables.BATCH_ROWS", 2)
     when = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     rows = [
         {

@@ -11,14 +11,9 @@ import fsspec
 import pytest
 
 from cluster.batch.errors import BatchError, FencedError, InputError
-from cluster.batch.output import drafts
-from cluster.batch.output.spec import OutputSpec, Style
-from cluster.batch.output.write import (
-    finished,
-    read_manifest,
-    refuse_replacing,
-    try_output,
-)
+from cluster.batch.io import places
+from cluster.batch.io.manifest import OutputSpec, Style, is_finished, read_manifest, refuse_replacing
+from cluster.batch.io.output_files import try_output
 from tests.cluster.batch.batch_output_lab import Rows, chat, files, ids, job, tabled, write, wrong
 
 # --- The manifest
@@ -45,30 +40,30 @@ def test_the_manifest_tells_what_the_files_are(tmp_path):
 def test_an_output_is_finished_when_it_fits_its_manifest_and_the_job(tmp_path):
     out = tmp_path / "out.jsonl"
     spec = OutputSpec(str(out), Style.OPENAI)
-    assert not finished(spec, job(2)) and read_manifest(str(out)) is None
+    assert not is_finished(spec, job(2)) and read_manifest(str(out)) is None
     write(out, ids("a", "b"), [chat(0), wrong(1)])
-    assert finished(spec, job(2, created=7, version="later"))
+    assert is_finished(spec, job(2, created=7, version="later"))
     for other in ({"settings": "{ }"}, {"model": "x"}, {"input_digest": "x"}, {"fingerprint": "x"}):
-        assert not finished(spec, job(2, **other))
+        assert not is_finished(spec, job(2, **other))
     for name in ("out.jsonl", "out.jsonl.errors.jsonl"):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(kept[:-1])
-        assert not finished(spec, job(2))
+        assert not is_finished(spec, job(2))
         (tmp_path / name).unlink()
-        assert not finished(spec, job(2))
+        assert not is_finished(spec, job(2))
         (tmp_path / name).write_bytes(kept)
-    assert finished(spec, job(2))
+    assert is_finished(spec, job(2))
     (tmp_path / "out.jsonl.manifest.json").write_bytes(b"{")
     with pytest.raises(BatchError, match="manifest"):
-        finished(spec, job(2))
+        is_finished(spec, job(2))
 
 
 def test_an_output_of_another_style_is_not_finished(tmp_path):
     out = tmp_path / "out.jsonl"
     tabled(out, Rows({"q": 1}), [chat(0)])
-    assert finished(OutputSpec(str(out), Style.COLUMNS), job(1))
-    assert not finished(OutputSpec(str(out), Style.OPENAI), job(1))
-    assert not finished(OutputSpec(str(out), Style.COLUMNS, "reply"), job(1))
+    assert is_finished(OutputSpec(str(out), Style.COLUMNS), job(1))
+    assert not is_finished(OutputSpec(str(out), Style.OPENAI), job(1))
+    assert not is_finished(OutputSpec(str(out), Style.COLUMNS, "reply"), job(1))
 
 
 def test_errors_of_an_earlier_run_are_removed(tmp_path):
@@ -77,7 +72,7 @@ def test_errors_of_an_earlier_run_are_removed(tmp_path):
     assert (tmp_path / "out.jsonl.errors.jsonl").exists()
     assert write(out, ids("a"), [chat(0)]).error_file is None
     assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
-    assert finished(OutputSpec(str(out), Style.OPENAI), job(1))
+    assert is_finished(OutputSpec(str(out), Style.OPENAI), job(1))
 
 
 # --- What was there before
@@ -146,7 +141,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path, monkeypatch):
     def full(fd):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(drafts.os, "fsync", full)
+    monkeypatch.setattr(places.os, "fsync", full)
     with pytest.raises(BatchError, match=r"out\.jsonl cannot be written \(No space left on device\).*--resume"):
         write(tmp_path / "out.jsonl", ids("a"), [chat(0)])
     assert files(tmp_path) == {}
@@ -158,7 +153,7 @@ KILLS = """
 import os, signal, sys
 from pathlib import Path
 import hashlib
-from cluster.batch.output.write import finished, read_manifest, refuse_replacing
+from cluster.batch.io.manifest import is_finished, read_manifest, refuse_replacing
 from tests.cluster.batch import batch_output_lab as t
 
 def work(folder, suffix):
@@ -197,7 +192,7 @@ while killed_at(step, folder, suffix):
             assert hashlib.sha256(found[file.name]).hexdigest() == file.sha256, step
     refuse_replacing(str(folder / f"out.{suffix}"))
     whole = {name: data for name, data in found.items() if not name.endswith((".draft", ".claim"))}
-    if finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
+    if is_finished(t.OutputSpec(str(folder / f"out.{suffix}"), t.Style.COLUMNS), t.job(3)):
         assert whole == expected, step
     else:
         assert whole.keys() <= expected.keys(), step
@@ -220,17 +215,17 @@ def test_an_output_behind_a_url_is_uploaded_when_it_is_whole(tmp_path):
     target = "memory://outputs/deep/out.jsonl"
     spec = OutputSpec(target, Style.OPENAI)
     try:
-        assert not finished(spec, job(2))
+        assert not is_finished(spec, job(2))
         manifest = write(target, ids("a", "b"), [chat(0), wrong(1)], folder=tmp_path / "drafts")
         write(tmp_path / "out.jsonl", ids("a", "b"), [chat(0), wrong(1)])
         for name in ("out.jsonl", "out.jsonl.errors.jsonl", "out.jsonl.manifest.json"):
             assert memory.cat_file(f"/outputs/deep/{name}") == (tmp_path / name).read_bytes()
-        assert read_manifest(target) == manifest and finished(spec, job(2))
+        assert read_manifest(target) == manifest and is_finished(spec, job(2))
         assert not list((tmp_path / "drafts").iterdir())
         write(target, ids("a", "b"), [chat(0), chat(1)], folder=tmp_path / "drafts")
-        assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and finished(spec, job(2))
+        assert not memory.exists("/outputs/deep/out.jsonl.errors.jsonl") and is_finished(spec, job(2))
         memory.pipe_file("/outputs/deep/out.jsonl", b"short")
-        assert not finished(spec, job(2))
+        assert not is_finished(spec, job(2))
         with pytest.raises(BatchError, match="is not what a batch put there"):
             refuse_replacing(target)
     finally:

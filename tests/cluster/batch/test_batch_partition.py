@@ -6,20 +6,13 @@ import threading
 import pytest
 
 from cluster.batch.errors import BusyError, FencedError
-from cluster.batch.server import changes
+from cluster.batch.server.batch_runner import Sweeper
+from cluster.batch.server.objects import BatchRecord
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.batch.server.sweeper import Sweeper
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.batch.batch_server_lab import PATIENT, TENANT, Server, created, full, lines, rows
 from tests.cluster.cluster_lab import Lab, until
-from tests.engine.engine_driver import VOCAB
-from tests.openai_app import served_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return served_model(tmp_path_factory.mktemp("model"), "tiny", vocab_size=VOCAB, max_model_len=128)
 
 
 @pytest.fixture(params=["directory", "url"])
@@ -110,7 +103,7 @@ async def test_whenever_a_runner_stands_still_the_other_ones_end_stays(
 ):
     """It wakes after the batch was ended by another one, and goes on with the change that it was about to make."""
     batch_id, slow = created(store, rows(5)), SlowRoot(open_root(place))
-    change = getattr(changes, moment)
+    change = getattr(BatchRecord, moment)
 
     def stands_still(record, *given):
         if record.runner == first:
@@ -123,15 +116,15 @@ async def test_whenever_a_runner_stands_still_the_other_ones_end_stays(
         first_server = other_place(here, Store(slow, 1), model, tmp_path / "here")
         first = ""
         with monkeypatch.context() as patched:
-            taken = changes.taken
+            taken = BatchRecord.taken
 
             def named(record, runner):
                 nonlocal first
                 first = first or runner
                 return taken(record, runner)
 
-            patched.setattr(changes, "taken", named)
-            patched.setattr(changes, moment, stands_still)
+            patched.setattr(BatchRecord, "taken", named)
+            patched.setattr(BatchRecord, moment, stands_still)
             work = asyncio.create_task(first_server.one.run(batch_id))
             await until(lambda: slow.held or work.done())
             await other_place(there, store, model, tmp_path / "there").one.run(batch_id)
@@ -167,7 +160,7 @@ async def test_a_batch_whose_end_was_decided_is_ended_so_on_a_machine_without_it
         await here.start("a")
         server = other_place(here, store, model, tmp_path / "here")
         with pytest.MonkeyPatch.context() as killed:
-            killed.setattr(store.files, "tell", lambda _: full())
+            killed.setattr(store.files, "publish", lambda _: full())
             with pytest.raises(OSError, match="No space"):
                 await server.one.run(batch_id)
         assert store.batch(batch_id, TENANT).status == "finalizing"
@@ -182,14 +175,14 @@ async def test_who_is_told_cancelling_is_not_told_otherwise_whenever_that_is(
     model, store, place, tmp_path, monkeypatch, moment
 ):
     """The client cancels between what the runner saw last and what it writes."""
-    batch_id, change, seen = created(store, rows(3)), getattr(changes, moment), []
+    batch_id, change, seen = created(store, rows(3)), getattr(BatchRecord, moment), []
 
     def wanted_no_more(*given):
         if not seen:
             seen.append(store.cancel_batch(batch_id, TENANT).status)
         return change(*given)
 
-    monkeypatch.setattr(changes, moment, wanted_no_more)
+    monkeypatch.setattr(BatchRecord, moment, wanted_no_more)
     async with Lab() as lab:
         await lab.start("a")
         await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)

@@ -8,22 +8,21 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.admission.tenant import OPEN, Tenant, tenant_salt
+from cluster.admission.keys import OPEN, Tenant
+from cluster.admission.tenants import tenant_salt
 from cluster.batch.errors import LedgerError
 from cluster.batch.ledger.epoch import Epoch
-from cluster.batch.prepare import Preparer
+from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import Task
-from cluster.batch.server import changes
+from cluster.batch.server.batch_runner import Runner, Sweeper
 from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import LineError, Outcome, RequestCounts
+from cluster.batch.server.limits import CompletionWindows
+from cluster.batch.server.objects import BatchRecord, LineError, Outcome, RequestCounts
 from cluster.batch.server.root import open_root
-from cluster.batch.server.runner import Runner
 from cluster.batch.server.store import Store
-from cluster.batch.server.sweeper import Sweeper
-from cluster.batch.server.windows import Windows
 from cluster.config import ClusterConfig
 from cluster.deployments.batches import ledger_folder, tenants_of
-from cluster.openai.checking import MAX_PRIORITY
+from cluster.openai.validation import MAX_PRIORITY
 from cluster.router.dispatcher import Dispatcher
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.batch.batch_server_lab import (
@@ -35,13 +34,6 @@ from tests.cluster.batch.batch_server_lab import (
     told,
 )
 from tests.cluster.cluster_lab import Lab, until
-from tests.engine.engine_driver import VOCAB
-from tests.openai_app import served_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return served_model(tmp_path_factory.mktemp("model"), "tiny", vocab_size=VOCAB, max_model_len=128)
 
 
 @pytest.fixture
@@ -91,7 +83,7 @@ async def test_ledgers_among_other_users_files_are_for_their_own_alone(model, st
     folder.mkdir(parents=True, mode=0o755)
     seen = []
     monkeypatch.setattr(
-        changes, "begun", lambda *given, real=changes.begun: (seen.append(mode(folder)), real(*given))[1]
+        BatchRecord, "begun", lambda *given, real=BatchRecord.begun: (seen.append(mode(folder)), real(*given))[1]
     )
     async with Lab() as lab:
         await lab.start("a")
@@ -104,7 +96,7 @@ async def test_ledgers_among_other_users_files_are_for_their_own_alone(model, st
         with pytest.raises(LedgerError, match="TMPDIR"):
             await server.one.run(created(store, rows(3)))
         folder.unlink()
-        monkeypatch.setattr("cluster.batch.server.private_folder.os.geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr("cluster.batch.ledger.epoch.os.geteuid", lambda: os.getuid() + 1)
         with pytest.raises(LedgerError, match="no folder of this user's"):
             await server.one.run(created(store, rows(3)))
 
@@ -128,7 +120,7 @@ def test_ledgers_of_batches_that_have_ended_are_swept(store, tmp_path):
     ids = {name: created(store, rows(1)) for name in ("runs", "ended", "is ending")}
     ids["is gone"] = BATCH_IDS.new(TENANT)
     for name in ("ended", "is ending"):
-        told(store, ids[name], lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+        told(store, ids[name], lambda one: one.failed(1, [LineError(code="x", message="y")]))
     for name in (*ids.values(), "else"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "job.json").write_bytes(b"{}")
@@ -142,7 +134,7 @@ def test_a_damaged_record_keeps_its_own_ledger_alone(store, tmp_path):
     ids = [created(store, rows(1)) for _ in range(4)]
     for batch_id in ids:
         (tmp_path / "ledgers" / batch_id).mkdir(parents=True)
-        told(store, batch_id, lambda one: changes.failed(one, 1, [LineError(code="x", message="y")]))
+        told(store, batch_id, lambda one: one.failed(1, [LineError(code="x", message="y")]))
     for damaged in (ids[0], ids[2]):
         store.batches._root.write(f"batches/{damaged}/batch.json", b"damaged")
     Sweeper(store, tmp_path / "ledgers").sweep()
@@ -150,7 +142,7 @@ def test_a_damaged_record_keeps_its_own_ledger_alone(store, tmp_path):
 
 
 async def test_sweeping_goes_on_after_trouble(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.sweeper.SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr("cluster.batch.server.batch_runner.SWEEP_SECONDS", 0.001)
     swept = []
 
     def sweep():
@@ -167,7 +159,7 @@ async def test_a_runner_takes_up_all_batches_and_new_ones(model, store, tmp_path
     first = [created(store, rows(5)) for _ in range(3)]
     async with Lab() as lab:
         await lab.start("a")
-        runner = Runner(store, Server(lab, store, model, tmp_path / "ledgers").one.run, Windows(store.root))
+        runner = Runner(store, Server(lab, store, model, tmp_path / "ledgers").one.run, CompletionWindows(store.root))
         work = asyncio.create_task(runner.run())
         await until(lambda: all(store.batch(one, TENANT).status == "completed" for one in first))
         later = created(store, rows(5))
@@ -186,7 +178,7 @@ async def test_a_batch_that_cannot_go_on_harms_no_other(store):
 
     batch_id = created(store, rows(1))
     now = [0.0]
-    runner = Runner(store, run_one, Windows(store.root), clock=lambda: now[0])
+    runner = Runner(store, run_one, CompletionWindows(store.root), clock=lambda: now[0])
     work = asyncio.create_task(runner.run())
     await until(lambda: tried == [batch_id] and not runner.running)
     runner.wake()
@@ -216,7 +208,7 @@ async def test_a_damaged_record_stops_no_other_batch(store, caplog):
 
     damaged, whole = created(store, rows(1)), created(store, rows(1))
     store.batches._root.write(f"batches/{damaged}/batch.json", b"{")
-    runner = Runner(store, run_one, Windows(store.root))
+    runner = Runner(store, run_one, CompletionWindows(store.root))
     async with looking(runner):
         await until(lambda: tried.count(whole) >= 1)
         runner.wake()
@@ -236,7 +228,7 @@ async def test_a_place_that_raises_anything_is_looked_at_again(store, monkeypatc
         raise ValueError("what a library raises")
 
     batch_id = created(store, rows(1))
-    runner = Runner(store, run_one, Windows(store.root))
+    runner = Runner(store, run_one, CompletionWindows(store.root))
     with monkeypatch.context() as trouble:
         trouble.setattr(store.batches._root, "names", broken)
         work = asyncio.create_task(runner.run())
@@ -247,17 +239,17 @@ async def test_a_place_that_raises_anything_is_looked_at_again(store, monkeypatc
 
 
 async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 3)
+    monkeypatch.setattr("cluster.batch.server.batch_runner.MAX_AT_ONCE", 3)
     first = [created(store, rows(1)) for _ in range(5)]
     last = created(store, rows(1))
 
     async def run_one(batch_id):
         model = "other" if batch_id == last else "tiny"
         if store.batches.read(batch_id).status == "validating":
-            told(store, batch_id, lambda one: changes.begun(one, one.created_at, 1, model))
+            told(store, batch_id, lambda one: one.begun(one.created_at, 1, model))
         await asyncio.Event().wait()
 
-    runner = Runner(store, run_one, Windows(store.root))
+    runner = Runner(store, run_one, CompletionWindows(store.root))
 
     def runs(*ids):
         runner.wake()
@@ -267,14 +259,14 @@ async def test_batches_that_wait_for_one_model_keep_no_other_away(store, monkeyp
         await until(lambda: runs(*first[:3], last))
         assert [store.batches.read(one).status for one in first] == ["in_progress"] * 5
         for one in first[:2]:
-            told(store, one, lambda one: changes.failed(one, one.created_at, [LineError(code="x", message="y")]))
+            told(store, one, lambda one: one.failed(one.created_at, [LineError(code="x", message="y")]))
             runner.running[one].cancel()
         await until(lambda: runs(*first[2:], last))
 
 
 @pytest.mark.parametrize("due", ["cancelled", "over"])
 async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monkeypatch, due):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 2)
+    monkeypatch.setattr("cluster.batch.server.batch_runner.MAX_AT_ONCE", 2)
     ids = [created(store, rows(1)) for _ in range(6)]
     now = [0.0]
 
@@ -282,7 +274,7 @@ async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monk
         if not store.batches.read(batch_id).ended:
             await asyncio.Event().wait()
 
-    runner = Runner(store, run_one, Windows(store.root, lambda: now[0]))
+    runner = Runner(store, run_one, CompletionWindows(store.root, lambda: now[0]))
 
     def ending():
         runner.wake()
@@ -299,9 +291,7 @@ async def test_batches_that_stand_behind_many_are_ended_all_the_same(store, monk
         while left:
             await until(lambda: ending() <= left and len(ending()) == min(2, len(left)))
             one = ending().pop()
-            told(
-                store, one, lambda one: changes.ended(one, 2 * one.expires_at, Outcome(RequestCounts(), expired=True))
-            )
+            told(store, one, lambda one: one.finished(2 * one.expires_at, Outcome(RequestCounts(), expired=True)))
             runner.running[one].cancel()
             left.discard(one)
         await until(lambda: not ending())

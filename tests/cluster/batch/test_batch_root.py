@@ -11,10 +11,10 @@ from tests.cluster.batch.store_lab import keep
 
 
 def test_of_many_that_create_a_file_one_does(tmp_path):
-    root, told, gate = open_root(str(tmp_path)), [], threading.Barrier(8)
+    root, told, admission = open_root(str(tmp_path)), [], threading.Barrier(8)
 
     def create(number):
-        gate.wait()
+        admission.wait()
         told.append((root.create("batches/x/state-1.json", b"%d" % number), number))
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
@@ -97,7 +97,7 @@ def test_an_upload_to_a_url_that_breaks_leaves_no_file(monkeypatch, tmp_path):
         target.write(source.read(10))
         raise OSError("the line is cut")
 
-    monkeypatch.setattr("cluster.batch.server.url_root.shutil.copyfileobj", broken)
+    monkeypatch.setattr("cluster.batch.server.root.shutil.copyfileobj", broken)
     with pytest.raises(OSError, match="the line is cut"):
         draft.put("files/x/content")
     draft.discard()

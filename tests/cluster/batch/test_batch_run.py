@@ -10,15 +10,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.batch import order
+from cluster.batch import row_requests
 from cluster.batch.errors import BatchError, FencedError, LedgerError
-from cluster.batch.failures import first_failures
-from cluster.batch.prepare import Preparer
+from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import COMPLETIONS, Task
 from cluster.errors import ApiError
-from cluster.router.dispatch_config import DispatcherConfig
 from cluster.router.dispatcher import Dispatcher
+from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.token_log import TokenLog
+from deploy.batch.progress import first_failures
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.cluster.batch.batch_lab import CREATED, BatchLab, cut_off
@@ -286,7 +286,7 @@ async def test_rows_with_one_beginning_run_together_and_find_it_cached(model, tm
 
 @pytest.mark.parametrize("bound", ["WINDOW_BYTES", "WINDOW_TOKENS"])
 async def test_few_rows_are_read_ahead_where_they_are_large(model, monkeypatch, bound):
-    monkeypatch.setattr(order, bound, 100)
+    monkeypatch.setattr(row_requests, bound, 100)
     read = []
 
     async def rows():
@@ -295,9 +295,9 @@ async def test_few_rows_are_read_ahead_where_they_are_large(model, monkeypatch, 
             task = Task(number, "", COMPLETIONS, {"model": "tiny", "prompt": [3 + number % 5] * 10})
             yield replace(Preparer(model, "job", 0, 1).prepare(task), num_bytes=10)
 
-    async with order.prefetched(rows(), 1024) as ready:
+    async with row_requests.prefetched(rows(), 1024) as ready:
         most = 0
-        async for row in order.by_prefix(ready, 1024):
+        async for row in row_requests.by_prefix(ready, 1024):
             await asyncio.sleep(0)
             most = max(most, len(read) - row.task.row)
     # Of a window, ahead of it, and one that finds no room.
@@ -306,7 +306,7 @@ async def test_few_rows_are_read_ahead_where_they_are_large(model, monkeypatch, 
 
 async def test_rows_are_as_large_as_in_the_input_and_held_without_their_bodies(model, tmp_path, monkeypatch):
     held = []
-    real = order.by_prefix
+    real = row_requests.by_prefix
 
     async def noting(rows, lookahead):
         async for row in real(rows, lookahead):
@@ -353,7 +353,7 @@ class Flaky:
 
 
 async def test_what_may_be_over_is_tried_again_and_what_is_not_is_not(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.answers.RETRY_PAUSE", 0.001)
+    monkeypatch.setattr("cluster.batch.run_row.RETRY_PAUSE", 0.001)
     bodies = prompts(3)
     for error, times, asked, status in [
         (ApiError("replica_lost", "gone"), 2, 3, 200),

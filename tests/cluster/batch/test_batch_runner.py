@@ -10,18 +10,18 @@ import pytest
 
 from cluster.batch.check import check_input
 from cluster.batch.errors import BusyError, InputError, UnreachableError
+from cluster.batch.io.output_files import write_output
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
-from cluster.batch.output.write import write_output
-from cluster.batch.server import changes
-from cluster.batch.server.ending import ROWS_PER_FLUSH, end_rest, line_errors
-from cluster.batch.server.pages import Asked
+from cluster.batch.server.finalizer import ROWS_PER_FLUSH, end_rest, line_errors
+from cluster.batch.server.ids import PageQuery
+from cluster.batch.server.limits import CompletionWindows
+from cluster.batch.server.objects import BatchRecord
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
-from cluster.batch.server.windows import Windows
+from cluster.config_values import REASONING_PARSERS
 from cluster.errors import ApiError
-from cluster.openai.reasoning.parsers import REASONING_PARSERS
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.cluster.batch.batch_lab import cut_off
@@ -35,13 +35,6 @@ from tests.cluster.batch.batch_server_lab import (
     rows,
 )
 from tests.cluster.cluster_lab import Lab, until
-from tests.engine.engine_driver import VOCAB
-from tests.openai_app import served_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return served_model(tmp_path_factory.mktemp("model"), "tiny", vocab_size=VOCAB, max_model_len=128)
 
 
 @pytest.fixture
@@ -121,7 +114,7 @@ async def test_a_cancelled_batch_keeps_what_was_done(model, store, tmp_path, mon
 async def test_who_was_told_cancelling_is_not_told_otherwise(model, store, tmp_path, monkeypatch, otherwise):
     """The wish comes while the files are written, or while an input is checked that cannot be used."""
     batch_id = created(store, rows(3) if otherwise == "completed" else [])
-    place = "server.ending.write_output" if otherwise == "completed" else "server.one_batch.check_input"
+    place = "server.finalizer.write_output" if otherwise == "completed" else "server.one_batch.check_input"
     act = {"completed": write_output, "failed": check_input}[otherwise]
     seen = []
 
@@ -144,7 +137,7 @@ async def test_who_was_told_cancelling_is_not_told_otherwise(model, store, tmp_p
 
 async def test_a_batch_tells_what_was_thinking_and_what_was_in_a_cache(model, store, tmp_path):
     folder = tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, "{{- messages[0]['content'] -}}")
-    parser = REASONING_PARSERS.get("deepseek_r1")
+    parser = REASONING_PARSERS.load("deepseek_r1")
     thinking = replace(model, tokenizer=Tokenizer(str(folder)), reasoning_parser=parser)
     requests = rows(20)
     for one in requests:
@@ -166,16 +159,16 @@ async def test_a_batch_tells_what_was_thinking_and_what_was_in_a_cache(model, st
 
 async def test_an_output_is_not_deleted_before_its_batch_has_ended(model, store, tmp_path, monkeypatch):
     batch_id = created(store, [*rows(2), {**rows(3)[2], "url": "/v1/embeddings"}])
-    completed, codes = changes.completed, []
+    completed, codes = BatchRecord.completed, []
 
     def client_tidies_up(*given):
-        for one in store.files.page(TENANT, Asked(10), "batch_output").items:
+        for one in store.files.page(TENANT, PageQuery(10), "batch_output").items:
             with pytest.raises(ApiError) as caught:
                 store.delete_file(one.id, TENANT)
             codes.append(caught.value.code)
         return completed(*given)
 
-    monkeypatch.setattr(changes, "completed", client_tidies_up)
+    monkeypatch.setattr(BatchRecord, "completed", client_tidies_up)
     async with Lab() as lab:
         await lab.start("a")
         await Server(lab, store, model, tmp_path / "ledgers").one.run(batch_id)
@@ -192,7 +185,9 @@ async def test_a_batch_whose_time_is_over_has_expired(model, store, tmp_path, mo
     now = [0.0]
     async with Lab() as lab:
         await lab.start("a", pace=0.02)
-        server = Server(lab, store, model, tmp_path / "ledgers", windows=Windows(store.root, lambda: now[0]))
+        server = Server(
+            lab, store, model, tmp_path / "ledgers", windows=CompletionWindows(store.root, lambda: now[0])
+        )
         work = asyncio.create_task(server.one.run(batch_id))
         await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > 5)
         now[0] += 24 * 3600
@@ -256,7 +251,7 @@ async def test_trouble_with_reading_fails_no_batch(model, store, tmp_path, monke
     async with Lab() as lab:
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
-        for place in ("cluster.batch.sources.reading._opened", "cluster.batch.check.tempfile.TemporaryDirectory"):
+        for place in ("cluster.batch.io.reading._opened", "cluster.batch.check.tempfile.TemporaryDirectory"):
             with monkeypatch.context() as trouble:
                 trouble.setattr(place, broken if place.endswith("_opened") else full)
                 with pytest.raises(UnreachableError):
@@ -296,7 +291,7 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
     requests = rows(5)
     requests[0]["body"]["max_tokens"] = -1
     batch_id = created(store, requests)
-    add = store.files.add_untold
+    add = store.files.add_unpublished
 
     def no_room_for_errors(draft, tenant, name, *more):
         return full() if name.endswith("_error.jsonl") else add(draft, tenant, name, *more)
@@ -308,10 +303,10 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
         for owner, name, broken in [
-            (store.files, "add_untold", no_room_for_errors),
-            (changes, "decided", lambda *_: full()),
-            (store.files, "tell", lambda _: full()),
-            (changes, "completed", lambda *_: full()),
+            (store.files, "add_unpublished", no_room_for_errors),
+            (BatchRecord, "decided", lambda *_: full()),
+            (store.files, "publish", lambda _: full()),
+            (BatchRecord, "completed", lambda *_: full()),
             (Epoch, "remove_folder", killed),
         ]:
             with monkeypatch.context() as trouble:
@@ -321,7 +316,7 @@ async def test_attempts_to_end_a_batch_leave_one_output(model, store, tmp_path, 
     batch = store.batch(batch_id, TENANT)
     assert batch.status == "completed"
     assert len(lines(store, batch.output_file_id)) == 4
-    kept = {one.id for one in store.files.page(TENANT, Asked(10)).items}
+    kept = {one.id for one in store.files.page(TENANT, PageQuery(10)).items}
     assert kept == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
     for file_id in (batch.output_file_id, batch.error_file_id):
         assert len(store.root.names(f"files/{file_id}")) == 2, "one content, and what is told of it"
@@ -333,11 +328,11 @@ async def test_a_batch_that_failed_in_the_end_leaves_no_output(model, store, tmp
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
         with monkeypatch.context() as trouble:
-            trouble.setattr(changes, "decided", lambda *_: full())
+            trouble.setattr(BatchRecord, "decided", lambda *_: full())
             with pytest.raises(OSError, match="No space"):
                 await server.one.run(batch_id)
         server.name = "another"
         await server.one.run(batch_id)
     batch = store.batch(batch_id, TENANT)
     assert batch.status == "failed"
-    assert [one.id for one in store.files.page(TENANT, Asked(10)).items] == [batch.input_file_id]
+    assert [one.id for one in store.files.page(TENANT, PageQuery(10)).items] == [batch.input_file_id]

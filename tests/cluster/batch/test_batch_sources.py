@@ -16,10 +16,10 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.batch import extra
 from cluster.batch.errors import InputError
-from cluster.batch.sources.found import refuse_output
-from cluster.batch.sources.source import open_source
+from cluster.batch.io import reading
+from cluster.batch.io.paths import refuse_output
+from cluster.batch.io.source import open_source
 
 VALUES = st.recursive(
     st.none()
@@ -221,7 +221,7 @@ def test_zstd_that_swells_stays_small_in_memory(tmp_path):
             file.write(b" " * 2**20)
         file.write(b'\n{"x":1}\n')
     code = (
-        "import resource, sys; from pathlib import Path; from cluster.batch.sources.source import open_source\n"
+        "import resource, sys; from pathlib import Path; from cluster.batch.io.source import open_source\n"
         "rows = list(open_source([sys.argv[1]], Path('.'), limit=1 << 20).rows()); assert len(rows) == 2\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
@@ -243,10 +243,11 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
     def missing(module):
         raise ImportError(f"No module named {module!r}", name=module)
 
-    monkeypatch.setattr(extra.importlib, "import_module", missing)
+    monkeypatch.setattr(reading.importlib, "import_module", missing)
     path = written(tmp_path / "a.jsonl.zst", zst(b'{"x":1}\n'))
     message = refused(path)
-    assert "pip install '.[data]' in Squadron's folder" in message and "zstandard" in message and str(path) in message
+    assert "pip install -e '.[data]' in Squadron's folder" in message
+    assert "zstandard" in message and str(path) in message
 
 
 # --- Where files lie

@@ -6,14 +6,13 @@ import time
 import openai
 import pytest
 
-from cluster.admission.key_text import parse_keys
+from cluster.admission.key_file import parse_keys
 from cluster.admission.keys import FixedKeys, KeyRing
-from cluster.admission.tenancy import Tenancy
-from cluster.batch.server import changes
-from cluster.batch.server.pages import Asked
+from cluster.admission.tenants import Tenancy
+from cluster.batch.server.batch_runner import Sweeper
+from cluster.batch.server.ids import PageQuery
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import NewBatch, Store
-from cluster.batch.server.sweeper import Sweeper
 from cluster.errors import ApiError
 from tests.cluster.batch.store_lab import NOW, URL, batch_of, keep, over, refused
 from tests.openai_app import client_for, served_model, serving
@@ -37,7 +36,7 @@ def kept_within(store, size, most, tenant="a", **more):
 
 
 def names(store):
-    return sorted(one.id for one in store.files.page("a", Asked(100)).items)
+    return sorted(one.id for one in store.files.page("a", PageQuery(100)).items)
 
 
 # --- the quota of bytes
@@ -72,10 +71,10 @@ def test_what_a_batch_leaves_counts_and_a_full_tenant_makes_no_new_batch(store):
 
 def test_uploads_that_meet_never_take_more_than_the_quota(tmp_path):
     places = [Store(open_root(str(tmp_path)), 1 << 20) for _ in range(6)]
-    gate = threading.Barrier(len(places))
+    admission = threading.Barrier(len(places))
 
     def upload(store):
-        gate.wait()
+        admission.wait()
         for _ in range(5):
             try:
                 kept_within(store, 30, 100)
@@ -198,6 +197,6 @@ def test_what_a_batch_leaves_is_kept_for_as_long_as_its_client_said(store):
     batch = store.create_batch(NewBatch(keep(store).id, URL, output_expires_after=3600), "a")
     draft = store.files.draft()
     draft.write(b"x")
-    left = store.files.add_untold(draft, "a", "out.jsonl", keep(store).id, batch.output_expires_after)
+    left = store.files.add_unpublished(draft, "a", "out.jsonl", keep(store).id, batch.output_expires_after)
     assert left.expires_at == left.created_at + 3600
-    assert changes.begun(batch, NOW, 1).output_expires_after == 3600
+    assert batch.begun(NOW, 1).output_expires_after == 3600

@@ -7,11 +7,9 @@ import fsspec
 import pytest
 from openai.types import FileObject
 
-from cluster.batch.server.errors import StoreError
-from cluster.batch.server.ids import BATCH_IDS, FILE_IDS
-from cluster.batch.server.local_root import STALE, LocalRoot
-from cluster.batch.server.pages import Asked, page_of
-from cluster.batch.server.root import open_root
+from cluster.batch.errors import StoreError
+from cluster.batch.server.ids import BATCH_IDS, FILE_IDS, PageQuery, page_of
+from cluster.batch.server.root import STALE, LocalRoot, open_root
 from cluster.batch.server.store import NewBatch, Store
 from tests.cluster.batch.store_lab import URL, batch_of, content_of, keep, refused
 
@@ -71,14 +69,14 @@ def test_a_file_comes_back_as_it_was_and_goes_when_it_is_deleted(store, place):
     for call in (store.file, store.open_file, store.delete_file):
         with refused("not_found", 404):
             call(stored.id, "a")
-    assert store.files.page("a", Asked(10)).items == []
+    assert store.files.page("a", PageQuery(10)).items == []
 
 
 def test_a_draft_is_seen_by_nobody_and_a_discarded_one_leaves_nothing(tmp_path):
     store = Store(open_root(str(tmp_path)), 1)
     draft = store.files.draft()
     draft.write(b"half")
-    assert store.files.page("a", Asked(10)).items == []
+    assert store.files.page("a", PageQuery(10)).items == []
     draft.discard()
     draft.discard()
     kept = keep(store)
@@ -110,7 +108,7 @@ def test_a_content_without_its_description_is_no_file(store, tmp_path):
     draft.put(f"files/{file_id}/content")
     with refused("not_found", 404):
         store.file(file_id, "a")
-    assert store.files.page("a", Asked(10)).items == []
+    assert store.files.page("a", PageQuery(10)).items == []
 
 
 def test_a_file_that_cannot_be_described_takes_no_room(store, monkeypatch):
@@ -144,9 +142,9 @@ def test_what_is_anothers_is_not_there(store):
             call(batch.id, "a")
     with refused("not_found", 404):
         store.create_batch(NewBatch(theirs.id, URL), "a")
-    assert [one.id for one in store.files.page("a", Asked(10)).items] == [mine.id]
-    assert store.batches.page("a", Asked(10)).items == []
-    assert store.batches.page("b", Asked(10)).items == [batch]
+    assert [one.id for one in store.files.page("a", PageQuery(10)).items] == [mine.id]
+    assert store.batches.page("a", PageQuery(10)).items == []
+    assert store.batches.page("b", PageQuery(10)).items == [batch]
     assert store.batches.read(batch.id) == batch
 
 
@@ -154,8 +152,8 @@ def test_a_tenant_whose_ids_look_alike_still_sees_nothing(store, monkeypatch):
     stored = keep(store, tenant="a")
     batch = batch_of(store, stored, "a")
     monkeypatch.setattr("cluster.batch.server.ids._tag", lambda _: stored.id[19:27])
-    assert store.files.page("b", Asked(10)).items == []
-    assert store.batches.page("b", Asked(10)).items == []
+    assert store.files.page("b", PageQuery(10)).items == []
+    assert store.batches.page("b", PageQuery(10)).items == []
     assert store.files.get(stored.id, "b") is None
     assert store.batches.get(batch.id, "b") is None
 
@@ -167,7 +165,7 @@ def test_pages_hold_everything_once_and_in_order(store, oldest_first):
         keep(store, tenant=f"other-{number}")
     found, after = [], ""
     while True:
-        page = store.files.page("a", Asked(3, after, oldest_first))
+        page = store.files.page("a", PageQuery(3, after, oldest_first))
         found += [one.id for one in page.items]
         if not page.has_more:
             break
@@ -184,7 +182,7 @@ def test_a_page_of_a_long_list_is_read_in_part():
         seen.extend(some)
         return some
 
-    page = page_of(ids, Asked(20, "09000"), read)
+    page = page_of(ids, PageQuery(20, "09000"), read)
     assert (page.items[0], len(page.items), page.has_more) == ("08999", 20, True)
     assert len(seen) == 21
-    assert page_of(ids, Asked(20, "00005"), read).has_more is False
+    assert page_of(ids, PageQuery(20, "00005"), read).has_more is False

@@ -7,12 +7,9 @@ import pytest
 from openai.types import Batch
 
 from cluster.batch.errors import FencedError
-from cluster.batch.server import changes
-from cluster.batch.server.batches import STALE as STALE_MARK
-from cluster.batch.server.changes import Outcome
-from cluster.batch.server.ids import BATCH_IDS
-from cluster.batch.server.objects import LineError, RequestCounts
-from cluster.batch.server.pages import Asked
+from cluster.batch.server.batch_store import STALE as STALE_MARK
+from cluster.batch.server.ids import BATCH_IDS, PageQuery
+from cluster.batch.server.objects import LineError, Outcome, RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.errors import ApiError
@@ -49,9 +46,9 @@ def test_a_wish_to_cancel_is_seen_at_once_and_by_its_runner(store, monkeypatch):
     assert store.batches.follow(batch) == asked
     monkeypatch.setattr("cluster.batch.server.store.time.time", lambda: asked.cancelling_at + 60.0)
     assert store.cancel_batch(batch.id, "a") == asked, "asked again, it is the same wish"
-    assert store.batches.page("a", Asked(5)).items == [asked]
+    assert store.batches.page("a", PageQuery(5)).items == [asked]
     outcome = Outcome(RequestCounts(5, 2, 0), "file-x")
-    done = store.batches.change(store.batches.follow(batch), lambda now: changes.ended(now, NOW, outcome))
+    done = store.batches.change(store.batches.follow(batch), lambda now: now.finished(NOW, outcome))
     assert done.status == "cancelled"
     assert store.batch(batch.id, "a") == done == store.cancel_batch(batch.id, "a")
 
@@ -64,9 +61,9 @@ def test_a_batch_that_ended_cannot_be_cancelled_or_changed(store):
     with refused("batch_ended", 409):
         store.cancel_batch(batch.id, "a")
     with pytest.raises(FencedError):
-        store.batches.change(before, lambda now: changes.cancelling(now, NOW))
-    store.batches.note(changes.counted(before, COUNTS))  # of a runner that wakes up late
-    assert store.batch(batch.id, "a") == batch == store.batches.page("a", Asked(5)).items[0]
+        store.batches.change(before, lambda now: now.cancelling(NOW))
+    store.batches.note(before.counted(COUNTS))  # of a runner that wakes up late
+    assert store.batch(batch.id, "a") == batch == store.batches.page("a", PageQuery(5)).items[0]
 
 
 def test_a_file_is_not_deleted_while_a_batch_needs_it(store):
@@ -89,10 +86,10 @@ def test_a_batch_and_a_deletion_that_meet_never_both_win(tmp_path):
     store = Store(open_root(str(tmp_path)), 1)
     for _ in range(40):
         stored, ends = keep(store), {}
-        gate = threading.Barrier(3)
+        admission = threading.Barrier(3)
 
-        def attempt(name, call, gate=gate, ends=ends):
-            gate.wait()
+        def attempt(name, call, admission=admission, ends=ends):
+            admission.wait()
             try:
                 call()
                 ends[name] = True
@@ -124,7 +121,7 @@ def test_a_mark_on_the_file_keeps_new_batches_away_and_leaves_none_behind(store)
         batch_of(store, stored)
     store.files.unmark(mark)
     batch = batch_of(store, stored)
-    assert store.batches.page("a", Asked(5)).items == [batch]
+    assert store.batches.page("a", PageQuery(5)).items == [batch]
 
 
 def test_a_batch_whose_input_goes_while_it_is_made_is_taken_back(store, monkeypatch):
@@ -141,7 +138,7 @@ def test_a_batch_whose_input_goes_while_it_is_made_is_taken_back(store, monkeypa
         batch_of(store, stored)
     assert found == [([], None)], "no runner has it, which would write it again"
     assert list(store.batches.unended()) == []
-    assert store.batches.page("a", Asked(5)).items == []
+    assert store.batches.page("a", PageQuery(5)).items == []
     assert store.batches._root.names("open") == []
 
 
@@ -157,7 +154,7 @@ def test_a_batch_that_is_being_made_keeps_its_input(store):
 def test_a_runner_finds_what_has_not_ended_of_everybody_and_nothing_else(store, monkeypatch):
     batches = [batch_of(store, keep(store, tenant=tenant), tenant) for tenant in ("a", "b", "a")]
     assert list(store.batches.unended()) == batches
-    store.batches.write(changes.failed(batches[0], NOW, [LineError(code="x", message="y")]))
+    store.batches.write(batches[0].failed(NOW, [LineError(code="x", message="y")]))
     assert list(store.batches.unended()) == batches[1:]
     root = store.batches._root
     root.write(f"open/{batches[0].id}", b"")  # killed between the end and its mark

@@ -2,10 +2,9 @@
 
 import pytest
 
-from cluster.batch.plain_rows import ColumnOptions
+from cluster.batch.io.source import open_source
+from cluster.batch.row_tasks import ColumnOptions, RowKind, kind_of, task_maker
 from cluster.batch.rows import SourceRow
-from cluster.batch.sources.source import open_source
-from cluster.batch.tasks import RowKind, kind_of, task_maker
 from engine.errors import ConfigError
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}

@@ -6,27 +6,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
+from cluster.admission.keys import OPEN, FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
 from cluster.admission.quotas import Quotas
-from cluster.admission.tenant import OPEN, Quota, Tenant
-from cluster.batch.server import changes, one_batch
+from cluster.batch.server import one_batch
+from cluster.batch.server.batch_runner import REVOKED_SECONDS, Runner, by_turns
+from cluster.batch.server.limits import CompletionWindows, RowQuotas
 from cluster.batch.server.root import open_root
-from cluster.batch.server.row_quotas import RowQuotas
-from cluster.batch.server.runner import REVOKED_SECONDS, Runner, by_turns
 from cluster.batch.server.store import Store
-from cluster.batch.server.windows import Windows
 from cluster.deployments.batches import holders_of
 from cluster.router.dispatcher import Dispatcher
 from tests.cluster.batch.batch_lab import cut_off
 from tests.cluster.batch.batch_server_lab import PATIENT, TENANT, Server, at_work, created, lines, rows, told
 from tests.cluster.cluster_lab import Lab, until
-from tests.engine.engine_driver import VOCAB
-from tests.openai_app import served_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return served_model(tmp_path_factory.mktemp("model"), "tiny", vocab_size=VOCAB, max_model_len=128)
 
 
 @pytest.fixture
@@ -37,7 +28,7 @@ def store(tmp_path):
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch):
     monkeypatch.setattr("cluster.batch.server.one_batch.WATCH_SECONDS", 0.02)
-    monkeypatch.setattr("cluster.batch.server.row_quotas.PAUSE", 0.002)
+    monkeypatch.setattr("cluster.batch.server.limits.PAUSE", 0.002)
 
 
 @asynccontextmanager
@@ -88,7 +79,7 @@ async def test_batches_that_run_side_by_side_are_taken_over_with_no_row_lost_or_
 
 
 def test_a_tenant_with_many_batches_keeps_nobody_away(store, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 3)
+    monkeypatch.setattr("cluster.batch.server.batch_runner.MAX_AT_ONCE", 3)
     for tenant in ("a", "a", "a", "a", "b", "a", "b"):
         created(store, rows(1), tenant=tenant)
     first, rest = by_turns(list(store.batches.unended()))
@@ -101,16 +92,16 @@ def test_a_tenant_with_many_batches_keeps_nobody_away(store, monkeypatch):
 
 
 async def test_a_runner_takes_up_another_tenants_batch_beside_many_of_one(store, monkeypatch):
-    monkeypatch.setattr("cluster.batch.server.runner.MAX_AT_ONCE", 2)
+    monkeypatch.setattr("cluster.batch.server.batch_runner.MAX_AT_ONCE", 2)
 
     async def run_one(batch_id):
         record = store.batches.read(batch_id)
         if record.status == "validating":
-            told(store, batch_id, lambda one: changes.begun(one, one.created_at, 1, "tiny"))
+            told(store, batch_id, lambda one: one.begun(one.created_at, 1, "tiny"))
         await asyncio.Event().wait()
 
     many = [created(store, rows(1)) for _ in range(4)]
-    runner = Runner(store, run_one, Windows(store.root))
+    runner = Runner(store, run_one, CompletionWindows(store.root))
     work = asyncio.create_task(runner.run())
 
     def runs(*ids):
@@ -268,7 +259,11 @@ async def test_a_tenant_without_a_key_has_no_row_begun_and_its_batch_cancelled_w
         replica = await lab.start("a", steps=40)
         server = Server(lab, store, model, tmp_path / "ledgers", quotas=RowQuotas(None, holder))
         runner = Runner(
-            store, server.one.run, Windows(store.root), lambda: now[0], lambda name: holder(name) is not None
+            store,
+            server.one.run,
+            CompletionWindows(store.root),
+            lambda: now[0],
+            lambda name: holder(name) is not None,
         )
         work = asyncio.create_task(runner.run())
         await until(lambda: store.batch(batch_id, TENANT).request_counts.completed > 5)
@@ -306,7 +301,7 @@ async def test_a_key_that_comes_back_in_time_has_its_batch_go_on(store):
     runner = Runner(
         store,
         run_one,
-        Windows(store.root),
+        CompletionWindows(store.root),
         lambda: now[0],
         lambda name: holders_of(held)(name) is not None,
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.batch.server.windows import GRACE, KEEP_SECONDS, Windows
+from cluster.batch.server.limits import GRACE, KEEP_SECONDS, CompletionWindows
 from tests.cluster.batch.store_lab import NOW, batch_of, keep
 
 DAY = 24 * 3600
@@ -22,8 +22,8 @@ class Clocks:
 
     def runner(self):
         begun = self.steady
-        windows = Windows(self._store.root, lambda: self.steady - begun, lambda: self.time_of_day)
-        windows.look(self._store.batches.unended())
+        windows = CompletionWindows(self._store.root, lambda: self.steady - begun, lambda: self.time_of_day)
+        windows.observe(self._store.batches.unended())
         return windows
 
 
@@ -39,12 +39,12 @@ def test_a_time_of_day_that_jumps_ends_no_batch_and_lets_none_live_longer(store,
     old = begun_at(store, clocks.time_of_day, monkeypatch)
     windows = clocks.runner()
     clocks.pass_by(3600, jump)
-    windows.look(store.batches.unended())
+    windows.observe(store.batches.unended())
     new = begun_at(store, clocks.time_of_day, monkeypatch)  # by a router of that machine
-    windows.look(store.batches.unended())
+    windows.observe(store.batches.unended())
     for hours in range(1, 24):
         assert not windows.is_over(old) and not windows.is_over(new), hours
-        windows.look(store.batches.unended())
+        windows.observe(store.batches.unended())
         clocks.pass_by(3600)
     assert windows.is_over(old) and not windows.is_over(new)
     clocks.pass_by(3600)
@@ -77,7 +77,7 @@ def test_runners_that_die_again_and_again_give_a_batch_no_time(store, monkeypatc
     lives = 0
     while not (windows := clocks.runner()).is_over(batch):
         clocks.pass_by(KEEP_SECONDS + 1)
-        windows.look(store.batches.unended())
+        windows.observe(store.batches.unended())
         clocks.pass_by(DAY)
         lives += 1
     assert lives * KEEP_SECONDS == pytest.approx(GRACE, rel=0.1)

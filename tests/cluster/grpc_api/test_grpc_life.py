@@ -5,17 +5,15 @@ import asyncio
 import grpc
 import pytest
 
-from cluster.admission.fair_gate import FairGate
-from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import Tenant
+from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
-from cluster.grpc_api.beside import BesideHttp
-from cluster.grpc_api.server import GrpcServer, ListenAddress
+from cluster.grpc_api.server import BesideHttp, GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
 from cluster.openai.served_model import ServedModel
-from cluster.router.models.registry import Models
+from cluster.router.models import Models
 from cluster.telemetry.metrics import Metrics
 from cluster.token_source import NO_CONTEXT, TokenChunk
 from engine.errors import InvalidRequestError
@@ -93,18 +91,18 @@ async def test_a_deadline_ends_the_request_on_both_sides(model):
 
 async def test_a_deadline_holds_while_a_request_waits_for_its_turn(model):
     source = endless(hold=3)
-    gate = FairGate(source, lambda: 1)
-    async with serving_grpc(source, model, gate=gate) as served:
+    admission = AdmissionQueue(source, lambda: 1)
+    async with serving_grpc(source, model, admission=admission) as served:
         inside = served.stub.Generate(ask())
         await first_token(inside)
         waiting = served.stub.Generate(ask(), timeout=0.3)
         with pytest.raises(grpc.RpcError) as caught:
             await gathered(waiting)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: gate.num_waiting == 0)
+        await until(lambda: admission.num_waiting == 0)
         assert len(source.requests) == 1
         inside.cancel()
-        await until(lambda: gate.num_inside == 0)
+        await until(lambda: admission.num_inside == 0)
 
 
 @pytest.mark.parametrize("hold", [3, None], ids=["waiting", "writing"])
@@ -124,15 +122,15 @@ async def test_abort_ends_a_stream_from_outside(model, hold):
 
 async def test_a_request_that_waits_for_its_turn_can_be_aborted(model):
     source = endless(hold=3)
-    gate = FairGate(source, lambda: 1)
-    async with serving_grpc(source, model, gate=gate) as served:
+    admission = AdmissionQueue(source, lambda: 1)
+    async with serving_grpc(source, model, admission=admission) as served:
         inside = served.stub.Generate(ask())
         await first_token(inside)
         waiting = served.stub.Generate(ask())
         named = await waiting.read()
         await served.stub.Abort(pb.AbortRequest(request_id=named.request_id))
         assert (await refusal_of(waiting)).code == "aborted"
-        assert gate.num_waiting == 0
+        assert admission.num_waiting == 0
         inside.cancel()
 
 

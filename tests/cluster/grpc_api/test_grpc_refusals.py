@@ -7,18 +7,17 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import Quota, Tenant
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Quota, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
 from cluster.errors import STATUS_BY_CODE, ApiError
-from cluster.grpc_api.requests import parsed
+from cluster.grpc_api.protobuf import parsed
+from cluster.grpc_api.rpc import status_code
 from cluster.grpc_api.server import GrpcServer, ListenAddress
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.grpc_api.status import status_code
-from cluster.router.fleet import ReplicaView
-from cluster.router.models.registry import Models
+from cluster.router.models import Models
+from cluster.router.replica_set import ReplicaView
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.message_parts import Load
+from cluster.wire.messages import Load
 from engine.errors import ConfigError, InvalidRequestError
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, grpc_services, refusal_of, serving_grpc

@@ -8,8 +8,8 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.router.fleet import ReplicaView
-from cluster.wire.message_parts import Load
+from cluster.router.replica_set import ReplicaView
+from cluster.wire.messages import Load
 from tests.fake_source import FakeSource
 from tests.grpc_client import LIMIT, gathered, serving_grpc
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model

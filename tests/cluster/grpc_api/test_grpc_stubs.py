@@ -3,8 +3,8 @@
 import pickle
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.openai.embedding_fields import EmbeddingFields
-from cluster.openai.schema import ChatFields, CompletionFields
+from cluster.openai.embeddings import EmbeddingFields
+from cluster.openai.request_fields import ChatFields, CompletionFields
 from tests.grpc_codegen import NAMES, ROOT, generate
 
 # Fields that only HTTP has, and why.

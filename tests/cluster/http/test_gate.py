@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Route
 
-from cluster.admission.fair_gate import FairGate
-from cluster.admission.key_text import parse_keys
-from cluster.admission.keys import FixedKeys, KeyRing
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import OPEN, Tenant, tenant_salt
+from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.key_file import parse_keys
+from cluster.admission.keys import OPEN, FixedKeys, KeyRing, Tenant
+from cluster.admission.tenants import Tenancy, tenant_salt
 from cluster.client_id import SERVERS_NAME
-from cluster.http.gate import OPEN_PATHS, Gate
-from cluster.http.rate_headers import duration
+from cluster.http.gate import OPEN_PATHS, Gate, duration
 from cluster.token_source import TokenChunk
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -181,11 +179,11 @@ async def test_a_prompt_that_never_fits_is_refused_for_good(model):
 
 async def test_a_place_is_free_again_after_every_kind_of_end(model):
     source = saying(model, "hello", hold=1)
-    gate = FairGate.unbounded(source)
+    admission = AdmissionQueue.unbounded(source)
     keys = parse_keys("- {key: sk-one, tenant: one, max_concurrent: 1}", "keys.yaml")
     tenancy = Tenancy(FixedKeys(KeyRing(keys)))
     async with (
-        serving(app_for(source, model, tenancy=tenancy, gate=gate)) as url,
+        serving(app_for(source, model, tenancy=tenancy, admission=admission)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="sk-one", max_retries=0) as client,
     ):
         stream = await client.completions.create(**BODY, stream=True)
@@ -195,7 +193,7 @@ async def test_a_place_is_free_again_after_every_kind_of_end(model):
         await stream.close()
         while tenancy.quotas.running(keys[0].tenant):
             await asyncio.sleep(0.005)
-        assert gate.num_inside == 0
+        assert admission.num_inside == 0
         source.go.set()
         await client.completions.create(**BODY)
         with pytest.raises(openai.BadRequestError):
@@ -208,14 +206,14 @@ async def test_a_place_is_free_again_after_every_kind_of_end(model):
 
 async def test_a_line_that_is_full_or_a_source_that_fails_reads_the_same_over_http(model):
     source = saying(model, "hello", hold=0)
-    gate = FairGate(source, lambda: 1)
-    async with client_for(app_for(source, model, tenancy=tenancy_for(), gate=gate)) as client:
+    admission = AdmissionQueue(source, lambda: 1)
+    async with client_for(app_for(source, model, tenancy=tenancy_for(), admission=admission)) as client:
         tasks = [asyncio.create_task(ask(client, "sk-free")) for _ in range(5)]
-        while gate.waiting() != {"free": 4}:
+        while admission.waiting() != {"free": 4}:
             await asyncio.sleep(0.005)
         source.go.set()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 5
-    assert (gate.num_inside, gate.num_waiting) == (0, 0)
+    assert (admission.num_inside, admission.num_waiting) == (0, 0)
 
 
 async def test_metrics_and_logs_name_the_tenant_and_never_the_key(model, caplog):

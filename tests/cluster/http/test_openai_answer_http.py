@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from starlette.types import Message
 
-from cluster.http.exchange import Answer, ClientGone, ClientStalled, until_disconnect
+from cluster.http.asgi import Answer, ClientGone, ClientStalled, until_disconnect
 
 
 async def nothing_received() -> Message:

@@ -9,9 +9,8 @@ import time
 import openai
 import pytest
 
-from cluster.batch.server import changes, store
-from cluster.batch.server.changes import Outcome
-from cluster.batch.server.objects import BatchUsage, LineError, RequestCounts
+from cluster.batch.server import store
+from cluster.batch.server.objects import BatchUsage, LineError, Outcome, RequestCounts
 from cluster.batch.server.root import open_root
 from cluster.batch.server.store import Store
 from cluster.http.openapi import OPERATIONS
@@ -56,14 +55,14 @@ async def test_openais_client_creates_follows_lists_and_cancels(app, batches):
         assert made.expires_at == made.created_at + 86_400
         assert abs(made.created_at - time.time()) < 60
         assert await client.batches.retrieve(made.id) == made
-        batches.write(changes.begun(batches.read(made.id), made.created_at + 1, 3, "demo"))
+        batches.write(batches.read(made.id).begun(made.created_at + 1, 3, "demo"))
         running = await client.batches.retrieve(made.id)
         assert (running.status, running.request_counts.total, running.model) == ("in_progress", 3, "demo")
         cancelling = await client.batches.cancel(made.id)
         assert (cancelling.status, cancelling.id) == ("cancelling", made.id)
         assert cancelling.cancelling_at >= made.created_at
         outcome = Outcome(COUNTS, "file-x", None, BatchUsage(input_tokens=4, output_tokens=5))
-        batches.write(changes.cancelled(batches.read(made.id), cancelling.cancelling_at, outcome))
+        batches.write(batches.read(made.id).cancelled(cancelling.cancelling_at, outcome))
         ended = await client.batches.retrieve(made.id)
         assert (ended.status, ended.output_file_id, ended.error_file_id) == ("cancelled", "file-x", None)
         assert (ended.usage.total_tokens, ended.usage.input_tokens_details.cached_tokens) == (9, 0)
@@ -82,7 +81,7 @@ async def test_a_batch_that_ended_tells_why_and_cannot_be_cancelled(app, batches
         file = await client.files.create(file=LINES, purpose="batch")
         made = await client.batches.create(input_file_id=file.id, **BATCH)
         why = LineError(code="duplicate_custom_id", message="line 2 has that of line 1", param="custom_id", line=2)
-        batches.write(changes.failed(batches.read(made.id), made.created_at, [why]))
+        batches.write(batches.read(made.id).failed(made.created_at, [why]))
         failed = await client.batches.retrieve(made.id)
         assert (failed.status, failed.failed_at) == ("failed", made.created_at)
         (error,) = failed.errors.data
@@ -291,7 +290,7 @@ async def test_the_loop_goes_on_while_the_disk_is_slow(app, monkeypatch):
         assert go.wait(30)
         return []
 
-    monkeypatch.setattr("cluster.batch.server.local_root.LocalRoot.names", slow)
+    monkeypatch.setattr("cluster.batch.server.root.LocalRoot.names", slow)
     async with client_for(app) as client:
         listing = asyncio.create_task(client.get("/v1/batches"))
         await entered.wait()

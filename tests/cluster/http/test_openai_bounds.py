@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cluster.openai.schema import ChatFields, CompletionFields
+from cluster.openai.request_fields import ChatFields, CompletionFields
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 INF = math.inf

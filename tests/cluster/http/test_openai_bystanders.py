@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from cluster.http import base_endpoint
-from cluster.http import completions as endpoint
+from cluster.http import endpoints
 from cluster.openai import frames, generation, validation
-from cluster.router.models.registry import Models
+from cluster.router.models import Models
 from engine.text.tokenizer import Tokenizer
 from tests.fake_source import FakeSource
 from tests.openai_app import MODEL, app_for, client_for, events, served_model
@@ -33,7 +32,7 @@ def failing(function, is_poisoned):
 
 # Each stage by which a request passes: where its function is, and how it is told that this is the poisoned one.
 STAGES = {
-    "read": (base_endpoint, "parse_json", lambda body: b"666" in body),
+    "read": (endpoints, "parse_json", lambda body: b"666" in body),
     "model": (Models, "of", lambda _, fields: fields["seed"] == POISON),
     "validate": (validation, "conversation_of", lambda checked, *_: checked.seed == POISON),
     "render": (Tokenizer, "render_chat", lambda _, messages: messages[0]["content"] == str(POISON)),
@@ -44,7 +43,7 @@ STAGES = {
     "frames": (frames.Frames, "__init__", lambda _, call, *rest: call.seed == POISON),
     "frame": (frames.ChatFrames, "_frames", lambda self, delta: self._call.seed == POISON),
     "logprobs": (frames.ChatFrames, "_logprobs", lambda self, delta: self._call.seed == POISON),
-    "usage": (endpoint.GenerationEndpoint, "_stream", lambda _, call, *rest: call.seed == POISON),
+    "usage": (endpoints, "_stream", lambda call, *rest: call.seed == POISON),
     "source": (FakeSource, "_plan", lambda _, request, choice: request.seed == POISON),
 }
 

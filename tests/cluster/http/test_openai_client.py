@@ -6,9 +6,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from cluster.config_values import TOOL_PARSERS
 from cluster.errors import ApiError
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.errors import PromptTooLongError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -29,7 +29,7 @@ TOOL = {"type": "function", "function": {"name": "add", "strict": True, "paramet
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder, TEMPLATE)))
-    given = {"max_model_len": 512, "vocab_size": tokenizer.vocab_size, "tool_parser": TOOL_PARSERS.get("hermes")}
+    given = {"max_model_len": 512, "vocab_size": tokenizer.vocab_size, "tool_parser": TOOL_PARSERS.load("hermes")}
     return ServedModel(MODEL, tokenizer, **given)
 
 

@@ -13,7 +13,8 @@ import openai
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from cluster.config import POOLINGS, parse_config
+from cluster.config import parse_config
+from cluster.config_values import POOLINGS
 from cluster.errors import ApiError
 from cluster.openai import embeddings
 from cluster.openai.embeddings import MAX_AT_ONCE, answer_body

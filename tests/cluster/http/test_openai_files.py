@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
-from cluster.batch.server.local_root import LocalDraft
+from cluster.batch.server.root import LocalDraft
 from cluster.errors import ApiError
-from cluster.http import exchange as openai_http
+from cluster.http import asgi as openai_http
 from cluster.http.multipart import UploadForm
-from cluster.http.under_way import UnderWay
+from cluster.http.storage import UnderWay
 from tests.openai_app import app_for, client_for, saying, served_model, serving
 from tests.storage_app import (
     BATCH,
@@ -366,7 +366,7 @@ async def test_a_full_disk_is_told_and_leaves_nothing(app, tmp_path, monkeypatch
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("cluster.batch.server.local_root.os.fsync", full)
+    monkeypatch.setattr("cluster.batch.server.root.os.fsync", full)
     async with client_for(app) as client:
         answer = await client.post("/v1/files", content=upload_form(), headers=FORM)
         assert await error_of(answer) == (507, "out_of_storage", None)
@@ -446,7 +446,7 @@ async def test_other_methods_are_told_which_there_are(app):
 async def test_the_head_of_a_content_is_its_length_without_reading_it(app, monkeypatch):
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         made = (await client.post("/v1/files", content=upload_form(), headers=FORM)).json()
-        monkeypatch.setattr("cluster.http.files._blocks", lambda *_: pytest.fail("it was read"))
+        monkeypatch.setattr("cluster.http.batch_routes._blocks", lambda *_: pytest.fail("it was read"))
         head = await client.head(f"/v1/files/{made['id']}/content")
     assert (head.status_code, head.headers["content-length"]) == (200, str(len(LINES)))
 
@@ -456,7 +456,7 @@ async def test_a_content_that_breaks_off_is_never_taken_for_whole(app, monkeypat
         yield b"half"
         raise RuntimeError("the disk is gone")
 
-    monkeypatch.setattr("cluster.http.files._blocks", torn)
+    monkeypatch.setattr("cluster.http.batch_routes._blocks", torn)
     async with serving(app) as url, httpx.AsyncClient(base_url=url) as client:
         made = (await client.post("/v1/files", content=upload_form(), headers=FORM)).json()
         with pytest.raises(httpx.RemoteProtocolError):
@@ -465,7 +465,7 @@ async def test_a_content_that_breaks_off_is_never_taken_for_whole(app, monkeypat
 
 
 async def test_what_goes_out_to_slow_clients_is_bounded(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.http.files.UnderWay", lambda: UnderWay(40 * MIB))
+    monkeypatch.setattr("cluster.http.batch_routes.UnderWay", lambda: UnderWay(40 * MIB))
     app = storing_app(model, tmp_path, max_file_bytes=64 * MIB)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
         large = await client.post("/v1/files", content=upload_form(b"x" * (30 * MIB)), headers=FORM)

@@ -135,7 +135,7 @@ async def test_a_fault_inside_is_opaque_to_the_client_and_logged(model, caplog):
     assert answer.status_code == 500
     assert "secret" not in answer.text
     assert answer.json()["error"]["request_id"] in caplog.text
-    assert "fake_source.py" in caplog.text  # where it happened; what it says may be a client's (`wordless`)
+    assert "fake_source.py" in caplog.text  # where it happened; what it says may be a client's (`redacted`)
     assert "secret" not in caplog.text
 
 
@@ -217,7 +217,7 @@ async def test_a_call_that_the_server_cancels_ends_its_request(model):
 
 
 async def test_a_body_that_never_comes_is_given_up(model, monkeypatch):
-    monkeypatch.setattr("cluster.http.exchange.BODY_TIMEOUT", 0.01)
+    monkeypatch.setattr("cluster.http.asgi.BODY_TIMEOUT", 0.01)
     sent = []
 
     async def send(message):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from cluster.admission.keys import FixedKeys
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenants import Tenancy
 from cluster.errors import ApiError
 from cluster.http.sites import Sites
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model, serving

@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
-from cluster.ingress.check import IngressCheck
 from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
+from cluster.ingress.router_side import IngressCheck
 from deploy.cli.client import is_guarded
 from tests.openai_app import serving
 

@@ -7,10 +7,9 @@ import json
 
 import pytest
 
-from cluster.http.base_endpoint import Responder
-from cluster.http.exchange import until_disconnect
+from cluster.http.asgi import until_disconnect
+from cluster.http.endpoints import Responder
 from cluster.ingress import guard
-from cluster.ingress.check import WINDOW, IngressCheck
 from cluster.ingress.guard import (
     ASKS_TAKEN,
     MARK,
@@ -22,7 +21,8 @@ from cluster.ingress.guard import (
     WINDOWED,
     RouterLossGuard,
 )
-from cluster.simulator.virtual_time import run_virtually
+from cluster.ingress.router_side import WINDOW, IngressCheck
+from tests.simulator.virtual_time import run_virtually
 
 EVENTS = [(b"content-type", b"text/event-stream")]
 PART = 1 << 14

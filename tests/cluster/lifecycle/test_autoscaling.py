@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission.figures import QueueFigures, together
+from cluster.admission.capacity import QueueState, together
 from cluster.config import parse_config, scaling_settings
+from cluster.config_values import ScalingSettings
 from cluster.errors import ApiError
-from cluster.lifecycle.autoscaling.figures import read_stats, replica_stats
-from cluster.lifecycle.autoscaling.policy import QueueLoad, ReplicaLoad, Scaler, ScalingSettings, needed
-from cluster.lifecycle.autoscaling.serve_policy import ReplicaScaling, autoscaling_config
-from cluster.lifecycle.autoscaling.speed import StepSpeed
+from cluster.lifecycle.autoscaling_policy import QueueLoad, ReplicaLoad, Scaler, needed, read_stats, replica_stats
+from cluster.lifecycle.serve_autoscaling import ReplicaScaling, autoscaling_config
 from cluster.router.directory import ReplicaDirectory
-from cluster.router.dispatch_config import DispatcherConfig
+from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.readiness import ready_body
+from cluster.telemetry.step_metrics import StepSpeed
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.cluster.cluster_lab import Lab, until
@@ -153,7 +153,7 @@ def test_a_last_replica_that_may_go_sooner_than_others_does():
 
 def test_figures_travel_through_serve_and_odd_ones_are_missing():
     stats = EngineStats(num_running=3, num_waiting=1, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1)
-    told = replica_stats(stats, 8, 0.7, together([QueueFigures(2, 100, 1.5, 50.0), QueueFigures(1, 20, 0.1, 10.0)]))
+    told = replica_stats(stats, 8, 0.7, together([QueueState(2, 100, 1.5, 50.0), QueueState(1, 20, 0.1, 10.0)]))
     metrics = {name: {"a": [SimpleNamespace(value=-1), SimpleNamespace(value=value)]} for name, value in told.items()}
     metrics["squadron_occupancy"]["b"] = [SimpleNamespace(value=1.0)]
     metrics["running_requests"] = {"c": []}
@@ -169,7 +169,7 @@ def test_serve_calls_the_policy_with_its_settings():
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (0, None, 3)
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     assert isinstance(policy, ReplicaScaling) or type(policy).__name__ == "ReplicaScaling"
-    busy = {name: {"a": [SimpleNamespace(value=1.25)]} for name in replica_stats(EngineStats(), 1, 0, QueueFigures())}
+    busy = {name: {"a": [SimpleNamespace(value=1.25)]} for name in replica_stats(EngineStats(), 1, 0, QueueState())}
     context = SimpleNamespace(raw_metrics=busy, current_num_replicas=1, target_num_replicas=1)
     assert policy(context) == (2, {})
 
@@ -217,15 +217,15 @@ def test_without_max_replicas_the_number_is_fixed():
 async def test_replicas_hear_what_waits_in_the_routers():
     async with Lab(DispatcherConfig(ping_interval=0.02)) as lab:
         replica = await lab.start("a")
-        lab.dispatcher.watch_queue(lambda: QueueFigures(3, 120, 1.5, 60.0))
-        await until(lambda: replica.core.queue == QueueFigures(3, 120, 1.5, 60.0))
+        lab.dispatcher.watch_queue(lambda: QueueState(3, 120, 1.5, 60.0))
+        await until(lambda: replica.core.queue == QueueState(3, 120, 1.5, 60.0))
 
 
 async def test_what_waits_is_counted_once_for_all_replicas_that_are_told():
     async with Lab(DispatcherConfig(ping_interval=0.2)) as lab:
         replicas = [await lab.start(f"r{i}") for i in range(8)]
         looks = count(1)
-        lab.dispatcher.watch_queue(lambda: QueueFigures(next(looks)))
+        lab.dispatcher.watch_queue(lambda: QueueState(next(looks)))
         await until(lambda: all(replica.core.queue.requests for replica in replicas))
         assert len({replica.core.queue.requests for replica in replicas}) < len(replicas)
 
@@ -246,7 +246,7 @@ def directory_of(members, known, waiting, found=True):
     register = ReplicaDirectory.__new__(ReplicaDirectory)
     register._members, register._found_one, register._on_demand = frozenset(members), found, True
     register._watch = SimpleNamespace(known=set(known))
-    register._dispatcher = SimpleNamespace(queue=lambda: QueueFigures(waiting))
+    register._dispatcher = SimpleNamespace(queue=lambda: QueueState(waiting))
     return register
 
 
@@ -258,7 +258,7 @@ async def test_a_lease_call_is_pending_only_where_it_finds_a_replica_or_shows_th
     members, known, waiting, wanted
 ):
     register = directory_of(members, known, waiting)
-    register._look = asyncio.Event()
+    register._wake = asyncio.Event()
     search = asyncio.create_task(register._until_wanted())
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The whole loop in virtual time: real router, gate, schedulers and figures, and replicas that take time to start."""
+"""The whole loop in virtual time: real router, queue and schedulers, and replicas that take time to start."""
 
 import asyncio
 from contextlib import aclosing
@@ -9,16 +9,14 @@ import pytest
 
 from cluster.config import parse_config, scaling_settings
 from cluster.errors import ApiError
-from cluster.lifecycle.autoscaling.figures import read_stats, replica_stats
-from cluster.lifecycle.autoscaling.policy import Scaler
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.gate_start import fair_gate
-from cluster.simulator.cluster import SimulatedCluster
-from cluster.simulator.replica import SimulatedModel, simulated_replica
-from cluster.simulator.virtual_time import run_virtually
-from cluster.wire.local import connect_local
+from cluster.lifecycle.autoscaling_policy import Scaler, read_stats, replica_stats
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.live_model import admission_queue
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from tests.simulator.cluster import SimulatedCluster, SimulatedModel, simulated_replica
+from tests.simulator.links import connect_local
+from tests.simulator.virtual_time import run_virtually
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
 SCALING = {"min_replicas": 1, "max_replicas": 4, "upscale_delay_s": 3, "downscale_delay_s": 30}
@@ -68,14 +66,14 @@ class Controller:
             await core.close()
 
 
-async def load(gate, rate_at, seconds: float) -> list:
+async def load(admission, rate_at, seconds: float) -> list:
     """Send requests at a rate over time; returns for each whether it was whole, or the error's code."""
 
     async def one(number: int):
         params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0)
         tokens = 0
         try:
-            async with aclosing(gate.generate("t", Request(f"r{number}", (1 + number,) * 40, params))) as chunks:
+            async with aclosing(admission.generate("t", Request(f"r{number}", (1 + number,) * 40, params))) as chunks:
                 async for chunk in chunks:
                     tokens += len(chunk.token_ids)
         except ApiError as error:
@@ -96,7 +94,7 @@ def played(rate_at, seconds: float) -> tuple[list[int], list]:
         async with SimulatedCluster(1, MODEL) as cluster:
             controller = Controller(cluster, config)
             control = asyncio.create_task(controller.run())
-            ends = await load(fair_gate(config, cluster.routers[0]), rate_at, seconds)
+            ends = await load(admission_queue(config, cluster.routers[0]), rate_at, seconds)
             control.cancel()
             await asyncio.gather(control, return_exceptions=True)
             await controller.close()
@@ -138,7 +136,7 @@ def test_all_that_come_to_a_model_without_replicas_wait_for_the_first_as_long_as
         config = parse_config({"model": "demo", "max_queue_wait": 5.0} | SIZES | cold)
         async with SimulatedCluster(0, MODEL, DispatcherConfig(admission_wait=config.cold_start_timeout)) as cluster:
             router, loop = cluster.routers[0], asyncio.get_running_loop()
-            herd = asyncio.create_task(load(fair_gate(config, router), lambda _: 50.0, 0.6))
+            herd = asyncio.create_task(load(admission_queue(config, router), lambda _: 50.0, 0.6))
             if comes_after is not None:
                 await asyncio.sleep(comes_after)
                 core = cluster.replicas["first"] = simulated_replica("first", MODEL)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.admission.keys import Quota, Tenant
 from cluster.admission.quotas import MINUTE, Quotas
-from cluster.admission.tenant import Quota, Tenant
 from cluster.errors import ApiError
 from cluster.lifecycle import control_store
 from cluster.lifecycle.shared_quotas import COUNTS_SECONDS, KEPT_SECONDS, SharedQuotas

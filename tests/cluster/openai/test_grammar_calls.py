@@ -5,9 +5,9 @@ import json
 import jsonschema
 import pytest
 
-from cluster.openai.tools.choice import ToolUse
-from cluster.openai.tools.deltas import joined
-from cluster.openai.tools.formats import HermesParser, ListedParser, Llama3JsonParser, MistralParser
+from cluster.openai.parsers.reader import joined
+from cluster.openai.parsers.tool_choice import ToolUse
+from cluster.openai.parsers.tool_formats import HermesParser, ListedParser, Llama3JsonParser, MistralParser
 from engine.errors import InvalidRequestError
 from engine.grammar.texts import grammar_text
 from engine.sampling_params import StructuredOutput

@@ -12,7 +12,7 @@ import pytest
 from openai.lib._pydantic import to_strict_json_schema
 from pydantic import AnyUrl, BaseModel, Field, TypeAdapter, UrlConstraints
 
-from cluster.openai.tools.choice import tool_use
+from cluster.openai.parsers.tool_choice import tool_use
 from engine.grammar.json_schema import schema_grammar
 from tests.grammar_walk import compiled, texts
 

@@ -5,9 +5,8 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from cluster.openai.reasoning.parsers import REASONING_PARSERS
+from cluster.config_values import REASONING_PARSERS, TOOL_PARSERS
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tools.formats import TOOL_PARSERS
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 from tests.openai_app import MODEL, app_for, client_for, events, saying
@@ -36,8 +35,8 @@ def model(tmp_path_factory):
         max_model_len=4096,
         vocab_size=tokenizer.vocab_size,
         created=1_700_000_000,
-        tool_parser=TOOL_PARSERS.get("hermes"),
-        reasoning_parser=REASONING_PARSERS.get("qwen3"),
+        tool_parser=TOOL_PARSERS.load("hermes"),
+        reasoning_parser=REASONING_PARSERS.load("qwen3"),
     )
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.batch.prepare import Preparer
+from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import CHAT, COMPLETIONS, EMBEDDINGS, Task
-from cluster.openai.tools.formats import HermesParser
+from cluster.openai.parsers.tool_formats import HermesParser
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -337,7 +337,7 @@ ROWS = [
 @pytest.mark.parametrize(("url", "body", "names"), ROWS, ids=[url for url, *_ in ROWS])
 def test_rows_of_a_batch_are_taken_and_what_they_hint_is_logged_once(model, strict, caplog, url, body, names):
     preparer = Preparer(model, "job", 0, 1)
-    with caplog.at_level(logging.INFO, "cluster.batch.prepare"):
+    with caplog.at_level(logging.INFO, "cluster.batch.row_requests"):
         for row in range(3):
             assert preparer.prepare(Task(row, f"row-{row}", url, {"model": MODEL, **body})).requests
     assert len(caplog.messages) == len(names)

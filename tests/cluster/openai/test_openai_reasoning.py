@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from cluster.openai.generation import Choice
-from cluster.openai.reasoning.parsers import REASONING_PARSERS, DeepSeekR1Parser, Qwen3Parser
-from cluster.openai.tools.answer import AnswerParser
+from cluster.config_values import REASONING_PARSERS
+from cluster.openai.choices import Choice
+from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser, Qwen3Parser
 from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, thinking, pieces):
 def test_parsers_are_known_by_name():
     assert REASONING_PARSERS.names() == ("deepseek_r1", "qwen3")
     with pytest.raises(ConfigError, match="known: deepseek_r1, qwen3"):
-        REASONING_PARSERS.get("r1")
+        REASONING_PARSERS.load("r1")
 
 
 def test_special_tokens_are_kept_where_the_tags_are_some(tmp_path):

@@ -9,10 +9,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.errors import ApiError
-from cluster.openai.reasoning.parsers import DeepSeekR1Parser
-from cluster.openai.responses import writer
-from cluster.openai.responses.fields import ResponseFields
-from cluster.openai.tools.formats import HermesParser
+from cluster.openai import response_output as writer
+from cluster.openai.parsers.reasoning import DeepSeekR1Parser
+from cluster.openai.parsers.tool_formats import HermesParser
+from cluster.openai.response_fields import ResponseFields
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
@@ -408,7 +408,7 @@ async def test_an_item_that_the_template_cannot_take_is_named(model, given, para
 def test_every_field_of_the_openai_client_is_known_by_name(model):
     from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-    from cluster.openai.responses.fields import REFUSED_RESPONSE
+    from cluster.openai.response_fields import REFUSED_RESPONSE
 
     known = {*ResponseFields.model_fields, *REFUSED_RESPONSE}
     assert set(ResponseCreateParamsBase.__annotations__) - known == set()

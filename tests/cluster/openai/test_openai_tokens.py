@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import pytest
 
-from cluster.http import tokens as tokens_endpoint
+from cluster.http import endpoints as tokens_endpoint
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 CHAT = [{"role": "user", "content": "hi 🚀"}]

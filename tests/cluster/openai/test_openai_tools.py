@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import parse_config
-from cluster.openai.reasoning.parsers import DeepSeekR1Parser
-from cluster.openai.tools.answer import AnswerParser
-from cluster.openai.tools.deltas import joined
-from cluster.openai.tools.formats import (
-    TOOL_PARSERS,
+from cluster.config_values import TOOL_PARSERS
+from cluster.openai.parsers.reader import joined
+from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser
+from cluster.openai.parsers.tool_formats import (
     ArgumentsParser,
     HermesParser,
     ListParser,
@@ -249,9 +248,9 @@ def test_nothing_of_a_text_without_calls_is_lost(kind, text):
 
 def test_parsers_are_known_by_name_and_an_unknown_one_is_told_which_there_are():
     assert TOOL_PARSERS.names() == ("hermes", "llama3_json", "mistral")
-    assert TOOL_PARSERS.get("hermes") is HermesParser
+    assert TOOL_PARSERS.load("hermes") is HermesParser
     with pytest.raises(ConfigError, match="known: hermes, llama3_json, mistral") as caught:
-        TOOL_PARSERS.get("hermse")
+        TOOL_PARSERS.load("hermse")
     assert caught.value.flag == "tool_call_parser"
 
 
@@ -261,23 +260,25 @@ def offered(monkeypatch):
 
     def offer(**values):
         found = [EntryPoint(name, value, "squadron.tool_parsers") for name, value in values.items()]
-        monkeypatch.setattr("cluster.openai.tools.registry.entry_points", lambda group: found)
+        monkeypatch.setattr("cluster.config_values.entry_points", lambda group: found)
 
     return offer
 
 
 def test_installed_packages_may_offer_parsers_under_names_of_their_own(offered):
-    offered(mine="cluster.openai.tools.formats:ListParser", lost="cluster.openai.tools.formats:NoParser")
+    offered(
+        mine="cluster.openai.parsers.tool_formats:ListParser", lost="cluster.openai.parsers.tool_formats:NoParser"
+    )
     assert TOOL_PARSERS.names() == ("hermes", "llama3_json", "lost", "mine", "mistral")
-    assert TOOL_PARSERS.get("mine") is ListParser
+    assert TOOL_PARSERS.load("mine") is ListParser
     with pytest.raises(ConfigError, match="NoParser"):
-        TOOL_PARSERS.get("lost")
+        TOOL_PARSERS.load("lost")
 
 
 def test_a_parser_under_a_name_that_is_taken_is_refused(offered):
-    offered(hermes="cluster.openai.tools.formats:ListParser")
+    offered(hermes="cluster.openai.parsers.tool_formats:ListParser")
     with pytest.raises(ConfigError, match="'hermes', a name that is taken"):
-        TOOL_PARSERS.get("mistral")
+        TOOL_PARSERS.load("mistral")
 
 
 @pytest.mark.parametrize("flag", ["tool_call_parser", "reasoning_parser"])

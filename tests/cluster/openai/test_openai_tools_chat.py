@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from tokenizers import AddedToken
 
-from cluster.openai.reasoning.parsers import DeepSeekR1Parser
-from cluster.openai.tools.formats import HermesParser, MistralParser
+from cluster.openai.parsers.reasoning import DeepSeekR1Parser
+from cluster.openai.parsers.tool_formats import HermesParser, MistralParser
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer

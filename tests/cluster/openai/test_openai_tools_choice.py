@@ -7,10 +7,9 @@ import jsonschema
 import pytest
 from tokenizers import AddedToken
 
-from cluster.openai.tools.choice import hides_markers, tool_use
-from cluster.openai.tools.deltas import joined
-from cluster.openai.tools.formats import HermesParser, MistralParser
-from cluster.openai.tools.schema_refs import placed_under
+from cluster.openai.parsers.reader import joined
+from cluster.openai.parsers.tool_choice import hides_markers, placed_under, tool_use
+from cluster.openai.parsers.tool_formats import HermesParser, MistralParser
 from engine.errors import InvalidRequestError
 from engine.grammar.json_schema import schema_grammar
 from engine.text.tokenizer import Tokenizer

@@ -11,9 +11,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from cluster.errors import ApiError
-from cluster.openai import refusals, schema
-from cluster.openai.prompts import build_requests
-from cluster.openai.responses.parse import parse_response
+from cluster.openai import refusals
+from cluster.openai import request_fields as schema
+from cluster.openai.call import build_requests
+from cluster.openai.response_input import parse_response
 from cluster.openai.validation import parse_chat, parse_completion
 from engine.errors import InvalidRequestError
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model

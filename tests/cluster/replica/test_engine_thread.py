@@ -10,12 +10,11 @@ from dataclasses import replace
 
 from cluster.replica.engine_thread import MAX_UNDELIVERED, EngineThread
 from engine.errors import EngineDeadError, InvalidRequestError
+from engine.events import Began, OnEvent
 from engine.grammar.base import CompiledGrammar
 from engine.kv.block_manager import NO_EVENTS
 from engine.report import EngineStats, StepReport
 from engine.request import Request
-from engine.telemetry.flight import FlightRecorder
-from engine.telemetry.ledger import Costs
 from tests.cluster.cluster_lab import until
 from tests.engine.engine_driver import long_request
 
@@ -48,12 +47,13 @@ class BrittleCore:
     def stats(self) -> EngineStats:
         return EngineStats()
 
-    def costs(self) -> Costs:
-        return Costs()
+    clock = staticmethod(time.monotonic)
 
-    @property
-    def flight(self) -> FlightRecorder:
-        return FlightRecorder(time.monotonic)
+    def call_on_event(self, told: OnEvent) -> None:
+        told(Began(time.monotonic(), 1, 1))
+
+    def emit_time(self) -> None:
+        pass
 
     @property
     def has_unfinished(self) -> bool:

@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from cluster.errors import ApiError
 from engine.errors import InvalidRequestError
-from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.grammar.budget import GrammarBudget
+from engine.grammar.base import CompiledGrammar, GrammarBudget
 from engine.report import Ints
+from engine.request import GrammarState
 from engine.sampling_params import StructuredOutput
 from tests.cluster.cluster_lab import Lab, long_request, oracle, until
 from tests.engine.engine_driver import request
@@ -149,7 +149,7 @@ async def failed(grammars: Grammars, n: int = 1, overlaps: bool = False, **rules
 
 
 def told(caplog) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.name == "cluster.router.progress"]
+    return [one.getMessage() for one in caplog.records if one.name == "cluster.router.dispatcher"]
 
 
 async def test_a_grammar_at_odds_with_itself_is_told_in_the_routers_log_with_its_form(caplog):

@@ -6,21 +6,20 @@ from concurrent.futures import Future
 
 import pytest
 
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts, ReplicaTimes
-from cluster.wire.local import connect_local
+from cluster.accounts.flight_recorder import Wait
+from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
 from cluster.wire.messages import Abort, Rejected, Report
 from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.grammar.xgr import Vocabulary
+from engine.grammar.xgrammar_backend import Vocabulary
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
-from engine.telemetry.flight import Wait
 from tests.cluster.cluster_lab import until
 from tests.engine.engine_driver import EOS, VOCAB, expected, request
 from tests.fake_executor import FakeExecutor
+from tests.simulator.links import connect_local
 
 # Token 0 ends; 1 to 60 are letters and digits.
 TOKENS = [b"", *[bytes([code]) for code in b"abcdefghijklmnopqrstuvwxyz0123456789ABCDEFGHIJKLMNOPQRSTUVWX"]]
@@ -59,7 +58,7 @@ async def replica():
     facts = ReplicaFacts("a", "fake", 128, VOCAB, 4, 63, (EOS,))
     grammars = Grammars()
     one = ReplicaCore(core, facts, ReplicaTimes(heartbeat=60.0), grammars=grammars)
-    one.test_grammars, one.test_flight = grammars, core.flight
+    one.test_grammars, one.test_flight = grammars, one.flight
     yield one
     await one.close()
 

@@ -8,22 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.replica.core import ReplicaCore
-from cluster.replica.facts import ReplicaFacts, ReplicaTimes
+from cluster.accounts.flight_recorder import Wait
+from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
 from cluster.wire.link import RouterLink
-from cluster.wire.local import connect_local
-from cluster.wire.message_parts import TraceContext
-from cluster.wire.messages import Abort, Rejected
+from cluster.wire.messages import Abort, Rejected, TraceContext
 from cluster.wire.translation import submit_message
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.telemetry.flight import Wait
 from tests.cluster.cluster_lab import until
 from tests.cluster.replica.test_grammar_replica import Grammars, outcome, structured
 from tests.cluster.telemetry.tracing_lab import TRACEPARENT, Spans
 from tests.engine.engine_driver import EOS, VOCAB, Driver, request
 from tests.fake_executor import FakeExecutor
+from tests.simulator.links import connect_local
 
 SLOW = 0.2  # seconds that a grammar takes
 
@@ -48,7 +46,7 @@ class Lab:
 
     def sums(self) -> dict[str, float]:
         """The sums of the figures of requests, by what they are of."""
-        found = [sample for family in self.replica.figures.collect(0) for sample in family.samples]
+        found = [sample for family in self.replica.metrics.collect(0) for sample in family.samples]
         ending = "_time_seconds_sum"
         return {
             one.name.removeprefix("squadron_request_").removesuffix(ending): one.value

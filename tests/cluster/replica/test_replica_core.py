@@ -10,15 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.lifecycle.autoscaling.speed import StepSpeed
-from cluster.replica import intake
-from cluster.replica.cached_blocks import CachedBlocks
-from cluster.replica.facts import ReplicaTimes
-from cluster.replica.router_session import RouterSession
-from cluster.telemetry.steps import StepFigures
+from cluster.replica import core
+from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import CachedBlocks, RouterSession
+from cluster.telemetry.step_metrics import StepMetrics, StepSpeed
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
-from cluster.wire.local import connect_local
-from cluster.wire.message_parts import TraceContext
 from cluster.wire.messages import (
     Abort,
     Down,
@@ -31,10 +27,12 @@ from cluster.wire.messages import (
     Rejected,
     Report,
     Resync,
+    TraceContext,
 )
 from cluster.wire.translation import submit_message
 from tests.cluster.cluster_lab import GatedExecutor, LabReplica, until
 from tests.engine.engine_driver import expected, long_request, request
+from tests.simulator.links import connect_local
 
 Start = Callable[..., Awaitable[LabReplica]]
 
@@ -251,8 +249,8 @@ def fails_at(method: Callable[..., Any], wanted: Callable[..., bool]) -> Callabl
 async def test_submit_that_cannot_be_handled_is_refused_and_nothing_of_it_stays(start, where, monkeypatch, caplog):
     replica = await start(steps=3)
     if where == "early":
-        bad = fails_at(intake.submitted_request, lambda submit, *_: submit.stream == 32)
-        monkeypatch.setattr(intake, "submitted_request", bad)
+        bad = fails_at(core.submitted_request, lambda submit, *_: submit.stream == 32)
+        monkeypatch.setattr(core, "submitted_request", bad)
     else:  # the engine has it already
         add = replica.core._engine.add
         check = fails_at(lambda _: None, lambda one: one.request_id.startswith("bad@"))
@@ -349,7 +347,7 @@ class BrokenSpans:
 
 async def test_figures_and_spans_that_fail_cost_no_token(start, monkeypatch):
     replica = await start(spans=BrokenSpans())
-    for owner, name in ((StepFigures, "note"), (StepSpeed, "note"), (CachedBlocks, "note")):
+    for owner, name in ((StepMetrics, "note"), (StepSpeed, "note"), (CachedBlocks, "note")):
         monkeypatch.setattr(owner, name, fails_at(lambda *_: None, lambda *_: True))
     link = await open_link(replica)
     traced = TraceContext("00-11111111111111111111111111111111-2222222222222222-01")

@@ -11,13 +11,12 @@ import numpy as np
 from cluster.errors import ApiError
 from cluster.replica.core import ReplicaCore
 from cluster.router.dispatcher import Dispatcher
-from cluster.simulator.executor import simulated_tokens
-from cluster.simulator.replica import SimulatedModel, simulated_replica
-from cluster.wire.faulty import FaultyLink
 from cluster.wire.link import LOST
-from cluster.wire.local import connect_local
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from tests.simulator.cluster import SimulatedModel, simulated_replica
+from tests.simulator.engine import simulated_tokens
+from tests.simulator.links import FaultyLink, connect_local
 
 MODEL = SimulatedModel(num_kv_blocks=32768)
 RELINK = 0.25  # seconds after which a router looks again for a replica that it lost

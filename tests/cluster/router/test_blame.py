@@ -12,14 +12,13 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.router.dispatcher import Dispatcher
-from cluster.simulator.virtual_time import run_virtually
-from cluster.wire.faulty import FaultyLink
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkAddress, LinkClosedError, RouterLink
-from cluster.wire.local import connect_local
 from cluster.wire.messages import Begun, Ping, Submit, Welcome
 from cluster.wire.tcp import connect
 from tests.cluster.router.outage_lab import OutageLab, asked
 from tests.engine.engine_driver import request
+from tests.simulator.links import FaultyLink, connect_local
+from tests.simulator.virtual_time import run_virtually
 
 ROUNDS = 5  # replicas that end one after the other: two more than a request may kill
 
@@ -179,7 +178,7 @@ POISON = 60  # a token
 MORTAL_REPLICA = """
 import asyncio, json, os, signal, sys
 from cluster.wire.tcp import LinkServer
-from cluster.replica.facts import ReplicaTimes
+from cluster.replica.core import ReplicaTimes
 from tests.cluster.cluster_lab import GatedExecutor, LabReplica
 
 class Mortal(GatedExecutor):

@@ -9,8 +9,7 @@ import pytest
 
 from cluster.router import directory
 from cluster.router.directory import ReplicaDirectory
-from cluster.wire.announcement import Announcement
-from cluster.wire.link import LinkAddress, LinkRefusedError, OtherProtocolError
+from cluster.wire.link import Announcement, LinkAddress, LinkRefusedError, OtherProtocolError
 from tests.cluster.cluster_lab import until
 
 

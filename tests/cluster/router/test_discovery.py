@@ -13,8 +13,8 @@ import pytest
 from ray.serve._private.common import RequestMetadata
 from ray.serve.request_router import PendingRequest
 
-from cluster.lifecycle import stop_notice
-from cluster.router.discovery import LeaseRequestRouter, ReplicaWatch
+from cluster.lifecycle import updates
+from cluster.router.directory import LeaseRequestRouter, ReplicaWatch
 
 MANY = 100  # times that nobody asks in vain while only one call is there
 
@@ -86,10 +86,10 @@ class ServeReplica:
 async def test_a_replica_is_told_to_stop_once_serve_keeps_so(monkeypatch) -> None:
     serves = ServeReplica()
     process = SimpleNamespace(actors={1: object(), 2: SimpleNamespace(_replica_impl=serves)})
-    monkeypatch.setattr(stop_notice.ray._private.worker, "global_worker", process)
-    monkeypatch.setattr(stop_notice, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(updates.ray._private.worker, "global_worker", process)
+    monkeypatch.setattr(updates, "STOP_POLL_SECONDS", 0.001)
     told = asyncio.Event()
-    notice = asyncio.create_task(stop_notice.call_when_told_to_stop(told.set, stop_notice.stop_flag()))
+    notice = asyncio.create_task(updates.call_on_stop(told.set, updates.stop_flag()))
     await asyncio.sleep(0.01)
     assert not told.is_set()
     serves._shutting_down = True
@@ -99,7 +99,7 @@ async def test_a_replica_is_told_to_stop_once_serve_keeps_so(monkeypatch) -> Non
 
 async def test_a_serve_that_keeps_it_elsewhere_is_said_and_harms_nothing(monkeypatch, caplog) -> None:
     process = SimpleNamespace(actors={1: SimpleNamespace(_replica_impl=object())})
-    monkeypatch.setattr(stop_notice.ray._private.worker, "global_worker", process)
-    assert stop_notice.stop_flag() is None
-    await stop_notice.call_when_told_to_stop(pytest.fail, None)
+    monkeypatch.setattr(updates.ray._private.worker, "global_worker", process)
+    assert updates.stop_flag() is None
+    await updates.call_on_stop(pytest.fail, None)
     assert "does not tell when a replica is to stop" in caplog.text

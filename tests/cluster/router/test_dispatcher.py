@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.replica.facts import ReplicaTimes
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.fleet import MESSAGES_PER_TURN
+from cluster.replica.core import ReplicaTimes
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.replica_set import MESSAGES_PER_TURN
 from cluster.token_source import TokenChunk
 from cluster.wire.messages import Report
 from engine.errors import ConfigError

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from cluster.errors import ApiError
-from cluster.replica import intake
-from cluster.replica.router_session import RouterSession
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.routing.chooser import Chooser
+from cluster.replica import core
+from cluster.replica.sessions import RouterSession
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog
-from cluster.wire.message_parts import LogprobRow
+from cluster.wire.messages import LogprobRow
 from tests.cluster.cluster_lab import Lab, long_request, oracle, until
 
 BYSTANDERS = [long_request(f"r{i}", seed=i) for i in range(20)]
@@ -44,8 +44,8 @@ async def ask_beside_bystanders(lab: Lab, **params: Any) -> ApiError:
 
 
 async def test_submit_that_no_replica_can_handle_ends_with_one_error_and_no_link_is_lost(monkeypatch, caplog):
-    bad = failing(intake.submitted_request, lambda submit, *_: submit.request_id == "bad")
-    monkeypatch.setattr(intake, "submitted_request", bad)
+    bad = failing(core.submitted_request, lambda submit, *_: submit.request_id == "bad")
+    monkeypatch.setattr(core, "submitted_request", bad)
     async with Lab() as lab:
         replicas = [await lab.start(name, pace=0.001) for name in "ab"]
         error = await ask_beside_bystanders(lab)
@@ -83,8 +83,8 @@ async def test_log_probabilities_that_make_no_sense_end_their_request_alone(monk
 
 
 async def test_part_of_a_report_that_the_router_cannot_take_in_ends_its_request_alone(monkeypatch, caplog):
-    bad = failing(TokenLog.tell_prompt, lambda log, *_: log.request.request_id == "bad")
-    monkeypatch.setattr(TokenLog, "tell_prompt", bad)
+    bad = failing(TokenLog.add_prompt_logprobs, lambda log, *_: log.request.request_id == "bad")
+    monkeypatch.setattr(TokenLog, "add_prompt_logprobs", bad)
     async with Lab() as lab:
         replica = await lab.start("a", pace=0.001)
         error = await ask_beside_bystanders(lab, prompt_logprobs=1)
@@ -110,7 +110,7 @@ async def test_request_that_no_replica_can_be_chosen_for_keeps_nobody_from_being
 async def test_message_about_no_request_that_the_router_cannot_handle_costs_no_link(monkeypatch):
     async with Lab() as lab:
         await lab.start("a", pace=0.001)
-        monkeypatch.setattr(lab.dispatcher._fleet, "note_heartbeat", failing(lambda *_: None, lambda *_: True))
+        monkeypatch.setattr(lab.dispatcher._replicas, "note_heartbeat", failing(lambda *_: None, lambda *_: True))
         await until(lambda: any(type(one).__name__ == "Heartbeat" for one in lab.alive["a"].links[0].heard))
         await asyncio.gather(*map(lab.collect, BYSTANDERS))
         assert lab.lost == []

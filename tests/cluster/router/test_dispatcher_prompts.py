@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.wire.message_parts import PromptRow
-from cluster.wire.messages import Report
+from cluster.wire.messages import PromptRow, Report
 from engine.request import Request
 from tests.cluster.cluster_lab import Lab, oracle, until
 from tests.engine.engine_driver import Driver, request

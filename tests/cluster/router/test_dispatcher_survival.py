@@ -8,14 +8,15 @@ from random import Random
 
 import pytest
 
+from cluster.config_values import MIGRATIONS, SAME_WEIGHTS
 from cluster.errors import ApiError
-from cluster.replica.facts import ReplicaTimes
-from cluster.router.dispatch_config import MIGRATIONS, SAME_WEIGHTS, DispatcherConfig
+from cluster.replica.core import ReplicaTimes
+from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
-from cluster.wire.faulty import FaultPlan
 from cluster.wire.messages import Report
 from tests.cluster.cluster_lab import GatedExecutor, Lab, LabReplica, long_request, oracle, until
 from tests.engine.engine_driver import expected, request
+from tests.simulator.links import FaultPlan
 
 
 @pytest.mark.parametrize("phase", range(6))
@@ -178,7 +179,7 @@ async def test_what_overstays_on_a_draining_replica_goes_on_elsewhere_only_on_th
 
 def begun(lab: Lab) -> int:
     """Return how many requests the router knows to be computed."""
-    lives = [live for member in lab.dispatcher._fleet.members for live in member.live.values()]
+    lives = [live for member in lab.dispatcher._replicas.linked for live in member.live.values()]
     return sum(live.attempt is not None and live.attempt.begun for live in lives)
 
 
@@ -194,12 +195,12 @@ async def test_a_suspect_stays_on_a_draining_replica_until_one_without_another_s
         lab.kill("a")
         await until(lambda: leaving.core.num_requests == staying.core.num_requests == 1)
         lab.dispatcher.remove_replica("b")
-        (member,) = (one for one in lab.dispatcher._fleet.members if one.replica_id == "b")
-        lab.dispatcher.on_overstay(member)
+        (member,) = (one for one in lab.dispatcher._replicas.linked if one.replica_id == "b")
+        lab.dispatcher._placement.on_overstay(member)
         assert lab.dispatcher.queue().requests == 0, "it would wait for a replica, though it has one"
         staying.executor.allow(1)
         await until(lambda: lab.dispatcher.counters.tokens == 1)
-        lab.dispatcher.on_overstay(member)
+        lab.dispatcher._placement.on_overstay(member)
         staying.executor.allow(100)
         assert await asyncio.gather(*running) == [oracle(one) for one in requests]
         assert leaving.core.stats.generated_tokens == 0
@@ -279,7 +280,7 @@ async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are
             tasks.append(asyncio.create_task(lab.start(f"{name}'", poison=poison, pace=0.001)))
 
         tasks: list[asyncio.Task] = []
-        lab.dispatcher._on_link_lost = revive
+        lab.dispatcher._placement.on_link_lost = revive
         await lab.start("a", poison=poison, pace=0.001)
         await lab.start("b", poison=poison, pace=0.001)
         # Prompts in which the fake model never says the poisonous token, fresh ones at the same time as the poison.
@@ -293,7 +294,7 @@ async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are
         assert (error.code, error.status, error.retryable) == ("request_quarantined", 500, False)
         assert results == [oracle(r) for r in safe]
         assert lab.dispatcher.counters.links_lost == {"engine_dead": 3}
-        lab.dispatcher._on_link_lost = None
+        lab.dispatcher._placement.on_link_lost = None
         await asyncio.gather(*tasks)
 
 

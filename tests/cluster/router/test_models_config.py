@@ -16,12 +16,11 @@ from cluster import app as app_module
 from cluster.app import build, build_version
 from cluster.app_config import APP_WIDE, PER_MODEL, AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
-from cluster.placement import plan_app
-from cluster.router.models.deployments import deployment_names
+from cluster.resources import app_resources, deployment_names
 from deploy.cli.dry_run import describe_plans, make_plans
 from deploy.cli.flags import merge_settings
 from deploy.cli.keys import with_key_file
-from deploy.serve.local_ray import check_capacity
+from deploy.serve.ray_cluster import check_capacity
 from engine.errors import CheckpointError, ConfigError
 from parallel.errors import ShardingError
 
@@ -189,7 +188,7 @@ def test_what_one_model_cannot_do_is_told_with_its_place(wrong, error, words):
 
 
 def test_a_cluster_too_small_for_all_models_is_refused_with_the_numbers():
-    placement = plan_app(parse_app({"models": TWO}), lambda config: config.model_id == "other")
+    placement = app_resources(parse_app({"models": TWO}), lambda config: config.model_id == "other")
     assert (placement.cpus, placement.gpus) == (7.25, 6)
     check_capacity(placement, {"CPU": 7.25, "GPU": 6}, {})
     with pytest.raises(ConfigError, match=r"1 replica x 1 rank x 1, 3 replicas x 2 ranks x 1 and 1 router need 7.25"):

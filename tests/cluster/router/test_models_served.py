@@ -9,17 +9,17 @@ import dataclasses
 import grpc
 import pytest
 
-from cluster.admission.fair_gate import FairGate
-from cluster.admission.key_text import parse_keys
+from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.key_file import parse_keys
 from cluster.admission.keys import FixedKeys, KeyRing
-from cluster.admission.tenancy import Tenancy
+from cluster.admission.tenants import Tenancy
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.served_model import ServedModel
-from cluster.router.fleet import ReplicaView
-from cluster.router.models.registry import Models
+from cluster.router.models import Models
 from cluster.router.readiness import app_ready_body
-from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
-from cluster.wire.message_parts import Load
+from cluster.router.replica_set import ReplicaView
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
+from cluster.wire.messages import Load
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from engine.text.tokenizer import Tokenizer
@@ -49,14 +49,14 @@ class Both:
         bounds = {"alpha": 2**30, "beta": 2**30} | (bounds or {})
         self.metrics = Metrics()
         self.sources = {name: saying(model, TEXTS[name], **changes) for name, model in models.items()}
-        self.gates = {name: FairGate(self.sources[name], lambda name=name: bounds[name]) for name in models}
+        self.gates = {name: AdmissionQueue(self.sources[name], lambda name=name: bounds[name]) for name in models}
         self.fronts = [
             front_for(
                 self.sources[name],
                 model,
                 self.metrics,
                 self.gates[name],
-                figures=lambda name=name: ClusterFigures([ReplicaFigures(f"{name}-1", EngineStats(num_running=1))]),
+                figures=lambda name=name: ReplicaSetStats([ReplicaStats(f"{name}-1", EngineStats(num_running=1))]),
                 ready=lambda name=name: ready[name],
                 replicas=lambda name=name: [ReplicaView(f"{name}-1", 1, False, True, 1, 0.1, Load(3))],
             )

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.router.routing import prefix_index
-from cluster.router.routing.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex
-from cluster.router.routing.prompt_keys import PromptKeys
+from cluster.router import prefix_index
+from cluster.router.prefix_index import FORGOTTEN_AT_ONCE, MAX_DEAD, STRIDE, PrefixIndex, PromptKeys
 from cluster.wire.translation import block_key
-from engine.kv.prefix_hash import prompt_hashes
+from engine.kv.block_manager import prompt_hashes
 
 
 class Keys(list):

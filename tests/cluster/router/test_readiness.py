@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.readiness import ready_body
-from cluster.router.replica_states import STALLED, replica_states
-from cluster.wire.announcement import Announcement
-from cluster.wire.link import LOST, LinkAddress
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.readiness import STALLED, ready_body, replica_states
+from cluster.wire.link import LOST, Announcement, LinkAddress
 from tests.cluster.cluster_lab import Lab, until
 from tests.engine.engine_driver import request
 

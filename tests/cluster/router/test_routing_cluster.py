@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-import cluster.replica.cached_blocks
-import cluster.router.routing.prompt_keys
-from cluster.router.dispatch_config import DispatcherConfig
+import cluster.replica.sessions
+import cluster.router.prefix_index
 from cluster.router.dispatcher import Dispatcher
-from cluster.router.routing.figures import RoutingCollector
-from cluster.simulator.cluster import SimulatedCluster
-from cluster.simulator.executor import simulated_tokens
-from cluster.simulator.replica import SimulatedModel
-from cluster.simulator.virtual_time import run_virtually
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.metrics import RoutingCollector
 from cluster.token_source import CallContext
-from cluster.wire.faulty import FaultPlan, FaultyLink
-from cluster.wire.local import connect_local
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from tests.simulator.cluster import SimulatedCluster, SimulatedModel
+from tests.simulator.engine import simulated_tokens
+from tests.simulator.links import FaultPlan, FaultyLink, connect_local
+from tests.simulator.virtual_time import run_virtually
 
 MODEL = SimulatedModel(num_kv_blocks=512, max_model_len=2048, max_num_seqs=16, max_num_batched_tokens=512)
 BLOCK = MODEL.block_size
@@ -180,8 +178,8 @@ def known_of(router: Dispatcher, name: str) -> set[int]:
 def test_a_prefix_is_never_found_across_tenants_even_where_all_names_collide(collide, monkeypatch):
     """The router's short names only steer: where all are equal it expects too much, and the engine finds nothing."""
     if collide:
-        monkeypatch.setattr(cluster.replica.cached_blocks, "block_key", lambda _: 7)
-        monkeypatch.setattr(cluster.router.routing.prompt_keys, "block_key", lambda _: 7)
+        monkeypatch.setattr(cluster.replica.sessions, "block_key", lambda _: 7)
+        monkeypatch.setattr(cluster.router.prefix_index, "block_key", lambda _: 7)
 
     async def main():
         async with SimulatedCluster(2, MODEL) as simulated:

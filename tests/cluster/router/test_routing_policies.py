@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.client_id import checked_session
 from cluster.config import parse_config
+from cluster.config_values import ROUTING_POLICIES
 from cluster.errors import ApiError
-from cluster.router.dispatch_config import DispatcherConfig
-from cluster.router.routing.candidate import PolicyConfig, Query
-from cluster.router.routing.kv_aware import cost, kv_aware, named_pair
-from cluster.router.routing.policies import POLICIES, policy_named
-from cluster.router.routing.session import checked_session, session
+from cluster.router.dispatcher_config import DispatcherConfig
+from cluster.router.routing_policies import (
+    POLICIES,
+    PolicyConfig,
+    Query,
+    cost,
+    kv_aware,
+    named_pair,
+    policy_named,
+    session,
+)
 from engine.errors import ConfigError
 
 CONFIG = PolicyConfig()
@@ -261,6 +269,7 @@ def test_an_unknown_policy_is_refused_with_the_names_of_those_there_are(make):
 
 
 def test_the_setting_is_checked_with_all_others():
+    assert tuple(POLICIES) == ROUTING_POLICIES
     assert parse_config({"model": "demo", "routing-policy": "session"}).routing_policy == "session"
     with pytest.raises(ConfigError, match="least_tokens") as caught:
         parse_config({"model": "demo", "routing_policy": "random"})

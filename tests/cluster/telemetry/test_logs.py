@@ -16,9 +16,16 @@ from opentelemetry.trace import INVALID_SPAN, set_span_in_context
 from rich.text import Text
 
 from cluster.config import ClusterConfig, parse_config
-from cluster.router.request_log import LoggedSource
-from cluster.telemetry.log_lines import JsonLines, about, about_request
-from cluster.telemetry.logs import OUR_PACKAGES, log_to_serve, log_to_stderr, rank_fields
+from cluster.router.live_model import LoggedSource
+from cluster.telemetry.logs import (
+    OUR_PACKAGES,
+    JsonLines,
+    about,
+    about_request,
+    log_to_serve,
+    log_to_stderr,
+    rank_fields,
+)
 from cluster.telemetry.tracing.call_trace import call_trace
 from cluster.token_source import CallContext
 from deploy.cli.terminal import JsonConsole, terminal
@@ -182,7 +189,7 @@ def test_text_stays_as_serve_writes_it(our_loggers):
 def test_ranks_write_json_to_standard_error(our_loggers, capsys):
     settings = {"model": "/models/demo", "served_model_name": ["demo", "alias"]}
     log_to_stderr(rank_fields("a", settings, rank=3))
-    logging.getLogger("parallel.ring").info("rank %d is up", 3)
+    logging.getLogger("parallel.message_ring").info("rank %d is up", 3)
     read = json.loads(capsys.readouterr().err)
     assert (read["replica"], read["rank"], read["model"], read["message"]) == ("a", 3, "demo", "rank 3 is up")
 

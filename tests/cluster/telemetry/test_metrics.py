@@ -4,9 +4,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.errors import STATUS_BY_CODE
-from cluster.router.counters import DispatcherCounters
-from cluster.router.metrics import FAULTS, RequestCollector
-from cluster.telemetry.metrics import ClusterFigures, Metrics, ReplicaFigures
+from cluster.router.counters import FAULTS, DispatcherCounters
+from cluster.router.metrics import RequestCollector
+from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats
 from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -29,7 +29,7 @@ def test_replicas_are_asked_at_each_scrape():
     stats = [EngineStats(num_running=3, num_waiting=2, kv_blocks_total=10, kv_blocks_free=4, kv_blocks_cached=1,
                          prefix_query_tokens=100, prefix_hit_tokens=40, preemptions=7)]  # fmt: skip
     metrics = Metrics()
-    metrics.of("demo", lambda: ClusterFigures([ReplicaFigures("r1", stats[0])], migrations=5))
+    metrics.of("demo", lambda: ReplicaSetStats([ReplicaStats("r1", stats[0])], migrations=5))
     assert value(metrics, "num_requests_running", replica="r1") == 3
     assert value(metrics, "num_requests_waiting", replica="r1") == 2
     assert value(metrics, "kv_cache_usage_perc", replica="r1") == 0.5
@@ -44,9 +44,9 @@ def test_replicas_are_asked_at_each_scrape():
 
 
 def test_replicas_are_counted_by_state():
-    found = [ReplicaFigures("a", EngineStats()), ReplicaFigures("b", EngineStats(), ready=False)]
+    found = [ReplicaStats("a", EngineStats()), ReplicaStats("b", EngineStats(), ready=False)]
     metrics = Metrics()
-    metrics.of("demo", lambda: ClusterFigures(found))
+    metrics.of("demo", lambda: ReplicaSetStats(found))
     assert value(metrics, "replicas", state="ready") == 1
     assert value(metrics, "replicas", state="not_ready") == 1
 

@@ -7,12 +7,11 @@ import asyncio
 import pytest
 from opentelemetry.trace import SpanKind, StatusCode
 
-from cluster.admission.fair_gate import FairGate
-from cluster.admission.gate_config import FairGateConfig
+from cluster.admission.admission_queue import AdmissionConfig, AdmissionQueue
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.http.tracing import RouterTracing
-from cluster.router.member import LiveRequest
-from cluster.router.models.registry import Models
+from cluster.http.request_spans import RouterTracing
+from cluster.router.models import Models
+from cluster.router.replica_handle import LiveRequest
 from cluster.router.token_log import TokenLog
 from cluster.telemetry.metrics import Metrics
 from cluster.telemetry.tracing import semantics as names
@@ -140,10 +139,10 @@ async def test_lost_replica_shows_as_a_second_attempt_linked_to_the_first(model)
 
 async def test_wait_for_a_replica_and_for_a_turn_are_spans(model):
     async with TracedLab() as lab:
-        gate = FairGate(lab.dispatcher, lambda: 1)
-        async with traced_client(lab, model, gate=gate) as client:
+        admission = AdmissionQueue(lab.dispatcher, lambda: 1)
+        async with traced_client(lab, model, admission=admission) as client:
             tasks = [asyncio.create_task(post(client)) for _ in range(2)]
-            await until(lambda: gate.num_waiting == 1 and lab.dispatcher.queue().requests == 1)
+            await until(lambda: admission.num_waiting == 1 and lab.dispatcher.queue().requests == 1)
             await lab.begin("a")
             await asyncio.gather(*tasks)
             await until(lambda: len(lab.spans.named("decode")) == 2)
@@ -155,8 +154,8 @@ async def test_wait_for_a_replica_and_for_a_turn_are_spans(model):
 
 async def test_request_that_never_gets_its_turn_shows_how_long_it_waited(model):
     async with TracedLab() as lab:
-        gate = FairGate(lab.dispatcher, lambda: 1, FairGateConfig(max_wait=0.05))
-        async with traced_client(lab, model, gate=gate) as client:
+        admission = AdmissionQueue(lab.dispatcher, lambda: 1, AdmissionConfig(max_wait=0.05))
+        async with traced_client(lab, model, admission=admission) as client:
             first = asyncio.create_task(post(client))
             await until(lambda: lab.dispatcher.queue().requests == 1)
             refused = await post(client)
@@ -180,12 +179,12 @@ def test_refusal_of_a_replica_that_drains_is_no_migration():
     live = LiveRequest(TokenLog(long_request("r"), None), 0.0, CallContext(trace=trace))
     told = live.trace
     for replica, why in (("a", "draining"), ("b", "lost"), ("c", "")):
-        told.attempt(live, replica)
+        live.begin_attempt_trace(replica)
         told.sent()
         told.attempt_over(why)
         if why == "lost":
             told.moves("replica b is lost")
-    told.end(live)
+    live.end_trace()
     assert len(spans.named("attempt")) == 3
     assert spans.one("chat").attributes[names.MIGRATIONS] == 1
 

@@ -28,15 +28,14 @@ from opentelemetry.semconv.attributes import (
 )
 
 from cluster.config import parse_config
-from cluster.http.tracing import RouterTracing
+from cluster.config_values import OTLP_PATH, checked_endpoint, file_of
+from cluster.http.request_spans import RouterTracing
 from cluster.telemetry.tracing import provider, semantics
 from cluster.telemetry.tracing.call_trace import call_trace
-from cluster.telemetry.tracing.endpoint import OTLP_PATH, checked_endpoint, file_of
 from cluster.telemetry.tracing.engine_spans import EngineSpans
-from cluster.telemetry.tracing.exporters import FileExporter, ForgivingExporter
-from cluster.telemetry.tracing.provider import exporter_to, tracing_to
-from cluster.telemetry.tracing.start import replica_spans, router_tracing
-from cluster.wire.message_parts import TraceContext
+from cluster.telemetry.tracing.provider import FileExporter, ForgivingExporter, exporter_to, tracing_to
+from cluster.telemetry.tracing.start import process_tracing, replica_spans
+from cluster.wire.messages import TraceContext
 from engine.errors import ConfigError
 from tests.cluster.cluster_lab import long_request
 from tests.cluster.telemetry.tracing_lab import Spans
@@ -252,7 +251,7 @@ def test_any_text_is_an_endpoint_or_a_clear_refusal(text):
 def test_folder_that_is_missing_and_package_that_is_missing_are_told(monkeypatch, tmp_path):
     config = parse_config({"model": "demo", "otlp_traces_endpoint": f"file://{tmp_path}/no/traces.jsonl"})
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: cannot write.*name a file in a folder that exists"):
-        router_tracing(config, "r")
+        process_tracing(config, "router", "r")
     config = parse_config({"model": "demo", "otlp_traces_endpoint": "http://localhost:4318"})
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint: .* is not installed.*'\.\[otel\]'"):
@@ -261,14 +260,14 @@ def test_folder_that_is_missing_and_package_that_is_missing_are_told(monkeypatch
 
 def test_off_is_off():
     config = parse_config({"model": "demo"})
-    assert router_tracing(config, "r") is None
+    assert process_tracing(config, "router", "r") is None
     assert replica_spans(config, "a") is None
 
 
 SERVES_A_REQUEST = """
 import asyncio, sys, tempfile
 from pathlib import Path
-from cluster.telemetry.tracing.start import replica_spans, router_tracing
+from cluster.telemetry.tracing.start import process_tracing, replica_spans
 from tests.openai_app import app_for, client_for, served_model
 from tests.cluster.cluster_lab import Lab
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.batch.prepare import Preparer
+from cluster.batch.row_requests import Preparer
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
-from cluster.telemetry.log_lines import JsonLines
-from engine.telemetry.wordless import wordless
+from cluster.telemetry.logs import JsonLines
+from engine.errors import redacted
 from engine.text.tokenizer import Tokenizer
 from tests.cluster.batch.batch_lab import BatchLab
 from tests.cluster.cluster_lab import Lab
@@ -37,7 +37,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def shown(error: BaseException) -> str:
-    return "".join(traceback.format_exception(wordless(error)))
+    return "".join(traceback.format_exception(redacted(error)))
 
 
 class Picky(KeyError):

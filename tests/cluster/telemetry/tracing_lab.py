@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster.http.tracing import RouterTracing
+from cluster.http.request_spans import RouterTracing
 from cluster.openai.served_model import ServedModel
 from cluster.telemetry.tracing.engine_spans import EngineSpans
 from cluster.telemetry.tracing.provider import Tracing, tracing_with

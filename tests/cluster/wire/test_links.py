@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from cluster.wire import tcp
-from cluster.wire.faulty import FaultPlan, FaultyLink
 from cluster.wire.link import (
     DAMAGED,
     ENGINE_DEAD,
@@ -26,8 +25,8 @@ from cluster.wire.link import (
     ReplicaLink,
     RouterLink,
 )
-from cluster.wire.local import connect_local
 from cluster.wire.messages import PROTOCOL_VERSION, Abort, Draining, Hello, Ping, Rejected, Welcome, encode
+from tests.simulator.links import FaultPlan, FaultyLink, connect_local
 
 WELCOME = Welcome("a", 5, "fake", 100, 61, 4, 9)
 Serve = Callable[[RouterLink], Awaitable[None]]

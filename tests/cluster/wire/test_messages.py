@@ -7,20 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.wire.message_parts import BlockUpdate, Costs, FinishRow, Load, LogprobRow, Usage, Waited
+from cluster.accounts.flight_recorder import Wait
 from cluster.wire.messages import (
     Abort,
+    BlockUpdate,
+    Costs,
     DamagedMessageError,
     Draining,
     Explain,
     Explained,
     FinishChoice,
+    FinishRow,
     Heartbeat,
     Hello,
+    Load,
+    LogprobRow,
     Ping,
     Rejected,
     Report,
     Resync,
+    Usage,
+    Waited,
     Welcome,
     decode_down,
     decode_up,
@@ -31,7 +38,6 @@ from engine.errors import InvalidRequestError
 from engine.report import EngineStats
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.telemetry.flight import Wait
 
 LOAD = Load(1, 2, 3, 4, 1, 2, 7, 8, 9, 10, 11, 0.5)
 COSTS = Costs(Usage(4.0, 1e13), Usage(1.5, 0.5), {"team-a": Usage(2.5, 0.25), "": Usage()})

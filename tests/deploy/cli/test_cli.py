@@ -15,14 +15,13 @@ from ray.exceptions import ActorDiedError
 from cluster.app_config import AppConfig, parse_app
 from cluster.config import ClusterConfig, parse_config
 from cluster.model_names import resolve_model
-from cluster.placement import plan_app
-from deploy.cli import main as cli
+from cluster.resources import app_resources
+from deploy import main as cli
 from deploy.cli.dry_run import describe_plans, make_plan, make_plans
 from deploy.serve import command as serving
 from deploy.serve.address import connect_host, curl, free_port, is_loopback
 from deploy.serve.environment import Environment, prepare_local_ray
-from deploy.serve.joined_ray import JoinedRay
-from deploy.serve.local_ray import check_capacity
+from deploy.serve.ray_cluster import JoinedRay, check_capacity
 from deploy.serve.readiness import StartError
 from engine.errors import CheckpointError, ConfigError
 from engine.loader.checkpoint import SINGLE_FILE
@@ -31,7 +30,7 @@ from parallel.errors import ShardingError
 
 def squadron(*args, **environment):
     return subprocess.run(
-        [sys.executable, "-c", "from deploy.cli.main import main; main()", *args],
+        [sys.executable, "-c", "from deploy.main import main; main()", *args],
         capture_output=True,
         text=True,
         timeout=60,
@@ -42,7 +41,7 @@ def squadron(*args, **environment):
 
 def test_help_does_not_wait_for_ray_and_torch():
     heavy = ("ray", "torch", "transformers", "httpx")
-    code = f"import sys, deploy.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, deploy.main; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
 
@@ -185,12 +184,12 @@ def test_where_a_listening_address_is_reached(host, connect, loopback):
 
 def test_a_cluster_too_small_is_refused_with_the_numbers():
     app = AppConfig((ClusterConfig(model="demo", replicas=2, tensor_parallel_size=2),))
-    placement = plan_app(app, lambda _: False)
+    placement = app_resources(app, lambda _: False)
     check_capacity(placement, {"CPU": 4.25}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"4 of 8 CPUs free, but 2 replicas x 2 ranks x 1 and 1 router need 4.25"):
         check_capacity(placement, {"CPU": 4.0}, {"CPU": 8.0})
     with pytest.raises(ConfigError, match=r"0 of 0 GPUs free.*need 4.*--device cpu"):
-        check_capacity(plan_app(app, lambda _: True), {"CPU": 64.0}, {"CPU": 64.0})
+        check_capacity(app_resources(app, lambda _: True), {"CPU": 64.0}, {"CPU": 64.0})
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once():

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 import deploy
 from cluster.config import ClusterConfig, parse_config
-from deploy.cli import main as cli
+from deploy import main as cli
 from deploy.cli.flag_texts import OPEN_DEFAULTS
-from deploy.cli.flags import CHOICES, in_flags, load_settings, merge_settings, settings
-from deploy.cli.vllm_flags import INSTEAD
+from deploy.cli.flags import CHOICES, INSTEAD, in_flags, load_settings, merge_settings, settings
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 
@@ -103,7 +102,7 @@ def test_sizes_apart_by_commas_are_numbers(run, served, tmp_path):
     assert run("serve", "--config", str(path))[0] == 0
     assert [config.cudagraph_capture_sizes for config, _ in served] == [(1, 2, 8), (4, 16)]
     assert served[0][0].engine.cudagraph_capture_sizes == (1, 2, 8)
-    with pytest.raises(ConfigError, match="must be numbers apart by commas, such as 1,2,4,8, not '8,many'"):
+    with pytest.raises(ConfigError, match="must be numbers separated by commas, such as 1,2,4,8, not '8,many'"):
         run("serve", "demo", "--cudagraph-capture-sizes", "8,many")
 
 

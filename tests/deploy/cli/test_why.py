@@ -13,25 +13,22 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.admission.fair_gate import FairGate
-from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, hash_key
-from cluster.admission.tenancy import Tenancy
-from cluster.admission.tenant import Tenant
+from cluster.accounts.flight_recorder import FlightRecorder, Wait
+from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.keys import FixedKeys, KeyEntry, KeyRing, Tenant, hash_key
+from cluster.admission.tenants import Tenancy
 from cluster.config import ClusterConfig
 from cluster.errors import ApiError
 from cluster.http.app import build_app
-from cluster.replica.flight_dump import MOST_DUMPS, dump_flight, log_folder
-from cluster.replica.group_start import start_group
-from cluster.replica.host import ReplicaHost
-from cluster.router.gate_start import fair_gate
-from cluster.router.inquiries import PATIENCE, Inquiries, explanation
-from cluster.router.models.registry import Models
+from cluster.replica.host import MOST_DUMPS, ReplicaHost, dump_flight, log_folder
+from cluster.replica.worker_group import start_group
+from cluster.router.live_model import admission_queue
+from cluster.router.models import Models
+from cluster.router.why import PATIENCE, Inquiries, explanation
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.message_parts import Waited
-from cluster.wire.messages import Explained
+from cluster.wire.messages import Explained, Waited
 from deploy.cli.why import FOUND, NOTHING, UNREACHABLE, show_why
 from deploy.demo import demo_model_path
-from engine.telemetry.flight import FlightRecorder, Wait
 from tests.cluster.cluster_lab import Lab, long_request, until
 from tests.openai_app import client_for, front_for, served_model
 
@@ -91,17 +88,17 @@ async def test_turn_of_a_tenant_is_told_while_it_lasts_and_afterwards(tmp_path):
     model = served_model(tmp_path)
     async with Lab() as lab:
         replica = await lab.start("a", steps=2)
-        gate = FairGate(lab.dispatcher, lambda: 1)
+        admission = AdmissionQueue(lab.dispatcher, lambda: 1)
 
         async def ask(name: str) -> None:
             async with await Tenancy().visit(Tenant("team")) as visit:
-                visit.ask("m", gate)
+                visit.ask("m", admission)
                 await drain(visit.source.generate(long_request(name)))
 
         tasks = [asyncio.create_task(ask(name)) for name in ("cmpl-1", "cmpl-2")]
-        await until(lambda: gate.num_waiting == 1)
+        await until(lambda: admission.num_waiting == 1)
         metrics = Metrics()
-        front = front_for(lab.dispatcher, model, metrics, gate, explain=lab.dispatcher.explain)
+        front = front_for(lab.dispatcher, model, metrics, admission, ask_router=lab.dispatcher.explain)
         async with client_for(build_app(Models([front]), metrics, dict)) as client:
             told = (await client.get("/why/cmpl-2")).json()
             assert [event["what"] for event in told["events"]] == ["turn"]
@@ -121,15 +118,15 @@ async def test_turn_of_a_tenant_is_told_while_it_lasts_and_afterwards(tmp_path):
 async def test_those_that_waited_in_line_in_vain_are_told_of():
     async with Lab() as lab:
         replica = await lab.start("a", steps=2)
-        gate = fair_gate(ClusterConfig(model="m", max_inflight=1, max_queue_wait=0.2), lab.dispatcher)
+        admission = admission_queue(ClusterConfig(model="m", max_inflight=1, max_queue_wait=0.2), lab.dispatcher)
 
         async def ask(name: str) -> None:
-            await drain(gate.generate("team", replace(long_request(name), tenant="team")))
+            await drain(admission.generate("team", replace(long_request(name), tenant="team")))
 
         first = asyncio.create_task(ask("cmpl-1"))
-        await until(lambda: gate.num_inside == 1)
+        await until(lambda: admission.num_inside == 1)
         patient, gone = (asyncio.create_task(ask(name)) for name in ("cmpl-2", "cmpl-3"))
-        await until(lambda: gate.num_waiting == 2)
+        await until(lambda: admission.num_waiting == 2)
         gone.cancel()
         with pytest.raises(ApiError, match="waited"):
             await patient
@@ -154,17 +151,19 @@ async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path
     tenancy = Tenancy(keys)
     async with Lab(max_num_seqs=1) as lab:
         replica = await lab.start("a", steps=2)
-        gate = FairGate(lab.dispatcher, lambda: 2)
+        admission = AdmissionQueue(lab.dispatcher, lambda: 2)
 
         async def ask(name: str) -> None:
             async with await tenancy.visit(Tenant("a")) as visit:
-                visit.ask("m", gate)
+                visit.ask("m", admission)
                 await drain(visit.source.generate(long_request(name)))
 
         tasks = [asyncio.create_task(ask(f"cmpl-{name}")) for name in ("f1", "f2", "f3")]
-        await until(lambda: gate.num_waiting == 1 and replica.executor.executed >= 2)
+        await until(lambda: admission.num_waiting == 1 and replica.executor.executed >= 2)
         metrics = Metrics()
-        front = front_for(lab.dispatcher, served_model(tmp_path), metrics, gate, explain=lab.dispatcher.explain)
+        front = front_for(
+            lab.dispatcher, served_model(tmp_path), metrics, admission, ask_router=lab.dispatcher.explain
+        )
         async with client_for(build_app(Models([front]), metrics, dict, tenancy=tenancy)) as client:
 
             async def status(name: str, key: str) -> int:
@@ -187,10 +186,10 @@ async def test_only_its_own_tenant_and_whoever_runs_the_server_are_told(tmp_path
 
 
 async def test_replica_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr("cluster.router.inquiries.PATIENCE", 0.05)
+    monkeypatch.setattr("cluster.router.why.PATIENCE", 0.05)
     async with Lab() as lab:
         await lab.start("a")
-        monkeypatch.setattr("cluster.router.inquiries.Inquiries.on_answer", lambda *_: None)
+        monkeypatch.setattr("cluster.router.why.Inquiries.on_answer", lambda *_: None)
         assert (await lab.dispatcher.explain("r")).silent == ("a",)
 
 

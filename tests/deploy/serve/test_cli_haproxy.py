@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.config import parse_config
-from deploy.cli import main as cli
+from deploy import main as cli
 from deploy.serve import haproxy
 from deploy.serve.address import free_port
 from deploy.serve.haproxy import HAProxySetup, exposed, prepare_haproxy

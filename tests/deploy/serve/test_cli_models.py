@@ -11,10 +11,10 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 import deploy.serve.command
 import deploy.serve.readiness
 from cluster.app_config import AppConfig, parse_app
-from cluster.lifecycle.start_error import ReplicaStartError, find_start_failure
+from cluster.errors import ReplicaStartError, find_start_failure
 from deploy.serve.command import Options, Server
+from deploy.serve.output import ReplicaLog
 from deploy.serve.readiness import Readiness, StartError, refuse_failed
-from deploy.serve.replica_log import ReplicaLog
 from engine.errors import ConfigError
 
 BODIES = [
@@ -33,7 +33,7 @@ def app(*names: str) -> AppConfig:
 def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
     server = Server(app("demo", "other"), Options())
     server._replicas = BODIES
-    server._tell_phases(10.0)
+    server._print_phases(10.0)
     server.announce()
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
@@ -49,7 +49,7 @@ def test_each_model_has_its_phases_and_is_named_in_what_can_be_pasted(capsys):
 def test_one_model_is_told_as_ever(capsys):
     server = Server(app("demo"), Options())
     server._replicas = BODIES[:1]
-    server._tell_phases(10.0)
+    server._print_phases(10.0)
     server.announce()
     text = capsys.readouterr().out
     assert "Model demo" not in text
@@ -82,7 +82,7 @@ def test_a_lost_replica_is_told_with_its_model_and_those_of_others_are_not_count
     lines: list[str] = []
     log = ReplicaLog(BODIES, 2, lines.append, "other")
     for _ in range(3):
-        log.look(BODIES[:2])
+        log.update(BODIES[:2])
     assert lines == [
         "Replica c of other (pids 4, 5) is lost; what it ran goes on elsewhere, 1 of 2 left. Ray starts another."
     ]
@@ -106,7 +106,7 @@ def test_one_look_asks_once_for_all_models(monkeypatch, capsys):
     server._replicas = BODIES
     with pytest.raises(StartError, match="deleted"):
         server.watch()
-    assert asked == ["/ready"] * deploy.serve.command.LOOKS_PER_STATUS
+    assert asked == ["/ready"] * deploy.serve.command.POLLS_PER_STATUS
     assert capsys.readouterr().out.startswith("Replica c of other (pids 4, 5) is lost")
 
 

@@ -12,8 +12,8 @@ from ray.serve.schema import (
 )
 from rich.console import Console
 
-from cluster.lifecycle.start_error import ReplicaStartError
-from deploy.cli.phases import PhaseLog
+from cluster.errors import ReplicaStartError
+from deploy.serve.output import PhaseLog
 from deploy.serve.readiness import StartError, refuse_failed
 from engine.errors import CheckpointError, ConfigError
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deploy.serve import private_ray as rays
+from deploy.serve import environment as rays
 from deploy.serve.environment import LOCAL_RAY, prepare_ray
 from engine.errors import ConfigError
 
@@ -87,8 +87,8 @@ def test_sigterm_ends_a_command_that_waits_for_ray(run):
         mute.settimeout(60)
         address = f"127.0.0.1:{mute.getsockname()[1]}"
         process = run(
-            "from deploy.cli.interrupts import Interrupts\n"
-            "from deploy.serve.joined_ray import JoinedRay\n"
+            "from deploy.cli.processes import Interrupts\n"
+            "from deploy.serve.ray_cluster import JoinedRay\n"
             f"with Interrupts(): JoinedRay({address!r}, False)"
         )
         knock, _ = mute.accept()
@@ -102,7 +102,7 @@ def test_sigterm_ends_a_command_that_waits_for_ray(run):
 def test_a_ray_that_does_not_answer_in_time_ends_the_command_with_a_reason(run):
     process = run(
         "import threading\n"
-        "from deploy.cli.interrupts import while_ray_joins\n"
+        "from deploy.cli.processes import while_ray_joins\n"
         "with while_ray_joins(0.1, 'no answer'): threading.Event().wait()"
     )
     assert process.communicate(timeout=60)[1] == "Error: no answer\n"
@@ -112,7 +112,7 @@ def test_a_ray_that_does_not_answer_in_time_ends_the_command_with_a_reason(run):
 def test_a_ray_that_answers_leaves_no_trace_of_the_wait(run):
     process = run(
         "import signal, threading\n"
-        "from deploy.cli.interrupts import while_ray_joins\n"
+        "from deploy.cli.processes import while_ray_joins\n"
         "with while_ray_joins(60, 'late'): pass\n"
         "print(threading.active_count(), signal.set_wakeup_fd(-1))"
     )

@@ -10,11 +10,17 @@ import types
 import pytest
 import torch
 
-from engine.attention import flash3, torch_varlen
+from engine.attention import varlen as flash3
+from engine.attention import varlen as torch_varlen
 from engine.attention.base import StepTensors
-from engine.attention.flash3 import Flash3Attention, why_not_flash3
 from engine.attention.select import select_backend
-from engine.attention.torch_varlen import TorchVarlenAttention, reads_pages, why_not_torch_varlen
+from engine.attention.varlen import (
+    Flash3Attention,
+    TorchVarlenAttention,
+    reads_pages,
+    why_not_flash3,
+    why_not_torch_varlen,
+)
 from engine.errors import ConfigError
 from engine.inputs.step_tensors import to_device
 from tests.parity.test_attention import CPU, make_step, run, spec

@@ -14,7 +14,7 @@ from torch.nn.attention import varlen
 
 from engine.attention.base import AttentionBackend
 from engine.attention.triton import TritonAttention
-from engine.attention.tuned import OVERLAPPING
+from engine.attention.triton_fit import OVERLAPPING
 from engine.attention.whole_prompts import TorchPrompts
 from engine.kernels.base import TorchKernels
 from tests.engine.paged_lab import Lab, spec

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.attention import tuned
-from engine.attention.tuned import OVERLAPPING, Shape, Tile, Tuning, tuning_of, unmeasured
+from engine.attention import triton_fit as tuned
+from engine.attention.triton_fit import OVERLAPPING, Shape, Tile, Tuning, tuning_of, unmeasured
 from tests.bench import tune_attention
 from tests.bench.gpu.part_attention import Case
 from tests.bench.tune_attention import fastest, seconds

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from engine.attention.paged_varlen import unfit_for_paged_varlen
 from engine.attention.triton import TritonAttention
-from engine.attention.tuned import LEAST_SHARED, SHARED, shared_bytes, unmeasured
+from engine.attention.triton_fit import LEAST_SHARED, SHARED, shared_bytes, unmeasured
+from engine.attention.varlen import unfit_for_paged_varlen
 from engine.attention.whole_prompts import TorchPrompts
 from tests.engine.paged_lab import Lab, spec
 from tests.triton_compiler import instead_of_launching, show

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, weakref
-from engine.device.heap import settle_heap
+from engine.device.machine import settle_heap
 
 class Node:
     pass

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.device.upload import pack, packed_size, unpack, upload
+from engine.device.gpu import pack, packed_size, unpack, upload
 
 arrays = st.lists(
     st.tuples(st.sampled_from([np.int64, np.int32, np.float32, np.bool_]), st.lists(st.integers(0, 5), max_size=2)),

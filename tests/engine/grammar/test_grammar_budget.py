@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 
 from engine.errors import InvalidRequestError
-from engine.grammar.base import CompiledGrammar, GrammarState, PreparedGrammar, grammar_states
-from engine.grammar.budget import BASE_TIME, TOKEN_TIME, GrammarBudget
-from engine.grammar.process import CompileLimits, GrammarService
+from engine.grammar.base import (
+    BASE_TIME,
+    TOKEN_TIME,
+    CompiledGrammar,
+    GrammarBudget,
+    GrammarState,
+)
+from engine.grammar.compile_service import GrammarService
+from engine.grammar.helper import CompileLimits
 from engine.grammar.texts import grammar_text
-from engine.grammar.trial import try_out
+from engine.grammar.xgrammar_backend import try_out
+from engine.inputs.grammar_masks import PreparedGrammar, grammar_states
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.grammar_walk import END, WORDS, allowed, byte_vocabulary, compiled

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from engine.errors import InvalidRequestError
-from engine.grammar.counted import BLOCK, FAR, SPAN
 from engine.grammar.json_schema import schema_grammar
-from engine.grammar.xgr import Vocabulary, XgrGrammar
+from engine.grammar.json_text import BLOCK, FAR, SPAN
+from engine.grammar.xgrammar_backend import Vocabulary, XgrGrammar
 from tests.grammar_walk import WORDS, allowed
 
 END = 256

@@ -6,12 +6,11 @@ from random import Random
 
 import pytest
 
-from engine.grammar.ebnf import Rules
+from engine.grammar.gbnf import GrammarRules, truthful
 from engine.grammar.json_schema import object_grammar, schema_grammar
 from engine.grammar.json_text import spell_raw
 from engine.grammar.regex import convert
-from engine.grammar.xgr import Vocabulary
-from engine.grammar.xgr_classes import truthful
+from engine.grammar.xgrammar_backend import Vocabulary
 from tests.grammar_walk import WORDS, allowed, random_schema
 
 END = 256
@@ -49,7 +48,7 @@ def hold(text: str, seed: int, most: int, walks: int = 2) -> None:
 
 
 def regex(pattern: str) -> str:
-    rules = Rules()
+    rules = GrammarRules()
     return rules.text(convert(pattern, spell_raw, rules).body)
 
 

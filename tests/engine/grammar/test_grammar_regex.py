@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidRequestError
-from engine.grammar.ebnf import Rules
+from engine.grammar.gbnf import GrammarRules
 from engine.grammar.json_text import spell_in_string, spell_raw
-from engine.grammar.number_rules import Bounds, bounded
 from engine.grammar.regex import convert
+from engine.grammar.scalar_rules import NumberBounds, bounded
 from tests.grammar_walk import compiled, texts
 
 PATTERNS = [
@@ -67,7 +67,7 @@ REFUSED += [
 
 
 def grammar(pattern, spell=spell_raw, quote=""):
-    rules = Rules()
+    rules = GrammarRules()
     return compiled(rules.text(f"{quote} ({convert(pattern, spell, rules).body}) {quote}"))
 
 
@@ -116,10 +116,10 @@ bounds = st.decimals(-1000, 1000, places=3) | st.integers(-(10**6), 10**6).map(D
 @settings(max_examples=80)
 @given(st.none() | bounds, st.none() | bounds, st.booleans(), st.booleans(), st.booleans(), st.integers(1, 12))
 def test_numbers_lie_within_their_bounds(low, high, low_open, high_open, whole, multiple):
-    wanted = Bounds(low, high, low_open, high_open, multiple)
-    if wanted == Bounds(low_open=low_open, high_open=high_open):
+    wanted = NumberBounds(low, high, low_open, high_open, multiple)
+    if wanted == NumberBounds(low_open=low_open, high_open=high_open):
         return
-    rules = Rules()
+    rules = GrammarRules()
     try:
         root = bounded(rules, wanted, whole)
     except InvalidRequestError:
@@ -139,8 +139,8 @@ def test_numbers_lie_within_their_bounds(low, high, low_open, high_open, whole, 
 
 @pytest.mark.parametrize("number", ["0", "7", "10", "99", "100", "-1", "-25"])
 def test_numbers_within_their_bounds_can_be_written(number):
-    rules = Rules()
-    root = bounded(rules, Bounds(Decimal(-25), Decimal(100)), whole=True)
+    rules = GrammarRules()
+    root = bounded(rules, NumberBounds(Decimal(-25), Decimal(100)), whole=True)
     state = compiled(rules.text(root)).state()
     assert all(state.accept(byte) for byte in number.encode())
     assert state.accept(256)

@@ -9,10 +9,10 @@ import pytest
 
 from engine.errors import InvalidRequestError
 from engine.grammar.json_schema import object_grammar, schema_grammar
-from engine.grammar.keywords import ANNOTATIONS, ENFORCED, FORMATS, REFUSED, constraints
+from engine.grammar.schema_check import ANNOTATIONS, ENFORCED, FORMATS, REFUSED, constraints
 from tests.grammar_walk import compiled, random_schema, texts
 
-DOCS = Path(__file__).parents[3] / "docs" / "structured.md"
+DOCS = Path(__file__).parents[3] / "docs" / "guides" / "structured-output.md"
 STR, INT, NUM = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 OBJECT = {"type": "object", "properties": {"a": STR}, "required": ["a"], "additionalProperties": False}
 LIST = {

@@ -3,12 +3,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.grammar.masks import MaskMaker
+from engine.inputs.grammar_masks import MaskMaker
 from engine.inputs.prepare import InputBuilder, attention_mask
 from engine.report import StepInputs
 from engine.sampling.parameter_table import SamplingTable
 from engine.scheduler.schedule import Schedule
-from engine.scheduler.tables import Tables
+from engine.scheduler.slots import SlotTables
 from tests.engine.engine_driver import EOS, VOCAB, Driver, request
 from tests.fake_executor import FakeExecutor
 
@@ -53,7 +53,7 @@ def builder_for(tables, block_size, budget=64):
     return InputBuilder(tables, SamplingTable(tables.num_slots), masks, block_size, budget)
 
 
-# ---- DESIGN section 7 --------------------------------------------------------------------------------------
+# ---- the worked example --------------------------------------------------------------------------------------
 
 PROMPTS = ((10, 11, 12), (20, 21), (30, 31, 32, 33, 34, 35, 36, 37))
 STEP_1 = {
@@ -88,7 +88,7 @@ def worked_example():
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_worked_example_token_level_every_row(step):
-    tables = Tables(3, 12, 6)
+    tables = SlotTables(3, 12, 6)
     for slot, prompt in enumerate(PROMPTS):
         tables.fill(slot, prompt, (), limit=12)
     tables.blocks[0, :2], tables.blocks[1, :1], tables.blocks[2, :3] = [1, 2], [3], [4, 5, 6]
@@ -166,7 +166,7 @@ def test_three_prompts_are_concatenated_without_padding():
 
 
 def test_block_2759_starts_at_slot_44144():
-    tables = Tables(1, 32, 2)
+    tables = SlotTables(1, 32, 2)
     tables.fill(0, range(17), (), limit=32)
     tables.blocks[0] = 7, 2759
     inputs, _ = builder_for(tables, 16).prepare(schedule_of([17], [0], [17]))
@@ -182,7 +182,7 @@ def steps(draw):
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     context, slots = draw(st.integers(2, 40)), draw(st.integers(1, 6))
     columns = -(-context // block_size)
-    tables = Tables(slots, context, columns)
+    tables = SlotTables(slots, context, columns)
     used = draw(st.permutations(range(slots)))[: draw(st.integers(1, slots))]
     rows = []
     numbers = iter(draw(st.permutations(range(1, slots * columns + 1))))

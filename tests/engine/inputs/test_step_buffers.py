@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from engine.device.host_copies import HostPair
+from engine.device.gpu import HostPair
 from engine.inputs.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
-from engine.inputs.table_mirror import TableMirror
+from engine.inputs.step_messages import TableMirror
 from engine.report import StepInputs
 from tests.engine.engine_driver import Driver, request
 from tests.engine.scheduler.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes

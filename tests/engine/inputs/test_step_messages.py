@@ -9,8 +9,8 @@ from hypothesis.stateful import initialize
 from engine.config import EngineConfig
 from engine.inputs.step_messages import PLAIN, StepReader, StepWriter
 from engine.report import StepInputs
+from parallel.channel import Message, pack, unpack
 from parallel.errors import ChannelError
-from parallel.packing import Message, pack, unpack
 from tests.engine.engine_driver import VOCAB
 from tests.engine.inputs.test_step_buffers import decode
 from tests.engine.scheduler.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from engine.kernels.handles import kept
+from engine.kernels.triton_launch import kept
 
 
 @kept

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from engine.kernels import triton_quantised
+from engine.kernels import triton_linear as triton_quantised
+from engine.kernels.base import quantise_rows
 from engine.kernels.triton_kernels import TritonKernels
-from engine.kernels.triton_quantised import TritonInt8Linear, quantise_rows_in_one_pass
-from parallel.fp8 import quantise_rows
-from parallel.int8 import Int8Linear
+from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
+from engine.quantization.int8 import Int8Linear
 from tests.interpreter import exact_halves
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -92,7 +92,7 @@ def test_many_rows_are_multiplied_by_torch(monkeypatch):
     weight, scale = torch.ones(16, 32, dtype=torch.int8, device=DEVICE), torch.ones(16, device=DEVICE)
     x = some(triton_quantised.FEW_ROWS + 1, 32)
     torch.testing.assert_close(
-        TritonInt8Linear(weight, scale).apply(x, None), Int8Linear(weight, scale).apply(x, None)
+        TritonInt8Linear(weight, scale).apply(x, None), Int8Linear.of(weight, scale).apply(x, None)
     )
 
 

@@ -1,8 +1,7 @@
 import pytest
 
 from engine.errors import IntegrityError
-from engine.kv.block_manager import BlockManager
-from engine.kv.prefix_hash import prompt_hashes, token_bytes
+from engine.kv.block_manager import BlockManager, prompt_hashes, token_bytes
 
 SIZE = 2
 
@@ -140,12 +139,25 @@ def test_clearing_forgets_contents_and_keeps_what_is_held():
     assert blocks.num_free == 5
 
 
+def forked(blocks, table):
+    """Return a second table of the same blocks."""
+    blocks.acquire(table)
+    return table.copy()
+
+
+def parted(blocks, table, index):
+    """Make a block of a table safe to write; return what was copied, and where to."""
+    source, copy = table[index], blocks.part(table[index])
+    table[index] = source if copy is None else copy
+    return None if copy is None else (source, copy)
+
+
 def test_writers_part_and_the_last_holder_writes_in_place():
     blocks = BlockManager(6, SIZE)
     a = blocks.allocate(2)
-    b, c = blocks.fork(a), blocks.fork(a)
+    b, c = forked(blocks, a), forked(blocks, a)
     shared = a[1]
-    copies = [blocks.writable(table, 1) for table in (a, b, c)]
+    copies = [parted(blocks, table, 1) for table in (a, b, c)]
     assert copies == [(shared, a[1]), (shared, b[1]), None]
     assert len({a[1], b[1], c[1]}) == 3
     assert a[0] == b[0] == c[0]
@@ -155,46 +167,21 @@ def test_writers_part_and_the_last_holder_writes_in_place():
 def test_a_copy_without_a_free_block_changes_nothing():
     blocks = BlockManager(2, SIZE)
     a = blocks.allocate(1)
-    b = blocks.fork(a)
+    b = forked(blocks, a)
     with pytest.raises(ValueError, match="available"):
-        blocks.writable(b, 0)
+        parted(blocks, b, 0)
     assert a == b == [1]
     blocks.check_integrity([a, b])
 
 
-def test_held_blocks_are_counted_once_for_who_took_them_first():
-    blocks = BlockManager(8, SIZE)
-    mine, theirs = blocks.allocate(2, "a"), blocks.allocate_each(["b", "a"])
-    assert blocks.held == {"a": 3, "b": 1}
-    shared = blocks.fork(mine)
-    blocks.acquire(theirs[:1], "c")
-    assert blocks.held == {"a": 3, "b": 1}
-    blocks.writable(shared, 1, "d")
-    assert blocks.held == {"a": 3, "b": 1, "d": 1}
-    blocks.check_integrity([mine, shared, theirs, theirs[:1]])
-    blocks.release(mine)
-    assert blocks.held == {"a": 2, "b": 1, "d": 1}, "the fork still holds the first of them"
-    for table in (shared, theirs, theirs[:1]):
-        blocks.release(table)
-    assert blocks.held == {}
-
-
-def test_cached_block_is_paid_for_by_who_finds_it():
-    blocks = BlockManager(4, SIZE)
-    tokens = [1, 2]
-    table = sealed(blocks, tokens)
-    blocks.release(table)
-    assert blocks.held == {}
-    blocks.acquire(table, "finder")
-    assert blocks.held == {"finder": 1}
-
-
-def test_integrity_notices_a_wrong_payer():
-    blocks = BlockManager(4, SIZE)
-    table = blocks.allocate(1, "a")
-    blocks._payers[table[0]] = "b"
-    with pytest.raises(IntegrityError, match="payer"):
-        blocks.check_integrity([table])
+def test_blocks_that_nobody_held_are_told_apart_from_those_that_somebody_shares():
+    blocks = BlockManager(10, SIZE)
+    table = sealed(blocks, [1, 2, 3, 4])
+    assert blocks.acquire(table) == []
+    assert blocks.release(table) == []
+    assert sorted(blocks.release(table)) == sorted(table)
+    assert blocks.acquire(table) == table, "found again while they are only cached"
+    blocks.check_integrity([table])
 
 
 @pytest.mark.parametrize("tables", [[], [[1], [1]], [[1], [2]]])

@@ -4,9 +4,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv import room as kv_room
-from engine.kv.cache import KVCache, block_bytes, cuda_budget, opened_blocks
-from engine.kv.room import cpu_budget, fit_cache, fit_given_blocks
+from engine.kv import cache_size as kv_room
+from engine.kv.cache import KVCache, cuda_budget, opened_blocks
+from engine.kv.cache_size import cpu_budget, fit_cache, fit_given_blocks
+from engine.kv.cache_specs import FullAttentionSpec, LatentSpec, RecurrentSpec, SlidingWindowSpec, block_bytes
 
 CPU = torch.device("cpu")
 
@@ -15,30 +16,77 @@ def config(**values):
     return EngineConfig("model", **{"max_model_len": 100, "block_size": 16, "device": "cpu", **values})
 
 
-def test_one_tensor_with_a_view_per_layer():
-    cache = KVCache(3, 10, 4, 2, 8, torch.float32, CPU)
-    assert cache.tensor.shape == (2, 3, 10, 4, 2, 8)
-    cache.layers[1].keys.fill_(1)
-    cache.layers[1].values.fill_(2)
-    assert cache.tensor[0, 1].eq(1).all()
-    assert cache.tensor[1, 1].eq(2).all()
+def full(count, kv_heads, head_dim, dtype=torch.float32):
+    return [FullAttentionSpec(dtype, kv_heads, head_dim)] * count
 
 
-def test_null_block_starts_as_zeros():
-    assert KVCache(3, 10, 4, 2, 8, torch.float32, CPU).tensor[:, :, 0].eq(0).all()
+UNLIKE = [
+    FullAttentionSpec(torch.float32, 2, 8),
+    SlidingWindowSpec(torch.float32, 2, 8, 5),  # of one shape with the first
+    FullAttentionSpec(torch.float32, 4, 16),
+    LatentSpec(torch.bfloat16, 24),
+    RecurrentSpec(torch.float32, ((3, 5), (7,))),
+]
+
+
+def test_layers_that_are_alike_share_one_tensor_with_a_view_each():
+    cache = KVCache(full(3, 2, 8), 10, 4, CPU)
+    assert [tuple(tensor.shape) for tensor in cache.tensors] == [(6, 10, 4, 2, 8)]
+    for layer in range(3):
+        cache.layers[layer].keys.fill_(layer)
+        cache.layers[layer].values.fill_(10 + layer)
+    assert sorted(cache.tensors[0][:, 0, 0, 0, 0].tolist()) == [0, 1, 2, 10, 11, 12]
+    for layer in range(3):
+        assert cache.layers[layer].keys.eq(layer).all()
+        assert cache.layers[layer].values.eq(10 + layer).all()
+
+
+def test_the_null_block_starts_as_zeros():
+    for tensor in KVCache(UNLIKE, 10, 4, CPU).tensors:
+        assert tensor[:, 0].eq(0).all()
+
+
+def test_layers_that_are_unlike_share_one_pool_of_blocks():
+    cache = KVCache(UNLIKE, 10, 4, CPU)
+    assert sum(tensor.nbytes for tensor in cache.tensors) == 10 * block_bytes(UNLIKE, 4)
+    assert cache.layers[1].keys.shape == (10, 4, 2, 8)
+    assert cache.layers[2].values.shape == (10, 4, 4, 16)
+    assert [tuple(part.shape) for part in cache.layers[3]] == [(10, 4, 24)]
+    assert [tuple(part.shape) for part in cache.layers[4]] == [(10, 3, 5), (10, 7)]
+    assert cache.layers[3][0].dtype is torch.bfloat16
+    memory = [cache.layers[i].keys for i in range(3)] + [cache.layers[i].values for i in range(3)]
+    memory += [*cache.layers[3], *cache.layers[4]]
+    assert len({part.data_ptr() for part in memory}) == len(memory)
+    for part in memory:
+        part[2] = 7
+    cache.copy(torch.tensor([[2, 5]], dtype=torch.int32))
+    cache.clear(torch.tensor([2]))
+    for part in memory:
+        assert part[5].eq(7).all()
+        assert part[2].eq(0).all()
+
+
+def test_dropped_memory_is_taken_again():
+    cache = KVCache(UNLIKE, 10, 4, CPU)
+    cache.drop()
+    assert all(not tensor.untyped_storage().nbytes() for tensor in cache.tensors)
+    cache.restore()
+    assert cache.layers[2].keys[0].eq(0).all()
+    cache.layers[2].keys[9] = 1
 
 
 def test_blocks_are_copied_and_cleared_in_all_layers():
-    cache = KVCache(2, 6, 4, 1, 2, torch.float32, CPU)
-    cache.tensor.copy_(torch.arange(6.0).view(1, 1, 6, 1, 1, 1).expand(cache.tensor.shape))
+    cache = KVCache(full(2, 1, 2), 6, 4, CPU)
+    (tensor,) = cache.tensors
+    tensor.copy_(torch.arange(6.0).view(1, 6, 1, 1, 1).expand(tensor.shape))
     cache.copy(torch.tensor([[1, 4], [2, 5]], dtype=torch.int32))
     cache.clear(torch.tensor([3]))
-    assert cache.tensor[:, :, :, 0, 0, 0].eq(torch.tensor([0.0, 1, 2, 0, 1, 2])).all()
+    assert tensor[:, :, 0, 0, 0].eq(torch.tensor([0.0, 1, 2, 0, 1, 2])).all()
 
 
 def test_an_fp8_cache_is_copied_and_cleared_by_bytes():
     scales = torch.rand(2, 2, 1)
-    cache = KVCache(2, 4, 4, 1, 2, torch.float8_e4m3fn, CPU, scales)
+    cache = KVCache(full(2, 1, 2, torch.float8_e4m3fn), 4, 4, CPU, tuple(scales))
     layer = cache.layers[1]
     assert layer.keys.dtype is layer.values.dtype is torch.float8_e4m3fn
     assert torch.equal(layer.scales, scales[1])
@@ -54,8 +102,9 @@ def test_opened_blocks_are_those_begun_but_not_filled():
     assert opened_blocks(np.array(slots, np.int32), 4).tolist() == [3, 10]
 
 
-def test_block_bytes():
-    assert block_bytes(12, 16, 4, 64, torch.bfloat16) == 2 * 12 * 16 * 4 * 64 * 2
+def test_a_block_has_a_part_for_each_layer():
+    assert block_bytes(full(12, 4, 64, torch.bfloat16), 16) == 2 * 12 * 16 * 4 * 64 * 2
+    assert block_bytes(UNLIKE, 4) == 4 * (2 * 2 * (4 * 2 * 8) + 2 * (4 * 4 * 16) + 3 * 5 + 7) + 2 * (4 * 24)
 
 
 def test_cpu_budget_is_the_setting_or_a_quarter_of_what_is_free(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.prefix_hash import DIGEST_BYTES, prompt_hashes
+from engine.kv.block_manager import DIGEST_BYTES, prompt_hashes
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -42,7 +42,7 @@ def test_lists_tuples_and_arrays_name_alike():
 
 
 def test_names_are_the_same_in_every_process_and_version():
-    code = "from engine.kv.prefix_hash import prompt_hashes; print(prompt_hashes([1, 2, 3, 4], 2, b's')[1].hex())"
+    code = "from engine.kv.block_manager import prompt_hashes; print(prompt_hashes([1, 2, 3, 4], 2, b's')[1].hex())"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert seen == prompt_hashes([1, 2, 3, 4], 2, b"s")[1].hex()
     assert seen == "46a27e65d146fd30e9f3a18b337a1b11426f91cbbccc2665a09e7d7ecad3ef6a"

@@ -31,7 +31,7 @@ from engine.loader.fingerprint import (
     vocabulary_fingerprint,
     weights_of,
 )
-from engine.worker.arithmetic import _device
+from engine.worker.invariance import _device
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_another_version_of_our_code_is_told(tmp_path: Path, monkeypatch: pytest
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr("engine.loader.fingerprint.ROOT", tmp_path)
     seen = []
-    for changed in (None, "engine/layers.c", "parallel/linear.py", "engine/sampling/noise.py", "engine/README"):
+    for changed in (None, "engine/layers.c", "parallel/linear.py", "engine/sampling/gumbel.py", "engine/README"):
         if changed is not None:
             with (tmp_path / changed).open("a") as file:
                 file.write("\n")
@@ -219,9 +219,9 @@ def test_another_version_of_our_code_is_told(tmp_path: Path, monkeypatch: pytest
 
 def test_all_that_draws_is_in_the_part_that_tells_of_drawing() -> None:
     """What the samplers import of our own is either told of, or decides no token."""
-    carriers = {"sampling.device_outputs", "report", "request", "sampling_params", "device.upload"}
+    carriers = {"sampling.device_outputs", "report", "request", "sampling_params", "device.gpu"}
     carriers |= {"scheduler.schedule", "scheduler.tables"}
-    no_part = carriers | {"errors", "models", "telemetry.wordless", "kernels.handles"}
+    no_part = carriers | {"errors", "models", "kernels.triton_launch"}
     listed = {ROOT / path for path in DRAWING}
     assert all(path.exists() for path in listed)
     for path in [one for one in listed if one.suffix]:

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
 from cluster.config import ClusterConfig
-from cluster.router.models.served import served_model
-from deploy.cli.dry_run import read_spec
+from cluster.router.models import served_model
+from deploy.cli.dry_run import read_model_config
 from deploy.demo import demo_model_path
 from deploy.fetch import main as fetch_command
 from engine.errors import CheckpointError
@@ -49,7 +49,7 @@ def test_a_router_fetches_texts_alone(fetched):
 
 
 def test_a_plan_fetches_the_config_alone(fetched):
-    assert read_spec(MODEL).architecture
+    assert read_model_config(MODEL).architecture
     assert wants(fetched, "config.json")
     assert not any(wants(fetched, name) for name in (WEIGHTS, "tokenizer.json", "model.safetensors.index.json"))
 
@@ -104,4 +104,4 @@ def test_a_plan_of_a_gated_model_says_what_to_do(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
     with pytest.raises(CheckpointError, match="accept its terms"):
-        read_spec("some/gated")
+        read_model_config("some/gated")

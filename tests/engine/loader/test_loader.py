@@ -8,11 +8,11 @@ from huggingface_hub.errors import GatedRepoError
 from safetensors.torch import load_file, save_file
 
 from engine.errors import CheckpointError
-from engine.loader.checkpoint import find_checkpoint
-from engine.loader.model_folder import open_model
+from engine.layers.embedding import ROW_MULTIPLE
+from engine.loader.checkpoint import find_checkpoint, open_model
 from engine.loader.safetensors_file import TensorOnDisk
 from engine.loader.weights import load_model
-from parallel.embedding import ROW_MULTIPLE
+from engine.models.blueprint import blueprint
 from parallel.errors import ShardingError
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import LLAMA3, make
@@ -40,7 +40,7 @@ def folder(saved, tmp_path):
 
 def load(path, group=None, dtype=torch.float32):
     opened = open_model(str(path))
-    return load_model(opened, opened.spec, opened.spec.max_positions, group or SoloGroup(), dtype)
+    return load_model(opened, opened.config.max_positions, group or SoloGroup(), dtype)
 
 
 def edit_config(path, **values):
@@ -235,18 +235,22 @@ def test_unsupported_gpt2_variants_are_refused(folder):
 
 def test_old_and_new_rope_settings_mean_the_same(folder):
     path = folder("llama3_tied_biased")
-    new = open_model(str(path)).spec
+    new = load(path).rotaries[0].table
     old = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     edit_config(path, rope_parameters=..., rope_theta=10000.0, rope_scaling=old, dtype=..., torch_dtype="float32")
-    assert open_model(str(path)).spec == new
+    assert torch.equal(load(path).rotaries[0].table, new)
+
+
+def windows(path):
+    return [layer.window for layer in blueprint(open_model(str(path)).config).attention]
 
 
 def test_sliding_window_is_off_unless_used(folder):
     path = folder("qwen2")
     edit_config(path, sliding_window=4, layer_types=..., use_sliding_window=False)
-    assert open_model(str(path)).spec.sliding_windows == (0, 0, 0)
+    assert windows(path) == [0, 0, 0]
     edit_config(path, sliding_window=4, use_sliding_window=True, max_window_layers=2)
-    assert open_model(str(path)).spec.sliding_windows == (0, 0, 4)
+    assert windows(path) == [0, 0, 4]
 
 
 def test_remote_code_is_ignored(folder, caplog):
@@ -260,7 +264,7 @@ def test_remote_code_is_ignored(folder, caplog):
 def test_end_of_sequence_ids_come_from_both_configs(folder):
     path = folder("llama")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2, 99999]}))
-    assert open_model(str(path)).spec.eos_token_ids == (2, 7)
+    assert open_model(str(path)).config.eos_token_ids == (2, 7)
 
 
 def test_unknown_model_is_refused_in_a_sentence(monkeypatch, tmp_path):
@@ -278,7 +282,7 @@ def test_hub_id_is_found_in_the_cache(monkeypatch, saved, tmp_path):
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0123abcd")
     shutil.copytree(saved / "llama", repository / "snapshots" / "0123abcd")
-    assert load(find_checkpoint("some/llama")).spec.num_layers == 3
+    assert len(load(find_checkpoint("some/llama")).layers) == 3
 
 
 class OneOfTwo(SoloGroup):

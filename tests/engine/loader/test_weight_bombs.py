@@ -12,11 +12,11 @@ import pytest
 
 from deploy.demo import demo_model_path
 from engine.errors import CheckpointError
-from engine.loader.checkpoint import MAX_HEADER_BYTES, check_weight_files, read_json, tensor_files
+from engine.loader.checkpoint import MAX_HEADER_BYTES, check_weight_files, open_model, read_json, tensor_files
 from engine.loader.fingerprint import model_fingerprint
-from engine.loader.model_folder import open_model
 from engine.loader.safetensors_file import SafetensorsFile
-from engine.text.tokenizer_file import load_tokenizer
+from engine.models.blueprint import blueprint
+from engine.text.tokenizer import load_tokenizer
 
 MODEL_FOLDER = demo_model_path()
 DEEP = b"[" * 100_000
@@ -143,7 +143,7 @@ def test_a_config_that_asks_for_too_much_is_refused_by_field(tmp_path, field, va
     config = json.loads((MODEL_FOLDER / "config.json").read_text()) | {field: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=rf"config\.json: {field} must be"):
-        open_model(str(tmp_path))
+        blueprint(open_model(str(tmp_path)).config)
 
 
 @pytest.mark.parametrize("text", [DEEP, b"null", b"\xff", b'{"model": null}', b'{"model": {"vocab": {"a": -1}}}'])

@@ -3,18 +3,26 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.errors import CheckpointError
 from engine.kernels.base import TorchKernels
-from engine.models.registry import ARCHITECTURES, architecture_of
-from engine.models.rope import RotaryTable, inverse_frequencies
-from engine.models.spec import RopeSpec
+from engine.layers.base import Build
+from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
+from engine.models.blueprint import blueprint
+from engine.models.config import ModelConfig
+from engine.models.llama import read_rope
+from engine.models.registry import FAMILIES, family_of
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, LLAMA3, SMALL
 
 
-def read(name, **values):
-    """Return the spec that the config.json of a tiny model, with some fields changed, stands for."""
-    config = CONFIGS[name]()
-    return architecture_of({**config.to_diff_dict(), "architectures": [NAMES[config.model_type]], **values})[1]
+def config_of(config, **values):
+    """Return what is read of a config of transformers with some fields changed."""
+    return ModelConfig.of({**config.to_diff_dict(), "architectures": [NAMES[config.model_type]], **values})
+
+
+def built(name, **values):
+    """Return the model, without weights, that the config of a tiny one with some fields changed stands for."""
+    return blueprint(config_of(CONFIGS[name](), **values))
 
 
 NAMES = {
@@ -26,8 +34,8 @@ NAMES = {
 }
 
 
-def test_registry_holds_the_five_architectures():
-    assert set(ARCHITECTURES) == set(NAMES.values())
+def test_every_architecture_of_the_registry_is_tested():
+    assert set(FAMILIES) == set(NAMES.values())
 
 
 @pytest.mark.parametrize(
@@ -38,13 +46,12 @@ def test_registry_holds_the_five_architectures():
 def test_rope_frequencies_are_those_of_transformers(settings):
     config = transformers.LlamaConfig(**SMALL, head_dim=64, rope_parameters=dict(settings))
     expected, _ = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
-    spec = architecture_of({**config.to_diff_dict(), "architectures": ["LlamaForCausalLM"]})[1]
-    assert spec.rope is not None
-    torch.testing.assert_close(inverse_frequencies(spec.rope, 64), expected)
+    rope = read_rope(config_of(config).hf, 64)
+    torch.testing.assert_close(inverse_frequencies(rope, 64), expected)
 
 
 def test_rotation_turns_pairs_of_features_by_position():
-    table = RotaryTable(RopeSpec(theta=100.0), 4, 16, torch.device("cpu"))
+    table = Rotary(RopeSpec(theta=100.0), 4, Build(SoloGroup(), torch.float32, 16))
     x = torch.randn(3, 2, 4)
     positions = torch.tensor([0, 5, 15], dtype=torch.int32)
     angles = torch.outer(positions.float(), torch.tensor([1.0, 0.1]))
@@ -58,28 +65,52 @@ def test_rotation_turns_pairs_of_features_by_position():
 
 
 def test_head_dim_defaults_to_a_share_of_the_width():
-    assert read("llama").head_dim == 16
-    assert read("llama", head_dim=None).head_dim == 16
-    assert read("llama3_tied_biased").head_dim == 24
+    assert built("llama").attention[0].head_dim == 16
+    assert built("llama", head_dim=None).attention[0].head_dim == 16
+    assert built("llama3_tied_biased").attention[0].head_dim == 24
 
 
 def test_mistral_without_a_window_sees_all():
-    assert read("mistral", sliding_window=None).sliding_windows == (0, 0, 0)
-    assert read("mistral", sliding_window=6).sliding_windows == (6, 6, 6)
+    assert [layer.window for layer in built("mistral", sliding_window=None).attention] == [0, 0, 0]
+    assert [layer.window for layer in built("mistral", sliding_window=6).attention] == [6, 6, 6]
+
+
+def test_a_window_that_no_sequence_outgrows_is_none():
+    assert [layer.window for layer in built("mistral", sliding_window=256).attention] == [0, 0, 0]
 
 
 def test_llama_alone_takes_its_biases_from_the_config():
-    spec = read("llama3_tied_biased")
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.tied_embeddings) == (True, True, True, True)
-    spec = read("qwen2")
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (True, False, False)
+    model = built("llama3_tied_biased")
+    layer = model.layers[0]
+    parts = (layer.attention.qkv, layer.attention.output, layer.mlp.up, layer.mlp.down)
+    assert all(part.bias is not None for part in parts)
+    assert model.head.weight is model.embedding.weight
+    layer = built("qwen2").layers[0]
+    assert layer.attention.qkv.bias is not None
+    assert layer.attention.output.bias is layer.mlp.up.bias is layer.mlp.down.bias is None
 
 
-def test_every_parameter_of_the_decoder_is_filled_by_the_name_map():
-    from engine.models.decoder import Decoder
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_familys_rules_are_the_tensors_that_transformers_saves_with_their_shapes(name, size):
+    config = CONFIGS[name]()
+    with torch.device("meta"):
+        saved = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    if config.tie_word_embeddings:
+        del saved["lm_head.weight"]
+    model = blueprint(config_of(config), size)
+    rules = list(model.weights())
+    assert {rule.name: rule.shape for rule in rules} == {n: tuple(tensor.shape) for n, tensor in saved.items()}
+    assert {rule.target for rule in rules} == {n for n, _ in model.named_parameters()}
 
-    for name in CONFIGS:
-        config = CONFIGS[name]()
-        found, spec = architecture_of({**config.to_diff_dict(), "architectures": [NAMES[config.model_type]]})
-        model = Decoder(spec, 32, SoloGroup(), torch.float32)
-        assert {rule.target for rule in found.weights(spec)} == {n for n, _ in model.named_parameters()}
+
+def test_gpt2_assumes_what_transformers_does_where_its_config_says_nothing():
+    model = blueprint(ModelConfig.of({"architectures": ["GPT2LMHeadModel"]}))
+    expected = transformers.GPT2Config()
+    assert (model.hidden_size, model.vocab_size, len(model.layers)) == (expected.n_embd, expected.vocab_size, 12)
+    assert ModelConfig.of({"architectures": ["GPT2LMHeadModel"]}).eos_token_ids == (expected.eos_token_id,)
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known():
+    with pytest.raises(CheckpointError, match=r"'BertModel' is not supported; known: LlamaForCausalLM, .*GPT2LMHead"):
+        family_of("BertModel")

@@ -15,10 +15,9 @@ import triton.language as tl
 
 from engine.kernels.triton_draw import RUN_INDEX, _gumbel
 from engine.kernels.triton_sampler import RUN, TritonDraws
-from engine.sampling import race
-from engine.sampling.device_outputs import FAILED, STUCK
-from engine.sampling.noise import gumbel, row_keys
-from engine.sampling.sampler import sample
+from engine.sampling import gumbel as race
+from engine.sampling.gumbel import gumbel, row_keys
+from engine.sampling.sampler import FAILED, STUCK, sample
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine.errors import InvalidRequestError
-from engine.grammar.base import CompiledGrammar, GrammarState
-from engine.grammar.masks import ROWS_EACH, MaskMaker
-from engine.request import FinishReason, Sequence
+from engine.grammar.base import CompiledGrammar
+from engine.inputs.grammar_masks import ROWS_EACH, MaskMaker
+from engine.request import FinishReason, GrammarState, Sequence
 from engine.sampling.logit_rules import apply_rules, forbid
 from engine.sampling.sampler import score
 from engine.sampling_params import SamplingParams, StructuredOutput

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import torch
 
-from engine.sampling.noise import gumbel, row_keys
+from engine.sampling.gumbel import gumbel, row_keys
 
 
 def keys(seed=0, choice=0, position=0, count=1):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.race import by_halves
+from engine.sampling.gumbel import by_halves
 from engine.sampling.sampler import CANDIDATES, score
 from tests.parity.stepping import drawn, sampling
 

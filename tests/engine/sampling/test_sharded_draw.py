@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.models.decoder import Decoder
+from engine.layers.embedding import ParallelLMHead
+from engine.models.causal_lm import CausalLM
 from engine.report import PromptScores
-from engine.sampling.race import RUN
+from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import MOST, Draws, draw, draw_apart
 from engine.sampling.sharded_draw import pack_draws as pack_for
-from parallel.embedding import ParallelLMHead
 from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
 from tests.engine.thread_group import ThreadGroup, on_ranks
@@ -122,16 +120,16 @@ def test_a_row_travels_in_some_bytes():
 
 
 class OneHead:
-    """As much of a decoder as logits need."""
+    """As much of a model as logits need."""
 
     def __init__(self, weight, group, cap):
-        self.group = group
+        self.group, self.softcap = group, cap
         self.head = ParallelLMHead(weight.shape[1], weight.shape[0], False, group, torch.float32)
         self.head.weight.load(TensorSource(weight))
-        self.spec = SimpleNamespace(vocab_size=weight.shape[0], logits_softcap=cap)
+        self.vocab_size = weight.shape[0]
         self.norm = torch.nn.Identity()
 
-    logits, own_logits, _capped = Decoder.logits, Decoder.own_logits, Decoder._capped
+    logits, own_logits, _capped = CausalLM.logits, CausalLM.own_logits, CausalLM._capped
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import EngineDeadError, IntegrityError
-from engine.kv.block_manager import BlockManager
 from engine.request import FinishReason, Sequence
-from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.queues import WaitingQueue
-from engine.scheduler.rows import Rows
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.updater import Updater
+from engine.scheduler.slots import Slots
+from engine.scheduler.update import Updater
+from engine.scheduler.waiting import Deadlines, WaitingQueue
 from tests.cluster.cluster_lab import Lab, until
 from tests.engine.engine_driver import Driver, expected, request
 from tests.engine.test_core import ANYTHING, AllButTheEnd, NoEnd
@@ -69,7 +67,14 @@ def check_exact(driver, some):
             assert driver.tokens[one.request_id, choice] == expected(one, choice)
 
 
-STAGES = [(Rows, "place"), (Rows, "grow"), (Rows, "fork"), (Rows, "part"), (Rows, "seal"), (Updater, "_end_if_done")]
+STAGES = [
+    (Slots, "place"),
+    (Slots, "grow"),
+    (Slots, "fork"),
+    (Slots, "part"),
+    (Slots, "seal"),
+    (Updater, "_end_if_done"),
+]
 overlapping = pytest.mark.parametrize("overlaps", [False, True])
 
 
@@ -105,13 +110,13 @@ def test_a_bug_that_left_everything_whole_ends_the_one_request(owner, stage, ove
 
 
 @overlapping
-@pytest.mark.parametrize(("owner", "stage"), [(BlockManager, "allocate_each"), (Rows, "_take_slot")])
+@pytest.mark.parametrize(("owner", "stage"), [(Slots, "_taken"), (Slots, "_take_slot")])
 def test_a_bug_that_leaves_things_half_changed_ends_the_engine(owner, stage, overlaps, monkeypatch, caplog):
     """Blocks that are in no table, a slot that is nobody's."""
     strike(monkeypatch, owner, stage, KeyError("struck"), first=True)
     if stage == "_take_slot":
-        leave = Rows.leave
-        monkeypatch.setattr(Rows, "leave", lambda self, one: None if concerned(one) else leave(self, one))
+        leave = Slots.leave
+        monkeypatch.setattr(Slots, "leave", lambda self, one: None if concerned(one) else leave(self, one))
     driver, _ = busy(overlaps)
     driver.core.add(BAD)
     with caplog.at_level(logging.CRITICAL, "engine"), pytest.raises(EngineDeadError, match="state is broken"):

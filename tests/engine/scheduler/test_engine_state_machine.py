@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from engine.errors import InvalidRequestError
-from engine.grammar.base import CompiledGrammar, GrammarState
+from engine.grammar.base import CompiledGrammar
 from engine.report import TokenLogprob
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, GrammarState, Request
 from engine.sampling_params import StructuredOutput
 from tests.engine.engine_driver import EOS, VOCAB, Driver, request
 

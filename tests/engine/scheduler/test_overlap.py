@@ -6,9 +6,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.request import FinishReason
-from engine.scheduler.holds import Hold
 from engine.scheduler.planner import Planner
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import Hold, Scheduler
 from tests.engine.engine_driver import VOCAB, Driver, expected, request
 from tests.engine.late_executor import LateExecutor
 from tests.engine.test_core import ANYTHING, AllButTheEnd, end_token
@@ -204,7 +203,7 @@ def test_nothing_is_told_of_the_prompt_of_one_that_left_in_flight(caplog):
     driver.core.add(request("scored", 5, prompt_logprobs=0))
     driver.core.add(replace(request("pooled", 5, max_tokens=1), pooling="mean"))
     driver.step()
-    assert {one.request.request_id for one in driver.core._flying.step.schedule.sequences} == {
+    assert {one.request.request_id for one in driver.core._in_flight.step.schedule.sequences} == {
         "beside",
         "scored",
         "pooled",
@@ -265,9 +264,9 @@ def test_a_step_that_nobody_wants_is_neither_reported_nor_in_the_way():
     driver.run(replace(free, params=replace(free.params, stop_token_ids=(token,))))
     assert not driver.core.has_unfinished
     assert len(driver.executor.queue) == 1
-    before = driver.core.costs()
+    before = driver.costs()
     driver.now += 100.0
-    assert driver.core.costs().idle.device_ns - before.idle.device_ns == 100 * 10**9
+    assert driver.costs().idle.device_ns - before.idle.device_ns == 100 * 10**9
     driver.core.add(request("next", 3))
     report = driver.step()
     assert (report.step, len(report.token_ids)) == (position + 2, 1)

@@ -37,14 +37,14 @@ class MixedMachine(EngineMachine):
     @initialize(shape=shapes, tokens=st.integers(10, 44))
     def start(self, shape, tokens):
         super().start(shape, tokens)
-        roster = self.driver.core._scheduler._roster
-        preempt = roster.preempt
+        batch = self.driver.core._scheduler._batch
+        preempt = batch.preempt
 
         def checked(now):
-            assert not roster.in_flight, "preempted while a step runs"
+            assert not batch.in_flight, "preempted while a step runs"
             return preempt(now)
 
-        roster.preempt = checked
+        batch.preempt = checked
 
     @invariant()
     def found_when_computed(self):
@@ -67,7 +67,7 @@ class MixedMachine(EngineMachine):
             self.told_when_known()
             drawn = sum(map(len, self.driver.tokens.values()))
             assert self.driver.core.stats().generated_tokens == drawn
-            assert not self.driver.core._flying.is_wanted
+            assert not self.driver.core._in_flight.is_wanted
 
 
 class OverlapMachine(MixedMachine):

@@ -58,7 +58,7 @@ class TroubledMachine(MixedMachine):
 
     @rule()
     def ask_for_costs(self):
-        self.driver.core.costs()
+        self.driver.costs()
 
     @rule(shared=st.sampled_from([1, 4, 8, 19]), n=st.integers(1, 2), seconds=st.integers(1, 6))
     def add_with_deadline(self, shared, n, seconds):

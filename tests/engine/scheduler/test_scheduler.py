@@ -7,8 +7,8 @@ import pytest
 from engine.errors import IntegrityError
 from engine.kv.block_manager import BlockManager
 from engine.request import FinishReason, Request, Sequence
-from engine.scheduler.newcomers import Newcomers
-from engine.scheduler.queues import FEW, WaitingQueue
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.waiting import FEW, WaitingQueue
 from tests.engine.engine_driver import VOCAB, Driver, expected, request
 
 
@@ -263,7 +263,7 @@ def test_outstanding_tokens_count_what_is_still_to_compute():
     assert driver.step().stats.outstanding_tokens == 5
 
 
-def test_a_newcomer_leaves_room_for_those_who_run():
+def test_one_that_joins_leaves_room_for_those_who_run():
     driver = Driver(num_blocks=9, max_num_seqs=4)
     for name in ("a", "b"):
         driver.core.add(request(name, (len(name), 1, 2, 3), max_tokens=12, ignore_eos=True))
@@ -308,11 +308,11 @@ def test_a_long_prompt_that_waits_is_matched_once_while_another_computes_it(monk
     assert sum(looked_up) < 6 * (960 + 200) // 4
 
 
-def refused_afresh(newcomers, sequence, *room):
+def refused_afresh(scheduler, sequence, *room):
     """Return whether a sequence that was refused is refused by one who remembers nothing, too."""
-    kept, newcomers._blocked = newcomers._blocked, None
-    prefix = Newcomers._fitting_prefix(newcomers, sequence, *room)
-    newcomers._blocked = kept
+    kept, scheduler._blocked = scheduler._blocked, None
+    prefix = Scheduler._fitting_prefix(scheduler, sequence, *room)
+    scheduler._blocked = kept
     return prefix is None
 
 
@@ -320,19 +320,19 @@ def refused_afresh(newcomers, sequence, *room):
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_nobody_is_kept_waiting_by_what_is_remembered_of_an_earlier_step(seed, policy, monkeypatch):
     """Prompts with common beginnings in a small cache: sealed, evicted, shared and given back while one waits."""
-    remembered, decide = [], Newcomers._fitting_prefix
+    remembered, decide = [], Scheduler._fitting_prefix
 
-    def decided(newcomers, sequence, *room):
-        known = newcomers._blocked is not None and newcomers._blocked.sequence is sequence
-        prefix = decide(newcomers, sequence, *room)
+    def decided(scheduler, sequence, *room):
+        known = scheduler._blocked is not None and scheduler._blocked.sequence is sequence
+        prefix = decide(scheduler, sequence, *room)
         if prefix is None:
             remembered.append(known)
             with monkeypatch.context() as patch:
-                patch.setattr(Newcomers, "_fitting_prefix", decide)
-                assert refused_afresh(newcomers, sequence, *room)
+                patch.setattr(Scheduler, "_fitting_prefix", decide)
+                assert refused_afresh(scheduler, sequence, *room)
         return prefix
 
-    monkeypatch.setattr(Newcomers, "_fitting_prefix", decided)
+    monkeypatch.setattr(Scheduler, "_fitting_prefix", decided)
     dice = random.Random(seed)
     driver = Driver(num_blocks=17, max_num_seqs=6, block_size=2, max_model_len=32, scheduling_policy=policy)
     roots = [tuple(dice.randrange(1, VOCAB) for _ in range(24)) for _ in range(2)]

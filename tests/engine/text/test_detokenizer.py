@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling_params import SamplingParams
-from engine.text.detokenizer import StopMatcher, TextStream
-from engine.text.token_text import ByteDecoder, TextDecoders, WindowDecoder
+from engine.text.detokenizer import ByteDecoder, StopStrings, TextDecoders, TextStream, WindowDecoder
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
 
@@ -108,7 +107,7 @@ def test_stop_strings_cut_the_text_at_the_same_place_however_it_arrives(data):
     alone = TextStream(DECODERS["byte_level"].decoder(True))
     pieces = [alone.push([token]) for token in ids]
 
-    stream = TextStream(DECODERS["byte_level"].decoder(True), StopMatcher(stops), include)
+    stream = TextStream(DECODERS["byte_level"].decoder(True), StopStrings(stops) if stops else None, include)
     shown = stream_text(stream, chunked(data.draw, ids))
 
     expected, used = expected_with_stops(pieces, stops, include)
@@ -119,7 +118,7 @@ def test_stop_strings_cut_the_text_at_the_same_place_however_it_arrives(data):
 
 def test_nothing_of_a_stop_string_is_shown_before_it_is_known_not_to_be_one():
     ids = {letter: BYTE_LEVEL.token_to_id(letter) for letter in "abcx"}
-    stream = TextStream(DECODERS["byte_level"].decoder(True), StopMatcher(["abc"]))
+    stream = TextStream(DECODERS["byte_level"].decoder(True), StopStrings(["abc"]))
     assert [stream.push([ids[letter]]) for letter in "xababx"] == ["x", "", "", "ab", "", "abx"]
     assert [stream.push([ids[letter]]) for letter in "abc"] == ["", "", ""]
     assert stream.stopped

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.inputs.carry import Carry
 from engine.inputs.step_buffers import BufferSizes, StepBuffers
+from engine.inputs.step_tensors import TokenFeedback
 from engine.report import StepInputs
-from engine.worker.decode_graphs import DecodeGraphs
 from engine.worker.graph_pool import CaptureError
 from engine.worker.graph_sizes import GraphSizes
+from engine.worker.graphs import DecodeGraphs
 from parallel.group import SoloGroup
 from tests.engine.engine_driver import VOCAB
 from tests.fake_executor import FakeExecutor
@@ -93,7 +93,7 @@ class BufferedExecutor(FakeExecutor):
             self._compute,
         )
         self.graphs.pool._patience = patience
-        self._carry = Carry(SoloGroup(CPU))
+        self._carry = TokenFeedback(SoloGroup(CPU))
         self._rows = 0
         self._words = None
         self.widths: list[tuple[int, int]] = []  # rows and size of each replayed step

@@ -126,7 +126,7 @@ def test_what_a_gpu_runs_is_ours(runner, played):
     played.kernels.clear()
     eager.launch(dummy_step(100, 3, 1024, BLOCK), sampling(3))
     launched = Counter(played.kernels)
-    layers = runner.spec.num_layers
+    layers = runner.model_config.num_layers
     assert launched["norm_rotate_store"] == launched["attend"] == layers, "a launch a layer"
     played.kernels.clear()
     runner.launch(decode(4), sampling(4))

@@ -16,7 +16,7 @@ from engine.inputs.step_tensors import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import NO_DRAWS
 from engine.sampling_params import SamplingParams
-from engine.worker.local_executor import GangExecutor, SoloExecutor
+from engine.worker.local_executor import SoloExecutor, WorkerGroupExecutor
 from engine.worker.runner import ModelRunner
 from parallel.errors import ChannelError
 from parallel.group import SoloGroup
@@ -28,7 +28,7 @@ SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 20, "
 def test_a_gang_ends_its_workers_then_its_graphs_and_only_then_its_group():
     parts = mock.Mock()
     parts.runner.config = EngineConfig("model", **SIZES)
-    gang = GangExecutor(parts.runner, parts.group, parts.channel, parts.workers)
+    gang = WorkerGroupExecutor(parts.runner, parts.group, parts.channel, parts.workers)
     gang.close()
     gang.close()
     ends = [name for name, *_ in parts.mock_calls]
@@ -48,7 +48,7 @@ def gang():
         mock.patch("engine.worker.local_executor.LOOK_AROUND", 0.01),
         mock.patch("engine.worker.local_executor.pack_draws", lambda sampling, device: NO_DRAWS),
     ):
-        yield GangExecutor(parts.runner, parts.group, parts.channel, parts.workers), parts
+        yield WorkerGroupExecutor(parts.runner, parts.group, parts.channel, parts.workers), parts
 
 
 @pytest.mark.timeout(20)
@@ -126,7 +126,7 @@ def test_the_driver_of_a_gang_gives_memory_back_unless_steps_still_run(gpu, monk
     parts = mock.Mock()
     parts.group.device = torch.device("cuda:0")
     parts.runner.config = EngineConfig("model", **SIZES)
-    GangExecutor(parts.runner, parts.group, parts.channel, parts.workers).close()
+    WorkerGroupExecutor(parts.runner, parts.group, parts.channel, parts.workers).close()
     assert bool(given) == idle
 
 

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.device.live_bytes import LiveBytes
 from engine.inputs.step_tensors import dummy_step, fullest_sampling
-from engine.models.registry import architecture_of
+from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
 from engine.worker import footprint
-from engine.worker.footprint import SAMPLER_BYTES, build_blueprint, footprint_of, graph_bytes, step_bytes
+from engine.worker.footprint import SAMPLER_BYTES, AttentionWork, LiveBytes, build_blueprint, footprint_of
 from engine.worker.forward import LOGIT_ROWS, SCORED_BYTES, logit_rows
 from engine.worker.step_outputs import outputs_of
 
@@ -37,8 +36,16 @@ SMALL = LLAMA_70B | {
 
 
 def resolved(values, **settings):
-    spec = architecture_of(values)[1]
-    return resolve_for(EngineConfig("model", **settings), spec, "cuda"), spec
+    model = ModelConfig.of(values)
+    return resolve_for(EngineConfig("model", **settings), model, "cuda"), model
+
+
+def step_bytes(*asked):
+    return footprint_of(*asked).step_bytes
+
+
+def graph_bytes(*asked):
+    return footprint_of(*asked).graph_bytes
 
 
 def test_a_model_of_70_billion_parameters_is_measured_without_its_memory():
@@ -49,11 +56,12 @@ def test_a_model_of_70_billion_parameters_is_measured_without_its_memory():
     shared = footprint_of(*resolved(LLAMA_70B, tensor_parallel_size=4))
     assert 4 * shared.layer_products == alone.layer_products
     assert 4 * shared.block_bytes == alone.block_bytes
-    assert (shared.num_heads, shared.num_kv_heads) == (16, 2)
+    assert set(shared.attention) == {AttentionWork(0, 4 * 16 * 128, 2 * 2 * 128 * 2)}
 
 
 def test_more_ranks_than_kv_heads_hold_one_each():
-    assert footprint_of(*resolved(LLAMA_70B, tensor_parallel_size=16)).num_kv_heads == 1
+    held = footprint_of(*resolved(LLAMA_70B, tensor_parallel_size=16)).attention
+    assert {layer.token_bytes for layer in held} == {2 * 1 * 128 * 2}
 
 
 def test_what_no_attention_of_gpus_takes_is_told():
@@ -84,10 +92,10 @@ def test_a_step_in_fp8_holds_its_rows_beside_what_a_plain_one_does():
 
 
 def test_two_layers_take_what_all_of_them_take(monkeypatch):
-    config, spec = resolved(LLAMA_70B | {"num_hidden_layers": 7}, max_num_seqs=8)
-    of_two = step_bytes(config, spec)
+    config, model = resolved(LLAMA_70B | {"num_hidden_layers": 7}, max_num_seqs=8)
+    of_two = step_bytes(config, model)
     monkeypatch.setattr(footprint, "LAYERS_RUN", 7)
-    assert step_bytes(config, spec) == of_two
+    assert step_bytes(config, model) == of_two
 
 
 def test_graphs_take_their_logits_and_what_one_step_of_the_largest_computes_in():
@@ -121,7 +129,7 @@ def test_the_sampler_takes_what_a_step_is_counted_with(rows, vocab):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_the_scores_of_a_prompt_take_what_a_step_is_counted_with(rows):
     vocab, tokens = 32_000, 256
-    config, spec = resolved(SMALL | {"vocab_size": vocab}, max_num_seqs=rows, max_num_batched_tokens=tokens)
+    config, model = resolved(SMALL | {"vocab_size": vocab}, max_num_seqs=rows, max_num_batched_tokens=tokens)
     most = min(logit_rows(config, vocab), tokens)
     step = dummy_step(tokens, rows, 512, 16)
     sampling = fullest_sampling(step, most, vocab)
@@ -129,17 +137,17 @@ def test_the_scores_of_a_prompt_take_what_a_step_is_counted_with(rows):
         outputs = outputs_of(pieces(len(step.logits_indices), vocab, most), sampling)
     assert len(outputs.prompt_logprobs.chosen) == most == tokens
     assert len(outputs.token_ids) == rows
-    assert seen.peak <= step_bytes(config, spec) < 4 * seen.peak
+    assert seen.peak <= step_bytes(config, model) < 4 * seen.peak
 
 
 def test_a_large_vocabulary_has_few_logits_of_a_prompt_in_memory_at_a_time():
     vocab = 152_064
     for rows in (1, 16, 256):
-        config, spec = resolved(LLAMA_70B | {"vocab_size": vocab}, max_num_seqs=rows)
+        config, model = resolved(LLAMA_70B | {"vocab_size": vocab}, max_num_seqs=rows)
         most = logit_rows(config, vocab)
         assert most == max(rows, SCORED_BYTES // (4 * vocab)) < 300
         kept, piece, read = (rows * vocab * 4, most * vocab * 4, most * vocab * 6)
-        assert step_bytes(config, spec) >= kept + piece + read
+        assert step_bytes(config, model) >= kept + piece + read
     assert logit_rows(resolved(LLAMA_70B, max_num_seqs=4096)[0], vocab) == LOGIT_ROWS
 
 

@@ -1,0 +1,449 @@
+"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import cast
+
+from cluster.accounts.flight_recorder import is_of
+from cluster.admission.capacity import UNBOUNDED, DrainRate, OutputLength, QueueState, RecentRefusals
+from cluster.admission.deadline import deadline_exceeded
+from cluster.admission.fair_queue import FairQueue
+from cluster.errors import ApiError
+from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
+from engine.errors import ConfigError
+from engine.request import Request
+
+_LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
+_CHECK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
+_LONGEST_RETRY = 600  # seconds
+# Of the bound, the share of one tenant's and of all requests that may be in a replica without taking up room, since
+# what their output must match may have to be compiled there; and how many of one tenant's may in any case.
+_SHARE_ASIDE, _ALL_ASIDE, _LEAST_ASIDE = 8, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionConfig:
+    """Bounds of the queue. Raises `ConfigError`.
+
+    max_waiting: requests of one tenant that may wait. max_wait: seconds that one may. target_ttft: seconds to the
+    first token that are aimed at: as long as that may the wait be at most, None = `max_wait`. absent_wait: seconds
+    that one may wait for a replica that comes while there is none; None = as at any time.
+    """
+
+    max_waiting: int = 4096
+    max_wait: float = 60.0
+    target_ttft: float | None = None
+    absent_wait: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_waiting < 1:
+            raise ConfigError(f"max_waiting must be at least 1, not {self.max_waiting}", "max_waiting")
+        for name in ("max_wait", "target_ttft", "absent_wait"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be above 0 seconds, not {value}", name)
+
+    @property
+    def longest_wait(self) -> float:
+        """Seconds after which nobody waits any more while there is a replica."""
+        return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
+
+
+class AdmissionQueue:
+    """Hands requests to `source`, whose turn it is first. Used on one event loop.
+
+    bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
+    and expected output. A request may go over either, so that a large one is never passed over for ever. While there
+    is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
+    which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether there is a
+    replica at all: time without one says nothing about the rate. Who came while there was one keeps the patience that
+    it was promised when there is none for a while; who comes meanwhile has its own (`AdmissionConfig.absent_wait`).
+
+    on_turned_away: told each request that waited and did not get in, how many seconds, and the code of its end.
+    """
+
+    def __init__(
+        self,
+        source: TokenSource,
+        bound: Callable[[], int],
+        config: AdmissionConfig | None = None,
+        token_bound: Callable[[], int] = lambda: UNBOUNDED,
+        work_done: Callable[[], int] | None = None,
+        serving: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.source = source
+        self.on_turned_away: Callable[[Request, float, str], None] = lambda *_: None
+        self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
+        self._bound = bound
+        self._token_bound = token_bound
+        self._config = config or AdmissionConfig()
+        self._queue: FairQueue[QueuedRequest] = FairQueue()
+        self._lengths = OutputLength()
+        self._drain = DrainRate()
+        self._turned_away = RecentRefusals()
+        self._ended_work = 0
+        self._serving = serving
+        self._work_done = work_done or (lambda: self._ended_work)
+        self._inside = 0
+        self._tokens = 0
+        self._aside: Counter[str] = Counter()  # tenant -> its requests inside that take up no room yet
+        self._check_timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def unbounded(cls, source: TokenSource) -> AdmissionQueue:
+        """Return one that lets in as many requests at a time as come."""
+        return cls(source, lambda: UNBOUNDED)
+
+    @property
+    def num_inside(self) -> int:
+        """Sequences that were handed on and have not ended, without those that may wait for a compiler."""
+        return self._inside
+
+    @property
+    def tokens_inside(self) -> int:
+        """Tokens of prompts and expected output of what was handed on, without what was found in prefix caches."""
+        return self._tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._queue)
+
+    def waiting(self) -> dict[str, int]:
+        """Return how many requests of each tenant wait, of those that have any."""
+        return self._queue.lengths()
+
+    def waits_for(self, name: str, tenant: str | None = None) -> list[tuple[float, str]]:
+        """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what.
+
+        tenant: whose they must be, None = anybody's.
+        """
+        now = asyncio.get_running_loop().time()
+        named = [queued for queued in self._queue.items() if is_of(queued.request.request_id, name)]
+        found = [queued for queued in named if tenant in (None, queued.tenant)]
+        ahead = {queued: self._queue.work_ahead(queued.tenant, queued.priority, queued.work) for queued in found}
+        return [
+            (
+                now - queued.since,
+                f"of tenant {queued.tenant}; at most {work} tokens of work, its own included, go first",
+            )
+            for queued, work in ahead.items()
+        ]
+
+    def state(self) -> QueueState:
+        """Return what waits now."""
+        oldest = self._queue.oldest()
+        age = 0.0 if oldest is None else asyncio.get_running_loop().time() - oldest.since
+        return QueueState(len(self._queue), self._queue.work, age, self._drain.per_second or 0.0)
+
+    def demand(self) -> QueueState:
+        """Return what waits and what was refused of late, which would wait if it were let."""
+        waits = self.state()
+        requests, work = self._turned_away.of_late(asyncio.get_running_loop().time())
+        return replace(waits, requests=waits.requests + requests, tokens=waits.tokens + work)
+
+    def generate(self, tenant: str, request: Request, context: CallContext = NO_CONTEXT) -> AsyncIterator[TokenChunk]:
+        """Run a request of `tenant` once it is its turn; see `TokenSource.generate`. The iterator must be closed.
+
+        Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
+        `no_replica` (503) where that is so, or will be, since there is no replica; `deadline_exceeded` (504).
+        """
+        return QueuedRequest(self, tenant, request, context)
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count one choice's generated tokens as used by a tenant, so that its later turns come later."""
+        self._queue.charge(tenant, tokens)
+        if tokens:  # refusals, vectors and whatever ended before its first token say nothing of how long answers are
+            self._lengths.seen(tokens)
+
+    async def enter(self, queued: QueuedRequest) -> None:
+        """Return when `queued` may go in; whoever went in must `leave`."""
+        queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
+        self._let_in()
+        # Where there is room still, whoever waits does so for a compiler, and is in nobody's way.
+        if self._has_room() and self._may_enter(queued):
+            self._queue.pass_by(queued.tenant, queued.cost)
+            self._take_in(queued)
+            return
+        loop = asyncio.get_running_loop()
+        queued.came_to_none = not self._serving()
+        queued.since = loop.time()
+        self._check_wait(queued)
+        queued.waits = True
+        queued.called = loop.create_future()
+        self._queue.push(queued.tenant, queued, queued.cost, queued.priority, queued.work, kind=queued.compiles)
+        self._let_in()
+        await self._until_called(queued, queued.called)
+
+    def leave(self, queued: QueuedRequest) -> None:
+        """Take note that a request has ended."""
+        queued.inside = False
+        if queued.aside:
+            self._no_more_aside(queued)
+        else:
+            self._inside -= queued.sequences
+            self._tokens -= queued.held
+        self._ended_work += queued.work
+        self._let_in()
+        if not self._inside and not self._aside and not self._queue:
+            self._queue.forget()
+
+    def begun(self, queued: QueuedRequest) -> None:
+        """Take note that a replica computes something for a request: from now on it takes up its room."""
+        if queued.aside:
+            self._no_more_aside(queued)
+            self._inside += queued.sequences
+            self._tokens += queued.held
+            self._let_in()
+
+    def found_cached(self, queued: QueuedRequest, tokens: int) -> None:
+        """Take note that so many tokens of a prompt need no room of their own."""
+        found = min(tokens, queued.held)
+        queued.held -= found
+        self._tokens -= found
+        self._let_in()
+
+    def _has_room(self) -> bool:
+        return self._inside < self._bound() and self._tokens < self._token_bound()
+
+    def _is_full(self) -> bool:
+        return bool(self._queue) and not self._has_room()
+
+    def _may_enter(self, queued: QueuedRequest) -> bool:
+        """Whether a turn may go in where there is room: those that a compiler may keep waiting are few at a time.
+
+        They take up no room meanwhile, or a tenant's slow grammars would keep everybody out; and once they do, they
+        go over the bound by no more than so many.
+        """
+        if not queued.compiles:
+            return True
+        bound = self._bound()
+        most = max(_LEAST_ASIDE, bound // _SHARE_ASIDE)
+        return self._aside[queued.tenant] < most and self._aside.total() < max(most, bound // _ALL_ASIDE)
+
+    def _no_more_aside(self, queued: QueuedRequest) -> None:
+        queued.aside = False
+        self._aside[queued.tenant] -= 1
+        if not self._aside[queued.tenant]:
+            del self._aside[queued.tenant]
+
+    def _take_in(self, queued: QueuedRequest) -> None:
+        queued.inside = True
+        queued.held = queued.work
+        if queued.compiles:
+            queued.aside = True
+            self._aside[queued.tenant] += 1
+            return
+        self._inside += queued.sequences
+        self._tokens += queued.held
+
+    def patience(self, queued: QueuedRequest) -> float:
+        """Return the seconds that one who has waited may still wait inside, where no replica is there."""
+        left = queued.since + self._longest_wait(queued) - asyncio.get_running_loop().time()
+        return max(left, 0.0 if queued.came_to_none else _LAST_WAIT)
+
+    def _longest_wait(self, queued: QueuedRequest) -> float:
+        """Seconds that a request may wait in all, as things are now."""
+        longest, absent = self._config.longest_wait, self._config.absent_wait
+        serving = self._serving()
+        if absent is None or (serving and not queued.came_to_none):
+            return longest
+        return absent if queued.came_to_none and not serving else max(longest, absent)
+
+    def _check_wait(self, queued: QueuedRequest) -> None:
+        """Refuse at once whom waiting would not help; raises `ApiError`."""
+        self._note_drain(queued.since)
+        most = self._config.longest_wait
+        if queued.came_to_none:  # the queue may move again in a moment, and then it has as long as the others
+            most = max(most, self._config.absent_wait or 0.0)
+        seconds = self._drain.seconds_for(self._queue.work_ahead(queued.tenant, queued.priority, queued.work))
+        if seconds is not None and seconds > most:
+            raise self._refusal(queued, f"the request would wait {seconds:.1f} s for its turn, {most:g} s at most")
+        if queued.deadline is not None and queued.since + (seconds or 0.0) >= queued.deadline:
+            raise deadline_exceeded("the request's deadline would pass while it waited for its turn")
+        if self._queue.length(queued.tenant) < self._config.max_waiting:
+            return
+        priority, last = self._queue.last(queued.tenant)
+        full = f"{self._config.max_waiting} requests of this tenant wait already"
+        if priority <= queued.priority or last.called is None:
+            raise self._overloaded(queued, full)
+        self._drop(last)
+        if not last.called.done():
+            last.called.set_exception(self._overloaded(last, f"{full}, and a more urgent one came"))
+
+    def _drop(self, queued: QueuedRequest) -> None:
+        if queued.waits:
+            queued.waits = False
+            self._queue.remove(queued.tenant, queued, queued.priority)
+
+    async def _until_called(self, queued: QueuedRequest, called: asyncio.Future[None]) -> None:
+        """Wait for the turn; raises `ApiError` when waiting is over before it comes."""
+        clock, waited_until = asyncio.get_running_loop().time, float("-inf")
+        try:
+            # It is longer once a replica has come to those who came to none.
+            while not called.done() and (latest := self._latest(queued)) > waited_until:
+                await asyncio.wait((called,), timeout=max(0.0, latest - clock()))
+                waited_until = latest
+            if not called.done():
+                raise self._too_late(queued)
+            called.result()
+        finally:
+            self._drop(queued)
+
+    def _latest(self, queued: QueuedRequest) -> float:
+        """When a request's waiting ends at the latest."""
+        latest = queued.since + self._longest_wait(queued)
+        return latest if queued.deadline is None else min(latest, queued.deadline)
+
+    def _too_late(self, queued: QueuedRequest) -> ApiError:
+        most = self._longest_wait(queued)
+        if queued.deadline is not None and queued.deadline < queued.since + most:
+            return deadline_exceeded("the request's deadline passed while it waited for its turn")
+        return self._refusal(queued, f"the request waited {most:g} s for its turn")
+
+    def _let_in(self) -> None:
+        if not self._queue:
+            return
+        loop = asyncio.get_running_loop()
+        while self._queue and self._has_room():
+            queued = self._queue.pop_of(self._may_enter)
+            if queued is None:
+                break
+            queued.waits = False
+            self._take_in(queued)
+            if queued.called is not None and not queued.called.done():
+                queued.called.set_result(None)
+        self._note_drain(loop.time())
+        if self._queue and self._check_timer is None:
+            self._check_timer = loop.call_later(_CHECK_AGAIN, self._check)
+
+    def _check(self) -> None:
+        self._check_timer = None
+        self._let_in()
+
+    def _note_drain(self, now: float) -> None:
+        self._drain.note(self._work_done(), now, waiting=self._is_full() and self._serving())
+
+    def _refusal(self, queued: QueuedRequest, reason: str) -> ApiError:
+        """Return the error of one that would wait too long, or has: for others, or for want of a replica."""
+        error = self._overloaded(queued, reason)
+        if self._config.absent_wait is None or self._serving():
+            return error
+        message = f"no replica is there to take the request; try again in {error.retry_after} s"
+        return ApiError("no_replica", message, retry_after=error.retry_after)
+
+    def _overloaded(self, queued: QueuedRequest, reason: str) -> ApiError:
+        """Retrying pays once those who wait now have had their turn, at the rate of late."""
+        self.shed[queued.tenant] += 1
+        self._turned_away.add(asyncio.get_running_loop().time(), queued.work)
+        ahead = self._drain.seconds_for(self._queue.work_ahead(queued.tenant, queued.priority, queued.work))
+        seconds = min(max(math.ceil(ahead or 0.0), 1), _LONGEST_RETRY)
+        return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
+
+
+class QueuedRequest:
+    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token.
+
+    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
+    held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
+    came_to_none: whether there was no replica then. compiles: whether what its output must match may have to be
+    compiled first, in the replica. aside: whether it went in and takes up no room yet, since that may be so.
+    """
+
+    def __init__(self, queue: AdmissionQueue, tenant: str, request: Request, context: CallContext) -> None:
+        self.tenant = tenant
+        self.request = request
+        self.prompt = len(request.prompt_token_ids)
+        self.sequences = len(request.resume) if request.resume else request.params.n
+        self.cost = self.prompt + self.sequences
+        self.priority = request.priority
+        self.deadline = request.deadline
+        self.work = self.cost
+        self.held = 0
+        self.since = 0.0
+        self.called: asyncio.Future[None] | None = None
+        self.waits = False
+        self.came_to_none = False
+        self.inside = False
+        self.compiles = request.params.structured is not None
+        self.aside = False
+        self._queue = queue
+        self._context = context
+        self._chunks: AsyncGenerator[TokenChunk, None] | None = None
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        return self
+
+    def __anext__(self) -> Awaitable[TokenChunk]:
+        if self._chunks is not None:
+            return self._chunks.__anext__()
+        return self._first()
+
+    async def aclose(self) -> None:
+        """End the request, wherever it is; can be called twice."""
+        self._closed = True
+        try:
+            if self._chunks is not None:
+                await self._chunks.aclose()
+        finally:
+            self._leave()
+
+    def __del__(self) -> None:
+        """A place must not be lost for good to a caller that forgot to close."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self.inside:
+            self._queue.leave(self)
+
+    def _begun(self) -> None:
+        if self.aside:
+            self._queue.begun(self)
+
+    async def _first(self) -> TokenChunk:
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            await self._queue.enter(self)
+        except BaseException as error:
+            context = self._call_context()
+            if context.waited:
+                outcome = error.code if isinstance(error, ApiError) else "aborted"
+                self._queue.on_turned_away(self.request, context.waited, outcome)
+                if context.trace is not None:
+                    context.trace.turned_away(self.request, context.waited, error)
+            raise
+        # `TokenSource.generate` promises an iterator that can be closed.
+        chunks = self._queue.source.generate(self.request, self._call_context())
+        self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
+        chunk = await self._chunks.__anext__()
+        self._begun()
+        if chunk.num_cached_tokens and self.inside:
+            self._queue.found_cached(self, chunk.num_cached_tokens)
+        return chunk
+
+    def _call_context(self) -> CallContext:
+        # Its place is free once the replicas are done with it: a client that reads slowly must not keep it. The
+        # source holds no turn alive, or one that its caller dropped would never be known to be dropped.
+        queued = weakref.ref(self)
+
+        def on_begin() -> None:
+            if (begun := queued()) is not None:
+                begun._begun()
+
+        def on_end() -> None:
+            if (ended := queued()) is not None:
+                ended._leave()
+
+        context = replace(self._context, on_begin=on_begin, on_end=on_end)
+        if self.called is None:
+            return context
+        waited = asyncio.get_running_loop().time() - self.since
+        return replace(context, waited=waited, patience=self._queue.patience(self))

@@ -1,0 +1,120 @@
+"""What a router knows of the ingress before it: whether clients hear of its death, and how much they have taken.
+
+No answer gets far ahead of its client: Ray Serve takes all that it is given, and keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ray.exceptions import RayError
+from ray.serve._private import constants
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.ingress.guard import ASKS_TAKEN, CALLBACK, CALLBACK_VARIABLE, MARK, TAKEN, TELLS_TAKEN, WINDOWED
+from engine.errors import ConfigError
+
+WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
+UNGUARDED = (
+    "requests come through a proxy of Ray Serve that is not guarded: a client that trusts the end of a body may take "
+    "a stream whose router died for whole. Start Ray, on every node, with "
+    f"{CALLBACK_VARIABLE}={CALLBACK}"
+)
+log = logging.getLogger(__name__)
+
+
+class IngressCheck:
+    """ASGI middleware of a router. `guarded`: whether the last request came through the guard; None before any."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.guarded: bool | None = None
+        self._app = app
+        self._warned = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at one request and pass it on (ASGI)."""
+        receive = until_lost(receive)
+        if scope["type"] == "http":
+            marks = [value for name, value in scope["headers"] if name == MARK]
+            self.guarded = bool(marks)
+            if not self.guarded and not self._warned:
+                self._warned = True
+                log.warning(UNGUARDED)
+            if marks == [TELLS_TAKEN]:  # one of an earlier version tells nothing
+                scope.setdefault("state", {})[WINDOWED] = True
+                window = _Window(receive, send)
+                receive, send = window.receive, window.send
+        await self._app(scope, receive, send)
+
+
+class _Window:
+    """One exchange: sending waits while `WINDOW` bytes of the body are more than the client has taken.
+
+    The last message of a body does not wait, so that a stream can be ended whose client reads no more. Whoever sends
+    more than one message of body must receive meanwhile, as it must anyway to hear that the client has left.
+    """
+
+    def __init__(self, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._sent = 0
+        self._taken = 0
+        self._left = False
+        self._moved = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """Return the next message for the app, and take in those that are not."""
+        while (message := await self._receive())["type"] == TAKEN:
+            self._taken = message["bytes"]
+            self._moved.set()
+        if message["type"] == "http.disconnect":
+            self._left = True
+            self._moved.set()
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on once it fits."""
+        if message["type"] == "http.response.start":
+            message = {**message, ASKS_TAKEN: True}
+        elif message["type"] == "http.response.body":
+            while message.get("more_body") and self._sent - self._taken >= WINDOW and not self._left:
+                self._moved.clear()
+                await self._moved.wait()
+            self._sent += len(message.get("body", b""))
+        await self._send(message)
+
+
+def until_lost(receive: Receive) -> Receive:
+    """Return `receive` that tells of a disconnect where Ray cannot fetch more from the proxy: nobody is there.
+
+    Serve raises what its call to the proxy raised, when that has died, or has cancelled a request on whose client it
+    has given up while its body was still on its way.
+    """
+    lost = False
+
+    async def receive_or_disconnect() -> Message:
+        nonlocal lost
+        if not lost:
+            try:
+                return await receive()
+            except RayError as error:
+                lost = True
+                log.info("a request's client is gone: %s", type(error).__name__)
+        return {"type": "http.disconnect"}
+
+    return receive_or_disconnect
+
+
+def check_ingress(ingress: str) -> None:
+    """Raise `ConfigError` where `ingress` is `haproxy` and this Ray was started without it (its processes agree)."""
+    if ingress == "haproxy" and not haproxy_enabled():
+        raise ConfigError(
+            "ingress: haproxy is chosen when Ray starts, with RAY_SERVE_ENABLE_HA_PROXY=1 on every node",
+            "ingress",
+        )
+
+
+def haproxy_enabled() -> bool:
+    """Whether Serve puts HAProxy in front; a Serve without this constant does not."""
+    return bool(getattr(constants, "RAY_SERVE_ENABLE_HA_PROXY", False))

@@ -1,1 +1,0 @@
-"""How many replicas a model should have: figures, a pure policy, and what Serve is told."""

@@ -1,0 +1,52 @@
+"""The policy as Ray Serve calls it, in its controller, some times a second."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from cluster.config_values import ScalingSettings
+from cluster.lifecycle.autoscaling_policy import Scaler, read_stats
+
+REPORT_SECONDS = 2.0  # how often replicas and handles tell the controller what they measured
+LOOK_BACK = 5.0  # seconds that Serve keeps of it
+
+
+class ReplicaScaling:
+    """Made once for a deployment; settings as in `ScalingSettings`, by name."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = ScalingSettings(**settings)
+        self._scaler = Scaler(self._settings)
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas and no state: that is here."""
+        loads, queue = read_stats(context.raw_metrics or {})
+        missing = max(0, context.current_num_replicas - len(loads))
+        return self._scaler.decide(time.monotonic(), context.target_num_replicas, loads, queue, missing), {}
+
+
+def autoscaling_config(settings: ScalingSettings, initial_replicas: int) -> AutoscalingConfig:
+    """Return what Serve is told. Serve starts the first replica of none by itself, when a call waits for one.
+
+    A number to start with holds for each update anew, which would then begin with the replicas of a quiet hour. So it
+    is left out where it is what Serve comes to anyway.
+    Its own delays go by the wall clock, which jumps: they are left out, the policy has those of `settings`.
+    """
+    with warnings.catch_warnings():
+        # `metrics_interval_s` is to give way to variables of the environment, which hold for all apps of a cluster.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=settings.min_replicas,
+            initial_replicas=None if initial_replicas <= max(settings.min_replicas, 1) else initial_replicas,
+            max_replicas=settings.max_replicas,
+            metrics_interval_s=REPORT_SECONDS,
+            look_back_period_s=LOOK_BACK,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=AutoscalingPolicy(policy_function=ReplicaScaling, policy_kwargs=asdict(settings)),
+        )

@@ -1,0 +1,114 @@
+"""How an update replaces copies: whether a new one starts first, when it is ready, and when an old one must stop.
+
+Serve tells user code of a stop at the very end, by `__del__`, once all streams are over, and has no hook for the
+beginning: `check_health` is not called any more, which it is not while the controller is away either, and signals
+reach the main thread, in which no code of ours runs. What Serve keeps itself, a flag of its replica, is private; this
+is the one place that looks at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+import ray
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.errors import SquadronError
+
+READY_POLL_SECONDS = 0.25
+ASK_SECONDS = 1.0  # between questions to Serve's controller, which all routers of an app ask
+PATIENCE = 10.0  # seconds that finding replicas of this version may take, where they are there
+logger = logging.getLogger(__name__)
+STOP_POLL_SECONDS = 0.1
+Resources = Mapping[str, float]
+
+
+class UpdateFailedError(SquadronError):
+    """The new version does not come up; the one before goes on."""
+
+
+class StartupWait:
+    """The app itself, whose start lasts until requests can be served or nobody else could serve them (ASGI).
+
+    Serve stops an old router as soon as a new one has started. A new one that speaks another model's tokens than the
+    replicas there are would refuse everything until theirs have been replaced.
+
+    serving: for how many models requests can be served, and how many there are. others: how many routers serve now;
+    asked in a thread, raises `UpdateFailedError` when there is nothing left to wait for.
+    """
+
+    def __init__(self, app: ASGIApp, serving: Callable[[], tuple[int, int]], others: Callable[[], int]) -> None:
+        self._app = app
+        self._serving = serving
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on to the app."""
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def wait_and_send(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                try:
+                    await self._wait()
+                except UpdateFailedError as error:
+                    message = {"type": "lifespan.startup.failed", "message": str(error)}
+            await send(message)
+
+        await self._app(scope, receive, wait_and_send)
+
+    async def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline, ask_at = loop.time() + PATIENCE, loop.time()
+        while True:
+            ready, wanted = self._serving()
+            if ready == wanted:
+                return
+            if loop.time() >= ask_at:
+                try:
+                    if not await asyncio.to_thread(self._others):
+                        return
+                except UpdateFailedError:
+                    if loop.time() > deadline:
+                        if ready:
+                            return  # one model that does not start keeps nobody from the others
+                        raise
+                ask_at = loop.time() + ASK_SECONDS
+            await asyncio.sleep(READY_POLL_SECONDS)
+
+
+async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None) -> None:
+    """Call `act` once Serve has told the replica to stop. told: as of `stop_flag`; None = that is never known."""
+    if told is None:
+        logger.warning("this Ray Serve does not tell when a replica is to stop: routers hear of it from Serve alone")
+        return
+    while not told():
+        await asyncio.sleep(STOP_POLL_SECONDS)
+    act()
+
+
+def stop_flag() -> Callable[[], bool] | None:
+    """Return what tells whether Serve has told this process's replica to stop, None where it keeps that elsewhere."""
+    process = getattr(getattr(ray, "_private", None), "worker", None)
+    actors = getattr(getattr(process, "global_worker", None), "actors", {})
+    for actor in actors.values():
+        replica = getattr(actor, "_replica_impl", None)
+        if isinstance(getattr(replica, "_shutting_down", None), bool):
+            return lambda: bool(getattr(replica, "_shutting_down", False))
+    return None
+
+
+def surge_percent(copies: int) -> int:
+    """Return Serve's `max_surge_percent` that allows one copy more than `copies` (Serve rounds up).
+
+    Above a hundred copies it allows one more for each hundred.
+    """
+    return max(1, 100 // copies)
+
+
+def fits(needed: Resources, free: Resources) -> bool:
+    """Whether the cluster has so much of everything free."""
+    return all(free.get(kind, 0.0) >= amount for kind, amount in needed.items())

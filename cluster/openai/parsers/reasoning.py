@@ -1,0 +1,188 @@
+"""Tells thinking, content and calls apart in the text of one choice, whole or in deltas.
+
+Sources: chat templates of DeepSeek R1, Qwen 3; the pages of vLLM and SGLang on reasoning outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from cluster.openai.parsers.reader import CallDelta, Parsed
+from cluster.openai.parsers.tool_parser import ToolParser
+
+if TYPE_CHECKING:
+    from engine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """What is new in one choice: of the thinking, and of the answer."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningParser:
+    """Finds the thinking at the beginning of one choice's text. However the text is cut, the result is the same.
+
+    The tags and the whitespace around them belong to neither part. Tags that come later are content; thinking that
+    does not end is thinking to the end.
+
+    thinking: whether the text starts within the thinking, its opening tag written by the template, as `starts_within`
+    finds out; None = as is usual for the model. opening / closing: the tags; special tokens in some models, which
+    then must not be skipped when text is made of tokens (`keeps_special_tokens`).
+    """
+
+    opening: ClassVar[str] = "<think>"
+    closing: ClassVar[str] = "</think>"
+    usually_within: ClassVar[bool] = False
+
+    def __init__(self, thinking: bool | None = None) -> None:
+        self._start = thinking is not False
+        self._within = self.usually_within if thinking is None else thinking
+        self._held = ""
+        self._trim = False  # whether whitespace at the front of what comes next is dropped
+
+    @property
+    def within(self) -> bool:
+        """Whether the text read so far ends within the thinking."""
+        return self._within
+
+    def feed(self, text: str) -> Thought:
+        """Return what `text` brings; the last characters may be held back until more is known."""
+        self._held += text
+        if self._start and not self._read_opening():
+            return Thought()
+        reasoning = self._read_thinking() if self._within else ""
+        return Thought(reasoning, "" if self._within else self._read_answer())
+
+    def finish(self) -> Thought:
+        """Return what is left at the end of the text."""
+        rest, self._held = self._held, ""
+        return Thought(rest.rstrip()) if self._within else Thought(content=rest)
+
+    @classmethod
+    def starts_within(cls, prompt: str) -> bool | None:
+        """Whether the answer to this prompt starts within the thinking; None where the prompt does not tell.
+
+        Templates write the opening tag themselves for models that always think, and an empty thinking for those that
+        are told not to.
+        """
+        end = prompt.rstrip()
+        return True if end.endswith(cls.opening) else False if end.endswith(cls.closing) else None
+
+    @classmethod
+    def keeps_special_tokens(cls, tokenizer: Tokenizer) -> bool:
+        """Whether the text must be made with special tokens, since the tags are some of them."""
+        return any(
+            tag not in tokenizer.decode(tokenizer.encode(f"a{tag}a", add_special_tokens=False))
+            for tag in (cls.opening, cls.closing)
+        )
+
+    def _read_opening(self) -> bool:
+        """Read the tag that a text may begin with; False = not yet known whether it does."""
+        text = self._held.lstrip()
+        if self.opening.startswith(text) and text != self.opening:
+            return False
+        self._start = False
+        if text.startswith(self.opening):
+            self._held = text[len(self.opening) :]
+            self._within = True
+        self._trim = self._within
+        return True
+
+    def _read_thinking(self) -> str:
+        """Return the thinking up to its end; keep back whitespace and what may be the beginning of the tag."""
+        self._drop_space()
+        text, tag, rest = self._held.partition(self.closing)
+        if tag:
+            self._within, self._trim, self._held = False, True, rest
+            return text.rstrip()
+        kept = len(text) - _tag_start(text, self.closing)
+        shown = text[: len(text) - kept].rstrip()
+        self._held = text[len(shown) :]
+        return shown
+
+    def _read_answer(self) -> str:
+        self._drop_space()
+        text, self._held = self._held, ""
+        return text
+
+    def _drop_space(self) -> None:
+        if self._trim:
+            self._held = self._held.lstrip()
+            self._trim = not self._held
+
+
+class DeepSeekR1Parser(ReasoningParser):
+    """DeepSeek R1 and its distillates think always; the first of them leave the opening tag out."""
+
+    usually_within = True
+
+
+class Qwen3Parser(ReasoningParser):
+    """Qwen 3 writes both tags, or none where it is told not to think."""
+
+
+def _tag_start(text: str, tag: str) -> int:
+    """Where the longest end of `text` starts that is the beginning of `tag`."""
+    for start in range(max(0, len(text) - len(tag) + 1), len(text)):
+        if tag.startswith(text[start:]):
+            return start
+    return len(text)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerDelta:
+    """What is new in one choice, in the order of its parts."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class AnswerParser:
+    """Parses one choice. However its text is cut, the joined deltas are the same.
+
+    thinking: None where the server has no reasoning parser, or the output is bound by a grammar from its first token
+    on. tools: None where the call has none. Calls are looked for in the answer only, never in the thinking.
+    """
+
+    def __init__(self, thinking: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+        self._thinking = thinking
+        self._tools = tools
+
+    @property
+    def within_thinking(self) -> bool:
+        """Whether the text so far ends within the thinking."""
+        return self._thinking is not None and self._thinking.within
+
+    @property
+    def done(self) -> bool:
+        """Whether the choice needs no more tokens: the one call that is allowed is complete."""
+        return self._tools is not None and self._tools.done
+
+    def feed(self, text: str) -> AnswerDelta:
+        """Return what `text` brings."""
+        if self._thinking is None:
+            return self._answer("", text)
+        thought = self._thinking.feed(text)
+        return self._answer(thought.reasoning, thought.content)
+
+    def finish(self) -> AnswerDelta:
+        """Return what is left at the end of the text."""
+        rest = self._thinking.finish() if self._thinking is not None else None
+        found = self._answer(rest.reasoning, rest.content) if rest is not None else AnswerDelta()
+        last = self._tools.finish() if self._tools is not None else Parsed()
+        return AnswerDelta(found.reasoning, found.content + last.content, found.calls + last.calls)
+
+    def finish_reason(self, reason: str) -> str:
+        """Return the reason that clients see for the engine's: `tool_calls` where the model stopped to call."""
+        return "tool_calls" if reason == "stop" and self._tools is not None and self._tools.num_calls else reason
+
+    def _answer(self, reasoning: str, text: str) -> AnswerDelta:
+        if self._tools is None:
+            return AnswerDelta(reasoning, text)
+        found = self._tools.feed(text) if text else Parsed()
+        return AnswerDelta(reasoning, found.content, found.calls)

@@ -1,1 +1,0 @@
-"""Reasoning parsers: what a model thought, apart from what it says."""

@@ -1,0 +1,354 @@
+"""Turns the deltas of one choice into a response: its items as they grow, the events of its stream, and its body.
+
+Source: OpenAI API reference, "streaming events" of responses and "the response object".
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import DecodeError, Raw, json
+from typing_extensions import override
+
+from cluster.errors import ApiError
+from cluster.openai.choices import Delta, PlacedLogprob, Usage
+from cluster.openai.frames import chat_logprobs
+from cluster.openai.parsers.reader import CallDelta
+from cluster.openai.response_input import ResponseCall
+from engine.text.tokenizer import Tokenizer
+
+Emit = Callable[..., None]
+Logprobs = Callable[[Sequence[PlacedLogprob]], list[Raw]]
+Item = dict[str, Any]
+_encode = json.Encoder().encode
+
+
+class ResponseWriter:
+    """One response. Whole and streamed answers come from the same events, so that they say the same.
+
+    `take` returns the frames that were made since it was last called; a whole answer has no use for them and is
+    not made to encode them.
+    """
+
+    def __init__(self, asked: ResponseCall, model_id: str, tokenizer: Tokenizer) -> None:
+        self._streaming = asked.call.stream
+        self._top = asked.call.params.logprobs or 0
+        self._tokenizer = tokenizer
+        self._body = ResponseBody(asked, model_id)
+        self._frames: list[bytes] = []
+        self._sequence = 0
+        self._items: list[dict[str, Any]] = []
+        self._open: OpenItem | None = None
+        self._placed: list[PlacedLogprob] = []  # of tokens whose text is still to come
+        self._tokens = 0
+        self._reasoning_tokens = 0
+        self._cut = False
+        self._emit("response.created", response=self._body.running())
+        self._emit("response.in_progress", response=self._body.running())
+
+    def add(self, delta: Delta) -> None:
+        """Take the next delta of the choice."""
+        self._tokens += len(delta.token_ids)
+        self._cut = delta.finish_reason == "length"
+        if delta.reasoning:
+            self._reasoning().add(delta.reasoning)
+            self._reasoning_tokens = self._tokens
+        self._placed.extend(delta.logprobs)
+        if delta.text:
+            self._message().add(delta.text, self._placed)
+        if delta.text or delta.reasoning or delta.calls:
+            self._placed = []
+        for call in delta.calls:
+            self._call(call)
+
+    def end(self, usage: Usage) -> dict[str, Any]:
+        """Complete the response and return its body."""
+        if self._open is None:
+            self._message()  # there is always something to show, if only an empty text
+        self._close(self._cut)
+        body = self._body.ended(self._items, usage_body(usage, self._reasoning_tokens), self._cut)
+        self._emit("response.incomplete" if self._cut else "response.completed", response=body)
+        return body
+
+    def fail(self, error: ApiError) -> None:
+        """End the stream with an error; clients that know none of the events find it as in other streams."""
+        self._emit("response.failed", response=self._body.failed(self._items, error))
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        self._emit("error", **told, **error.body())
+
+    def take(self) -> bytes:
+        """Return the frames made since the last call."""
+        frames, self._frames = b"".join(self._frames), []
+        return frames
+
+    def _reasoning(self) -> ReasoningItem:
+        if isinstance(self._open, ReasoningItem):
+            return self._open
+        self._close()
+        item = ReasoningItem(self._emit, len(self._items))
+        self._open = item
+        return item
+
+    def _message(self) -> MessageItem:
+        if isinstance(self._open, MessageItem):
+            return self._open
+        self._close()
+        item = MessageItem(self._emit, len(self._items), self._logprobs)
+        self._open = item
+        return item
+
+    def _call(self, call: CallDelta) -> None:
+        item = self._open
+        if not isinstance(item, CallItem) or item.number != call.index:
+            self._close()
+            item = CallItem(self._emit, len(self._items), call)
+            self._open = item
+        if call.arguments:
+            item.add(call.arguments)
+
+    def _close(self, cut: bool = False) -> None:
+        if self._open is not None:
+            self._open.close(cut)
+            self._items.append(self._open.item)
+            self._open = None
+
+    def _logprobs(self, placed: Sequence[PlacedLogprob]) -> list[Raw]:
+        """Encoded one by one as they come: the last events tell all of them again, and must not take long."""
+        return [Raw(_encode(entry)) for entry in chat_logprobs(placed, self._tokenizer, self._top)["content"]]
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        if self._streaming:
+            data = _encode({"type": event, "sequence_number": self._sequence, **fields})
+            self._frames.append(b"event: " + event.encode() + b"\ndata: " + data + b"\n\n")
+            self._sequence += 1
+
+
+class OpenItem(ABC):
+    """One item while it grows; `item` is its body so far. Every change is emitted as it is made."""
+
+    prefix: str
+
+    def __init__(self, emit: Emit, index: int) -> None:
+        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+        self.item: dict[str, Any] = {"id": self.id, "status": "in_progress"}
+        self._emit = emit
+        self._index = index
+
+    def close(self, cut: bool) -> None:
+        """Complete the item. cut: the output reached its limit in it."""
+        self._finish()
+        self.item["status"] = "incomplete" if cut and not self._whole else "completed"
+        self._emit_event("response.output_item.done", item=self.item)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether nothing of the item can be missing although the output was cut."""
+        return False
+
+    @abstractmethod
+    def _finish(self) -> None: ...
+
+    def _emit_event(self, event: str, **fields: Any) -> None:
+        self._emit(event, output_index=self._index, **fields)
+
+    def _emit_part(self, event: str, **fields: Any) -> None:
+        self._emit(event, item_id=self.id, output_index=self._index, **fields)
+
+
+class TextItem(OpenItem):
+    """An item with one part of text: what the model says, or what it thinks."""
+
+    part: dict[str, Any]
+    name: str
+
+    def __init__(self, emit: Emit, index: int) -> None:
+        super().__init__(emit, index)
+        self._texts: list[str] = []
+        self.item |= self._head()
+        self._emit_event("response.output_item.added", item={**self.item, "content": []})
+        self._emit_part("response.content_part.added", content_index=0, part=self._part(""))
+
+    @abstractmethod
+    def _head(self) -> dict[str, Any]:
+        """What the item says beside its content."""
+
+    @abstractmethod
+    def _part(self, text: str) -> dict[str, Any]:
+        """The part with its text."""
+
+    def _extras(self) -> dict[str, Any]:
+        """What the event of the whole text says beside the text."""
+        return {}
+
+    def _finish(self) -> None:
+        text = "".join(self._texts)
+        part = self._part(text)
+        self._emit_part(f"response.{self.name}.done", content_index=0, text=text, **self._extras())
+        self._emit_part("response.content_part.done", content_index=0, part=part)
+        self.item["content"] = [part]
+
+
+class MessageItem(TextItem):
+    """What the model says."""
+
+    prefix = "msg"
+    name = "output_text"
+
+    def __init__(self, emit: Emit, index: int, logprobs: Logprobs) -> None:
+        self._entries: list[Raw] = []
+        self._logprobs = logprobs
+        super().__init__(emit, index)
+
+    def add(self, text: str, placed: Sequence[PlacedLogprob]) -> None:
+        """Add text, and the log-probabilities of its tokens where they are told."""
+        entries = self._logprobs(placed) if placed else []
+        self._texts.append(text)
+        self._entries += entries
+        self._emit_part("response.output_text.delta", content_index=0, delta=text, logprobs=entries)
+
+    def _head(self) -> dict[str, Any]:
+        return {"type": "message", "role": "assistant"}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._entries)}
+
+    def _extras(self) -> dict[str, Any]:
+        return {"logprobs": list(self._entries)}
+
+
+class ReasoningItem(TextItem):
+    """What the model thinks."""
+
+    prefix = "rs"
+    name = "reasoning_text"
+
+    def add(self, text: str) -> None:
+        """Add text."""
+        self._texts.append(text)
+        self._emit_part("response.reasoning_text.delta", content_index=0, delta=text)
+
+    def _head(self) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": []}
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "reasoning_text", "text": text}
+
+
+class CallItem(OpenItem):
+    """A call of a function."""
+
+    prefix = "fc"
+
+    def __init__(self, emit: Emit, index: int, call: CallDelta) -> None:
+        super().__init__(emit, index)
+        self.number = call.index
+        self._arguments: list[str] = []
+        self.item |= {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
+        self._emit_event("response.output_item.added", item=dict(self.item))
+
+    def add(self, arguments: str) -> None:
+        """Add a piece of the arguments."""
+        self._arguments.append(arguments)
+        self._emit_part("response.function_call_arguments.delta", delta=arguments)
+
+    @property
+    @override
+    def _whole(self) -> bool:
+        try:
+            json.decode(self.item["arguments"])
+        except DecodeError:
+            return False
+        return True
+
+    def _finish(self) -> None:
+        self.item["arguments"] = "".join(self._arguments)
+        self._emit_part(
+            "response.function_call_arguments.done", name=self.item["name"], arguments=self.item["arguments"]
+        )
+
+
+class ResponseBody:
+    """Makes the bodies of one response as it goes on."""
+
+    def __init__(self, asked: ResponseCall, model_id: str) -> None:
+        self._asked = asked
+        self._head = {
+            "id": asked.call.request_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model_id,
+        }
+
+    def running(self) -> dict[str, Any]:
+        """Return the body before anything is known."""
+        return self._body("in_progress", [], None)
+
+    def ended(self, items: Sequence[Item], usage: dict[str, Any], cut: bool) -> dict[str, Any]:
+        """Return the last body. cut: the output reached its limit."""
+        body = self._body("incomplete" if cut else "completed", items, usage)
+        if cut:
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            body["completed_at"] = int(time.time())
+        return body
+
+    def failed(self, items: Sequence[Item], error: ApiError) -> dict[str, Any]:
+        """Return the last body of a response that failed after its start."""
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        return self._body("failed", items, None) | {"error": {"code": code, "message": error.message}}
+
+    def _body(self, status: str, items: Sequence[Item], usage: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": list(items),
+            "usage": usage,
+            **self._settings(),
+        }
+
+    def _settings(self) -> dict[str, Any]:
+        """What the client sent, with defaults filled in."""
+        fields, params = self._asked.fields, self._asked.call.params
+        wanted = fields.text.format if fields.text else None
+        return {
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "text": {"format": wanted.model_dump(by_alias=True, exclude_none=True) if wanted else {"type": "text"}},
+            "tools": [tool.model_dump() for tool in fields.tools or ()],
+            "tool_choice": _choice(fields.tool_choice),
+            "parallel_tool_calls": fields.parallel_tool_calls is not False,
+            "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
+            "top_logprobs": fields.top_logprobs or 0,
+            "truncation": "disabled",
+            "metadata": fields.metadata or {},
+            "user": fields.user,
+            "safety_identifier": fields.safety_identifier,
+            "prompt_cache_key": fields.prompt_cache_key,
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+        }
+
+
+def usage_body(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+    """Return the usage of a response. Nothing is billed for what is written to the cache, so it is told as 0."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _choice(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump() if choice is not None else "auto"

@@ -1,0 +1,118 @@
+"""Metrics of the steps of one replica's engine, and its peak speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prometheus_client.core import Metric
+
+from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.samples import Histogram, by_label, family_of, histogram_of
+from engine.report import Finish, StepReport
+from engine.request import FinishReason
+
+BROKEN = "internal_error"  # code of a refusal: the request could not be read or handled
+_PHASES = (
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+)
+_GRAMMAR = "request_grammar_time_seconds"
+_SIZES = ("iteration_tokens_total", "step_batch_size", "step_budget_used_ratio")
+_TIMES = ("step_seconds", "step_host_seconds", "step_device_seconds", "step_channel_seconds")
+_HISTOGRAMS = (*_PHASES, _GRAMMAR, *_SIZES, *_TIMES)
+_WINDOW = 0.2  # seconds of computing that make one measurement
+_HALF_LIFE = 600.0  # seconds of computing after which a peak counts half
+
+
+class StepMetrics:
+    """Fed with every `StepReport`, at one or two microseconds for each. Used on one event loop.
+
+    token_budget: tokens that a step may compute (`max_num_batched_tokens`).
+    """
+
+    def __init__(self, model_name: str, token_budget: int) -> None:
+        self._model_name = model_name
+        self._token_budget = token_budget
+        self._ended: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._resumed = 0
+        self._histograms = {name: Histogram(FAMILIES[name].buckets) for name in _HISTOGRAMS}
+        self._phases = [self._histograms[name] for name in _PHASES]
+        self._sizes = [self._histograms[name] for name in _SIZES]
+        self._seconds, self._host, self._device, self._channel = [self._histograms[name] for name in _TIMES]
+
+    def note(self, report: StepReport) -> None:
+        """Count one step; one that computed nothing only brings ends."""
+        if report.num_tokens:
+            tokens, sequences, budget = self._sizes
+            tokens.observe(report.num_tokens)
+            sequences.observe(report.num_sequences)
+            budget.observe(report.num_tokens / self._token_budget)
+            self._seconds.observe(report.seconds)
+            self._host.observe(report.seconds - report.executed)
+            self._device.observe(report.executed - report.channel)
+            if report.channel:  # a rank alone has nobody to tell
+                self._channel.observe(report.channel)
+        for finish in report.finished:
+            self._note_end(finish)
+
+    def submitted(self, resumed: bool) -> None:
+        """Count a request that was taken. resumed: it comes with tokens from another replica."""
+        self._resumed += resumed
+
+    def compiled(self, seconds: float) -> None:
+        """Count a request that waited so long for what its output must match to be compiled."""
+        self._histograms[_GRAMMAR].observe(seconds)
+
+    def refused(self, code: str) -> None:
+        """Count a request that was not taken."""
+        self._refused[code] += 1
+
+    def _note_end(self, finish: Finish) -> None:
+        self._ended[finish.code or finish.reason.value] += 1
+        phases = finish.sequence.phases
+        if phases is not None and finish.reason is not FinishReason.ERROR:
+            seconds = (phases.queue, phases.prefill, phases.decode, phases.inference)
+            for histogram, value in zip(self._phases, seconds, strict=True):
+                histogram.observe(value)
+
+    def collect(self, unwanted: int) -> Iterable[Metric]:
+        """Yield all families. unwanted: tokens that nobody wanted."""
+        model = self._model_name
+        for name, histogram in self._histograms.items():
+            yield histogram_of(name, (model,), histogram)
+        yield histogram_of("rank_forward_seconds", (model,), self._device)
+        ended, refused = by_label(FinishReason, self._ended), by_label((BROKEN,), self._refused)
+        yield family_of("engine_choices_ended", {(model, str(reason)): n for reason, n in ended.items()})
+        yield family_of("submits_refused", {(model, code): n for code, n in refused.items()})
+        yield family_of("engine_requests_resumed", {(model,): self._resumed})
+        yield family_of("rows_unwanted", {(model,): unwanted})
+
+
+class StepSpeed:
+    """The peak of tokens per second of computing, prompt and output, over the last minutes of work.
+
+    A peak and not a mean: a step of few sequences computes few tokens in nearly the time of many, and says nothing
+    about how fast a waiting prompt would be done.
+    """
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._seconds = 0.0
+        self._peak = 0.0
+
+    def note(self, tokens: int, seconds: float) -> None:
+        """Take note of a step."""
+        self._tokens += tokens
+        self._seconds += seconds
+        if self._seconds >= _WINDOW:
+            fallen = self._peak * 0.5 ** (self._seconds / _HALF_LIFE)
+            self._peak = max(fallen, self._tokens / self._seconds)
+            self._tokens, self._seconds = 0, 0.0
+
+    def seconds_for(self, tokens: int) -> float:
+        """Return how long so many tokens take; 0 while the speed is not known."""
+        return tokens / self._peak if self._peak else 0.0

@@ -1,1 +1,0 @@
-"""Alerts for Prometheus: `squadron.rules.yaml` is written from a table of them."""

@@ -1,0 +1,133 @@
+"""The Ray cluster under the app: one of this command's own, or one that was there before."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+
+import psutil
+import ray
+
+from cluster.resources import AppResources
+from deploy.cli.processes import adopt_orphans, descendants, kill_all, while_ray_joins
+from deploy.serve.address import knock
+from deploy.serve.environment import OBJECT_STORE_BYTES
+from deploy.serve.orphans import OrphanWatch
+from engine.device.machine import cores
+from engine.errors import ConfigError
+
+EXIT_SECONDS = 5.0
+JOIN_SECONDS = 30.0  # a busy machine takes five
+RAY_PROCESSES = ("gcs_server", "raylet")  # names begin so, children of who started Ray
+
+
+class RayCluster(ABC):
+    """A connection to a Ray cluster. `about` says in a few words which."""
+
+    about: str
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Whether the cluster can still be asked; cheap, and never blocks."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Leave the cluster, and end what was started with it. Can be called twice."""
+
+
+class LocalRay(RayCluster):
+    """A Ray of our own on loopback, with as many logical CPUs as the app asks for.
+
+    Must be made in the main thread: Linux ends Ray's processes with the thread that started them.
+    """
+
+    def __init__(self, cpus: float, verbose: bool) -> None:
+        self._watch = OrphanWatch()
+        adopt_orphans()
+        logical = max(cores(), math.ceil(cpus))
+        ray.init(
+            address="local",
+            num_cpus=logical,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+        )
+        self._watch.guard(descendants())
+        self.about = f"on this machine, {logical} logical CPUs"
+
+    def alive(self) -> bool:
+        """Whether Ray's control store and its node's own process still run: no app is deleted without either."""
+        running = {
+            process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE
+        }
+        return all(any(name.startswith(needed) for name in running) for needed in RAY_PROCESSES)
+
+    def stop(self) -> None:
+        """End Ray and make sure that none of its processes outlives the command."""
+        self._watch.close()
+        started = descendants()
+        ray.shutdown()
+        _, alive = psutil.wait_procs(started, timeout=EXIT_SECONDS)
+        kill_all(alive)
+
+
+def check_capacity(placement: AppResources, free: dict[str, float], total: dict[str, float]) -> None:
+    """Raise `ConfigError` with the numbers when the app does not fit. `free`, `total`: Ray's resources by kind."""
+    ranks = [f"{count(one.replicas, 'replica')} x {count(len(one.bundles), 'rank')}" for one in placement.models]
+    on_cpus = [f"{text} x {one.bundles[0]['CPU']:g}" for text, one in zip(ranks, placement.models, strict=True)]
+    routers = count(placement.routers, "router")
+    needs = (
+        ("GPU", placement.gpus, f"{', '.join(ranks)} need {placement.gpus:g}", "or run on CPUs with --device cpu"),
+        (
+            "CPU",
+            placement.cpus,
+            f"{', '.join(on_cpus)} and {routers} need {placement.cpus:g}",
+            "or lower --cpus-per-worker",
+        ),
+    )
+    for kind, needed, why, otherwise in needs:
+        if needed > free.get(kind, 0.0):
+            raise ConfigError(
+                f"Ray has {free.get(kind, 0.0):g} of {total.get(kind, 0.0):g} {kind}s free, but {why}; "
+                f"lower --replicas or --tensor-parallel-size, {otherwise}, or add nodes (--wait-for-nodes)",
+                "replicas",
+            )
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 replica`, `2 replicas`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+class JoinedRay(RayCluster):
+    """A cluster that was there before and stays. Raises `ConfigError` when it cannot be reached."""
+
+    def __init__(self, address: str, verbose: bool) -> None:
+        late = _problem(address, f"no answer in {JOIN_SECONDS:g} s")
+        try:
+            knock(address)
+            with while_ray_joins(JOIN_SECONDS, late):
+                ray.init(
+                    address=address, log_to_driver=verbose, logging_level=logging.INFO if verbose else logging.ERROR
+                )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(_problem(address, _first_line(error)), "address") from error
+        self.about = f"joined {address}, {count(len(ray.nodes()), 'node')}"
+
+    def alive(self) -> bool:
+        """The cluster is not ours to judge."""
+        return True
+
+    def stop(self) -> None:
+        """Disconnect."""
+        ray.shutdown()
+
+
+def _problem(address: str, why: str) -> str:
+    return f"RAY_ADDRESS={address} cannot be joined ({why}); unset it to start Ray here"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,1 +1,0 @@
-"""`squadron status`: what a server says of itself, read over HTTP alone."""

@@ -1,0 +1,157 @@
+"""What the engine does beside drawing tokens: who waits, runs and ends, and who takes and gives back KV blocks.
+
+The engine draws no conclusions. Whoever explains waits or accounts for what requests use is told of each event as it
+happens (`EngineCore.call_on_event`). Times are seconds on the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.report import Finish, Ints
+from engine.request import Request, Sequence
+
+
+class Lack(StrEnum):
+    """What the first of those that wait cannot start without."""
+
+    BUDGET = "budget"  # tokens of a step: those of others use all of them up
+    SLOTS = "slots"  # a place among `max_num_seqs`
+    BLOCKS = "blocks"  # free KV blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The engine is there, with so many devices and KV blocks (the null block excluded). The first event."""
+
+    at: float
+    num_devices: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A request waits for its first step."""
+
+    request: Request
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The first of those that wait cannot start. Told once for each reason, but perhaps again."""
+
+    request: Request
+    at: float
+    lack: Lack
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crowded:
+    """A step was scheduled and left somebody waiting."""
+
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence runs from here on, for the first time or again."""
+
+    sequence: Sequence
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted:
+    """A running sequence waits again: its blocks were taken."""
+
+    request: Request
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Starved:
+    """These run and get no token of the step at hand; of those told of before, all others get some again."""
+
+    requests: tuple[Request, ...]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence has ended, and the report at hand says so."""
+
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksTaken:
+    """Each of `sequences` took the block of its place, which nobody held."""
+
+    sequences: Items[Sequence]
+    blocks: Items[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A sequence gave up its slot. freed: those of its blocks that nobody holds any more."""
+
+    sequence: Sequence
+    slot: int
+    freed: Items[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No step ran since the last `Idle` or `Ran`."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Who holds blocks while a step runs. num_tokens: what each computes in it.
+
+    num_blocks: blocks that the sequence in each slot holds, as they are whenever the array is read.
+    """
+
+    sequences: list[Sequence]
+    slots: NDArray[np.intp]  # [sequences]
+    num_tokens: Ints  # [sequences]
+    num_blocks: Ints  # [S]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step ran since the last `Idle` or `Ran`; told before anybody gives blocks back because of it.
+
+    shares: None = those of the last `Ran`. left: who left meanwhile and whose end is still to be told, with the
+    tokens that each had in the step.
+    """
+
+    until: float
+    shares: Shares | None
+    left: tuple[tuple[Sequence, int], ...] = ()
+
+
+Event = Began | Added | Stalled | Crowded | Started | Preempted | Starved | Ended | BlocksTaken | Left | Idle | Ran
+OnEvent = Callable[[Event], None]
+
+
+class Events:
+    """Hands events on to the one who listens, if anybody does."""
+
+    def __init__(self) -> None:
+        self.listener: OnEvent | None = None
+
+    def tell(self, event: Event) -> None:
+        """Tell the listener of an event."""
+        if self.listener is not None:
+            self.listener(event)

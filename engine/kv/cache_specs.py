@@ -1,0 +1,76 @@
+"""What a layer keeps of the tokens that it has seen, in each block of the cache.
+
+Blocks are one pool with one space of ids for all layers, however unlike they are: a block has a part for each layer.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec(ABC):
+    """One layer's part of a block, on one rank. dtype: of what is kept."""
+
+    dtype: torch.dtype
+
+    @abstractmethod
+    def shapes(self, block_size: int) -> tuple[Shape, ...]:
+        """Return the shapes of the layer's tensors for one block of `block_size` tokens."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of the layer's part of a block."""
+        return sum(map(math.prod, self.shapes(block_size))) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionSpec(CacheSpec):
+    """Keys and values of all tokens, each [block_size, num_kv_heads, head_dim]."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    def shapes(self, block_size: int) -> tuple[Shape, ...]:
+        """Return the shape of the keys and that of the values."""
+        return ((block_size, self.num_kv_heads, self.head_dim),) * 2
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    """Keys and values of which a query sees the last `window` tokens, itself included."""
+
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec(CacheSpec):
+    """One compressed vector a token, of which keys and values are made, [block_size, width] (DeepSeek-V2's MLA)."""
+
+    width: int
+
+    def shapes(self, block_size: int) -> tuple[Shape, ...]:
+        """Return the one shape."""
+        return ((block_size, self.width),)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec(CacheSpec):
+    """The state after a block's last token, of one size however many tokens there are (Mamba, linear attention)."""
+
+    state: tuple[Shape, ...]
+
+    def shapes(self, block_size: int) -> tuple[Shape, ...]:
+        """Return the shapes of the state."""
+        return self.state
+
+
+def block_bytes(specs: Iterable[CacheSpec], block_size: int) -> int:
+    """Return the bytes of one block on one rank: the parts of all layers."""
+    return sum(spec.block_bytes(block_size) for spec in specs)

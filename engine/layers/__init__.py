@@ -1,0 +1,1 @@
+"""What models are composed of: each layer declares its weights, its quantisation and its cache."""

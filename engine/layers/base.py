@@ -1,0 +1,122 @@
+"""What layers are built with and what they declare, and from that the tensors that a checkpoint must have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from engine.kernels.base import Kernels, TorchKernels
+from engine.kv.cache_specs import CacheSpec
+from parallel.group import Group
+from parallel.linear import ParallelLinear
+from parallel.parameter import ShardedParameter
+
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a model is built, the same for all its layers.
+
+    dtype: of weights and activations. max_positions: tokens of the longest sequence that will be run.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    max_positions: int
+
+
+class Layer(nn.Module):
+    """A part of a model. Its parameters know how they are sharded and its linear layers how they are quantised.
+
+    kernels: what it computes with. cache_index: its place among the layers that have a cache.
+    """
+
+    kernels: Kernels = TorchKernels()
+    cache_index: int = -1
+
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec | None:
+        """Return what the layer keeps of each token, None = nothing. dtype: what keys and values are kept in."""
+        return None
+
+    def finish_loading(self) -> None:
+        """Prepare what depends on the weights; called once, after all of them are loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """One tensor of a checkpoint.
+
+    name: in the checkpoint. target: the model's parameter. part: the piece of a merged parameter, None = all of it.
+    shape: on disk. transposed: stored as [in, out]. packed: four bytes in an int32. scale: of a quantised weight, one
+    number for each row, which a checkpoint may hold in other shapes.
+    """
+
+    name: str
+    target: str
+    shape: tuple[int, ...]
+    part: str | int | None = None
+    transposed: bool = False
+    packed: bool = False
+    scale: bool = False
+
+
+class Conv1D(str):
+    """The name of a linear layer whose weight is stored as [in, out]."""
+
+    __slots__ = ()
+
+
+# A module's path in the model, * for the number of its layer where the layers are alike -> its name in the
+# checkpoint, or one for each piece of a merged product.
+Names = Mapping[str, str | tuple[str, ...]]
+
+
+def checkpoint_names(names: Names, module: str) -> tuple[str, ...]:
+    """Return what a module of the model, "layers.3.attention.qkv" say, is called in the checkpoint, piece by piece.
+
+    Raises `KeyError` for a module that the family gives no name.
+    """
+    found, number = _named(names, module), LAYER_NUMBER.search(module)
+    pieces = (found,) if isinstance(found, str) else found
+    return tuple(each.replace("*", number[0]) if number else each for each in pieces)
+
+
+def is_transposed(names: Names, module: str) -> bool:
+    """Whether a module's weight is stored as [in, out]."""
+    return isinstance(_named(names, module), Conv1D)
+
+
+def _named(names: Names, module: str) -> str | tuple[str, ...]:
+    return names[module if module in names else LAYER_NUMBER.sub("*", module)]
+
+
+def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
+    """Yield a rule for each tensor that fills a parameter of `model`, a tied one once.
+
+    Shapes are those of the parameters, put together over all ranks.
+    """
+    for target, parameter in model.named_parameters():
+        module, _, leaf = target.rpartition(".")
+        if not isinstance(parameter, ShardedParameter):
+            raise TypeError(f"{target} is no parameter that can load itself")
+        owner = model.get_submodule(module)
+        stored = owner.method.stored_names.get(leaf, leaf) if isinstance(owner, ParallelLinear) else leaf
+        transposed = leaf == "weight" and is_transposed(names, module)
+        found = checkpoint_names(names, module)
+        parts = [None] if len(found) == 1 else [piece.key for piece in parameter.pieces]
+        for name, part in zip(found, parts, strict=True):
+            shape = parameter.full_shape(part)
+            yield WeightRule(
+                f"{name}.{stored}",
+                target,
+                shape[::-1] if transposed else shape,
+                part,
+                transposed,
+                packed=stored.endswith("_packed"),
+                scale=leaf == "weight_scale",
+            )

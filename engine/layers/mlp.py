@@ -1,0 +1,58 @@
+"""Feed-forward layers; this rank's share of their width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.base import Build, Layer
+from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# By their names in config.json.
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+class MLP(Layer):
+    """down(activation(up(x)))."""
+
+    def __init__(self, hidden: int, inner: int, activation: str, build: Build, *, bias: bool = False) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up = ColumnParallelLinear(hidden, inner, bias, build.group, build.dtype)
+        self.down = RowParallelLinear(inner, hidden, bias, build.group, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(Layer):
+    """down(activation(gate(x)) * up(x)), gate and up in one product (Shazeer, "GLU Variants Improve Transformer")."""
+
+    def __init__(self, hidden: int, inner: int, activation: str, build: Build, *, bias: bool = False) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.up = MergedColumnParallelLinear(hidden, [inner, inner], bias, build.group, build.dtype)
+        self.down = RowParallelLinear(inner, hidden, bias, build.group, build.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]."""
+        x = self.up(x)
+        if self.activation is F.silu:
+            return self.down(self.kernels.silu_gate(x))
+        gate, up = x.chunk(2, dim=-1)
+        return self.down(self.activation(gate).mul_(up))

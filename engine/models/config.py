@@ -1,0 +1,145 @@
+"""Reads Hugging Face's config.json field by field; what this engine does not implement is refused by name.
+
+Needs no torch: a router reads checkpoints too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from engine.errors import CheckpointError
+from engine.quantization.config import QuantizationSpec, read_quantization
+
+MAX_INTEGER = 2**31
+MAX_LAYERS = 10_000  # a small file must not ask for much
+# What transformers assumes where the config of an architecture says nothing.
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "GPT2LMHeadModel": {
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+        "eos_token_id": 50256,
+    }
+}
+# What older families call fields that all have.
+OTHER_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"}
+
+
+@dataclass(frozen=True, slots=True)
+class HFConfig:
+    """One config.json with typed access; every complaint is a `CheckpointError` that names the field.
+
+    values: without those that are null.
+    """
+
+    values: Mapping[str, Any]
+
+    @property
+    def architecture(self) -> str:
+        """The first of `architectures`."""
+        names = self.values.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise CheckpointError("config.json: architectures must name the model's class, such as LlamaForCausalLM")
+        return names[0]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the field as it is, `default` where it is absent."""
+        return self.values.get(name, default)
+
+    def spelling(self, name: str) -> str:
+        """Return what this file calls a field that older families call otherwise; refuses two that differ."""
+        other = OTHER_NAMES[name]
+        if other in self.values and self.values.get(name, self.values[other]) != self.values[other]:
+            raise CheckpointError(
+                f"config.json: {name} is {self.values[name]!r} and {other} is {self.values[other]!r}; "
+                "they mean the same: leave one out"
+            )
+        return other if other in self.values and name not in self.values else name
+
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
+        """Return a whole number of at least `low` and at most `high`."""
+        value = self.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            most = f" and at most {high}" if isinstance(value, int) and value > high else ""
+            raise CheckpointError(f"config.json: {name} must be an integer of at least {low}{most}, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number above zero."""
+        return positive(self.values, name, default, "config.json")
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a true/false field."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
+        return value
+
+    def choice(self, name: str, known: Collection[str], default: str) -> str:
+        """Return one of the words `known`."""
+        value = self.get(name, default)
+        if value not in known:
+            raise CheckpointError(f"config.json: {name} = {value!r} is not supported; known: {', '.join(known)}")
+        return str(value)
+
+    def refuse(self, name: str, allowed: Any) -> None:
+        """Refuse the field when it is set to anything but `allowed`."""
+        if self.get(name, allowed) != allowed:
+            raise CheckpointError(f"config.json: {name} = {self.get(name)!r} is not supported, only {allowed!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What every model's config.json says; what only some do a family reads from `hf`.
+
+    dtype: what the weights were saved in, by torch's name such as "bfloat16". eos_token_ids: tokens that end a text,
+    as the model's own files say; may be empty. quantization: of the checkpoint, None = plain weights.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    quantization: QuantizationSpec | None
+    hf: HFConfig
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Read a parsed config.json. Raises `CheckpointError` naming the field that is wrong."""
+        said = {name: value for name, value in values.items() if value is not None}
+        hf = HFConfig({**DEFAULTS.get(HFConfig(said).architecture, {}), **said})
+        vocab = hf.integer("vocab_size")
+        return cls(
+            architecture=hf.architecture,
+            hidden_size=hf.integer(hf.spelling("hidden_size")),
+            num_layers=hf.integer(hf.spelling("num_hidden_layers"), high=MAX_LAYERS),
+            vocab_size=vocab,
+            max_positions=hf.integer(hf.spelling("max_position_embeddings")),
+            dtype=str(hf.get("dtype", hf.get("torch_dtype", "float32"))).removeprefix("torch."),
+            eos_token_ids=known_token_ids(hf.get("eos_token_id"), vocab),
+            quantization=read_quantization(values),
+            hf=hf,
+        )
+
+
+def known_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Return `value` (an id, a list of them or None) as a tuple without ids that the vocabulary lacks."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise CheckpointError(f"config.json: token ids must be integers, not {value!r}")
+    return tuple(i for i in ids if 0 <= i < vocab_size)
+
+
+def positive(values: Mapping[str, Any], name: str, default: float | None, where: str) -> float:
+    """Return a number above zero of `values`. where: what a complaint says of them."""
+    value = values.get(name)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"{where}: {name} must be a number above 0, not {value!r}")
+    return float(value)

@@ -1,0 +1,57 @@
+"""Qwen 2 and 3: Llama with a sliding window in some layers; Qwen 2 with biases, Qwen 3 with norms of each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from engine.errors import CheckpointError
+from engine.layers.base import Build
+from engine.models.causal_lm import CausalLM, Stack
+from engine.models.config import HFConfig, ModelConfig
+from engine.models.llama import LLAMA_NAMES, llama_stack
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Qwen2(CausalLM):
+    """Qwen2ForCausalLM."""
+
+    names = LLAMA_NAMES
+
+    @staticmethod
+    @override
+    def stack(config: ModelConfig, build: Build) -> Stack:
+        return llama_stack(config, build, windows=layer_windows(config.hf, config.num_layers), qkv_bias=True)
+
+
+class Qwen3(CausalLM):
+    """Qwen3ForCausalLM."""
+
+    names = LLAMA_NAMES | {
+        "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+        "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    }
+
+    @staticmethod
+    @override
+    def stack(config: ModelConfig, build: Build) -> Stack:
+        bias, windows = config.hf.flag("attention_bias"), layer_windows(config.hf, config.num_layers)
+        return llama_stack(config, build, 128, windows, qkv_bias=bias, output_bias=bias, head_norms=True)
+
+
+def layer_windows(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
+    """Return each layer's window, 0 = none: of `use_sliding_window`, `layer_types` and `max_window_layers`."""
+    window = hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else 0
+    types = hf.get("layer_types")
+    if types is None:
+        first = hf.integer("max_window_layers", 28, low=0)
+        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+    if not isinstance(types, Sequence) or len(types) != num_layers:
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers")
+    for kind in types:
+        if kind not in LAYER_TYPES:
+            known = ", ".join(LAYER_TYPES)
+            raise CheckpointError(f"config.json: layer_types has {kind!r}, which is not supported; known: {known}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in types)

@@ -1,0 +1,119 @@
+"""What the methods of weights in eight bits have in common: w is about weight * scale[:, None].
+
+A layer comes to hold such weights in one of two ways: a quantised checkpoint fills them, or they are made of the
+plain weight once that is loaded, which is then freed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from engine.kernels.base import Kernels
+from engine.quantization.config import QuantizationSpec
+from parallel.group import Group
+from parallel.linear import LinearMethod, ParallelLinear
+from parallel.parameter import ShardedParameter
+
+ROWS = 1024  # of a weight that are in memory in fp32 at a time
+MEETING_TIMEOUT = 300.0  # seconds that ranks wait for each other's largest weights: they load at different speeds
+
+
+class QuantizedLinear(LinearMethod):
+    """weight [out, in] of `dtype` times scale [out] in fp32, one for each output channel.
+
+    limit: the largest number that `dtype` holds. stored: whether the checkpoint holds the weights so.
+    """
+
+    dtype: ClassVar[torch.dtype]
+    limit: ClassVar[float]
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        self.stored = spec.stored
+        self.loads_plain = not spec.stored
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor) -> Self:
+        """Return the method of a weight that is there already."""
+        made = cls(QuantizationSpec("made", "made"))
+        made.hold(weight, scale)
+        return made
+
+    def hold(self, weight: Tensor, scale: Tensor) -> None:
+        """Multiply by these from now on."""
+        self.weight, self.scale = weight, scale
+
+    @abstractmethod
+    def use_kernels(self, layer: ParallelLinear, kernels: Kernels) -> None:
+        """Let `layer`, whose method this is, multiply by what `kernels` have for such weights, if anything."""
+
+    @override
+    def create(self, layer: ParallelLinear, name: str) -> None:
+        if self.stored:
+            self.outline(layer)
+
+    def outline(self, layer: ParallelLinear) -> None:
+        """Give `layer` the parameters that it has once it is loaded."""
+        plain = layer.weight
+        self._take(layer, ShardedParameter.of(plain.shape, self.dtype, plain.device, plain.axis, plain.pieces))
+
+    @override
+    @torch.no_grad()
+    def load(self, layer: ParallelLinear) -> None:
+        """Quantise the weight if it is plain, and free that.
+
+        Each output channel's largest weight becomes the largest number; where the ranks hold slices of the channels
+        it is the largest of all slices, so that the weights do not depend on the number of ranks.
+        """
+        if self.stored:
+            return
+        plain = layer.weight
+        largest = torch.cat([rows.abs().amax(dim=1).float() for rows in plain.split(ROWS)])
+        if plain.axis == 1:
+            largest = group_max(layer.group, largest)
+        scale = self.scale_of(largest)
+        self._take(layer, ShardedParameter(self.quantised(plain, scale), plain.axis, plain.pieces))
+        layer.weight_scale.allocate()
+        layer.weight_scale.data.copy_(scale)
+        for parameter in (layer.weight, layer.weight_scale):
+            parameter.mark_loaded()
+
+    @classmethod
+    def scale_of(cls, largest: Tensor) -> Tensor:
+        """Return the fp32 scales of channels by their largest absolute weights; 1 for a channel of zeros."""
+        return torch.where(largest > 0, largest / cls.limit, 1.0)
+
+    @classmethod
+    def quantised(cls, weight: Tensor, scale: Tensor) -> Tensor:
+        """Return weight [out, in] / scale [out] rounded to the dtype, ties to even."""
+        found = torch.empty(weight.shape, dtype=cls.dtype, device=weight.device)
+        for first in range(0, len(weight), ROWS):
+            part = slice(first, first + ROWS)
+            scaled = (weight[part].float() / scale[part, None]).clamp_(-cls.limit, cls.limit)
+            found[part] = (scaled if cls.dtype.is_floating_point else scaled.round_()).to(cls.dtype)
+        return found
+
+    def _take(self, layer: ParallelLinear, weight: ShardedParameter) -> None:
+        """Make `weight` the layer's, with a scale for each row, of which a layer split by columns has all."""
+        by_row = weight.axis == 0
+        pieces = weight.pieces if by_row else ()
+        layer.weight = weight
+        layer.weight_scale = ShardedParameter.of(
+            weight.shape[:1], torch.float32, weight.device, 0 if by_row else None, pieces
+        )
+        self.hold(layer.weight, layer.weight_scale)
+
+
+def group_max(group: Group, x: Tensor) -> Tensor:
+    """Return the elementwise maximum over the group, with the patience that loading needs."""
+    found = x
+    for rank in range(group.size if group.size > 1 else 0):
+        theirs = x.clone() if rank == group.rank else torch.empty_like(x)
+        found = torch.maximum(found, group.broadcast(theirs, rank, timeout=MEETING_TIMEOUT))
+    return found

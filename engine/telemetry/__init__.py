@@ -1,1 +1,0 @@
-"""What the engine tells of its steps: who used it, what requests waited for, how long things took."""
