@@ -77,9 +77,9 @@ class EngineCore:
         self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
         self._events = Events()
-        slots = Slots(tables, params, self._blocks, stops, self._events.tell)
+        slots = Slots(tables, params, self._blocks, stops, self._events)
         draws = executor.most_draws
-        self._scheduler = Scheduler(config, slots, self._admission, self._events.tell, clock(), draws)
+        self._scheduler = Scheduler(config, slots, self._admission, self._events, clock(), draws)
         self._in_flight = InFlight(vocab_size, clock)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._in_flight.tokens)
         inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
@@ -110,13 +110,13 @@ class EngineCore:
 
     def call_on_event(self, listener: OnEvent) -> None:
         """Have `listener` called with each event (`engine.events`) as it happens, on the engine's thread."""
-        self._events.listener = listener
+        self._events.emit = listener
         listener(self._began)
 
     def emit_time(self) -> None:
         """Tell of the time that passed until now without a step; nothing while one runs."""
         if not self._in_flight.is_wanted:
-            self._events.tell(Idle(self.clock()))
+            self._events.emit(Idle(self.clock()))
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
@@ -248,11 +248,11 @@ class EngineCore:
         self._scheduler.now = now
         step = self._in_flight.step
         if not self._in_flight.is_wanted:
-            self._events.tell(Idle(now))
+            self._events.emit(Idle(now))
         self._scheduler.expire(now)
         if step is not None and step.schedule.is_unwanted:
             self._results(step)
-            self._events.tell(Idle(self._in_flight.ran_at))
+            self._events.emit(Idle(self._in_flight.ran_at))
             self._scheduler.drop(step.schedule)
             self._in_flight.step = None
 
@@ -277,7 +277,7 @@ class EngineCore:
             self._clear_cache()  # whatever made the logits bad may sit in blocks that others would find
         elif step.tainted:
             self._blocks.clear_cache()
-        scheduler.note_births(self._in_flight.ran_at)
+        scheduler.note_first_tokens(self._in_flight.ran_at)
         self._num_steps += 1
         report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
         report.num_tokens = schedule.num_tokens
@@ -300,7 +300,7 @@ class EngineCore:
             shares = Shares(running, slots, tokens, self._tables.num_blocks)
             self._shares = schedule.version, running
         gone = zip(left, _tokens(schedule, left).tolist(), strict=True) if left else ()
-        self._events.tell(Ran(self._in_flight.ran_at, shares, tuple(gone)))
+        self._events.emit(Ran(self._in_flight.ran_at, shares, tuple(gone)))
 
     def _time(self, report: StepReport, step: Launched) -> None:
         """Note how long a step took: from when it began, or the one before it was done with, until now."""
@@ -358,7 +358,7 @@ class EngineCore:
         report.finished = self._scheduler.take_finished()
         for finish in report.finished:
             finish.sequence.ended_at = self._in_flight.ran_at
-            self._events.tell(Ended(finish))
+            self._events.emit(Ended(finish))
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report

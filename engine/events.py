@@ -146,12 +146,7 @@ OnEvent = Callable[[Event], None]
 
 
 class Events:
-    """Hands events on to the one who listens, if anybody does."""
+    """Where the events of one engine go. emit: the listener; until there is one, events are dropped."""
 
     def __init__(self) -> None:
-        self.listener: OnEvent | None = None
-
-    def tell(self, event: Event) -> None:
-        """Tell the listener of an event."""
-        if self.listener is not None:
-            self.listener(event)
+        self.emit: OnEvent = lambda event: None

@@ -198,7 +198,7 @@ class EngineStats:
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
     steps_ahead: int = 0  # launched before the results of the step before were known; counter since start
-    steps_held: int = 0  # that had to wait for them (`engine.scheduler.scheduler.Hold`)
+    steps_held: int = 0  # that had to wait for them (`engine.scheduler.schedule.Hold`)
     waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property

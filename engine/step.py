@@ -29,8 +29,8 @@ from engine.report import (
     TokenLogprob,
 )
 from engine.request import Request, Sequence
-from engine.scheduler.schedule import Schedule
-from engine.scheduler.scheduler import Hold, Scheduler
+from engine.scheduler.schedule import Hold, Schedule
+from engine.scheduler.scheduler import Scheduler
 from engine.worker.executor import Executor, Pending
 
 Fail = Callable[[Sequence, Exception], None]

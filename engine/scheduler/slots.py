@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
-from engine.events import BlocksTaken, Left, OnEvent
+from engine.events import BlocksTaken, Events, Left
 from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hash, extend_hashes, root_hash, token_bytes
 from engine.report import Ints
 from engine.request import Request, Sequence
@@ -123,17 +123,17 @@ class Slots:
     """Places sequences, gives them blocks, shares what they have in common, and takes all of it back.
 
     The row of a slot is the only block table of its sequence. Used by the scheduler only; one thread.
-    tell: hears of blocks that are taken and given back.
+    events: of blocks that are taken and given back.
     """
 
     def __init__(
-        self, tables: SlotTables, params: SamplingTable, pool: BlockManager, stops: StopTokens, tell: OnEvent
+        self, tables: SlotTables, params: SamplingTable, pool: BlockManager, stops: StopTokens, events: Events
     ) -> None:
         self.tables = tables
         self.pool = pool
         self.stops = stops
         self._params = params
-        self._tell = tell
+        self._events = events
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
@@ -216,7 +216,7 @@ class Slots:
         """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
         tables = self.tables
         blocks = self.pool.allocate(len(sequences))
-        self._tell(BlocksTaken(sequences, blocks))
+        self._events.emit(BlocksTaken(sequences, blocks))
         held = tables.num_blocks[slots]
         tables.flat_blocks[slots * tables.blocks.shape[1] + held] = blocks
         tables.num_blocks[slots] = held + 1
@@ -279,7 +279,7 @@ class Slots:
         slot = sequence.slot
         if slot < 0:
             return
-        self._tell(Left(sequence, slot, self.pool.release(self.tables.held_blocks(slot))))
+        self._events.emit(Left(sequence, slot, self.pool.release(self.tables.held_blocks(slot))))
         sequence.num_known = sequence.num_tokens
         self.tables.clear(slot)
         self.stops.watch(sequence.request, -1)
@@ -323,4 +323,4 @@ class Slots:
         return slot
 
     def _taken(self, sequence: Sequence, blocks: list[int]) -> None:
-        self._tell(BlocksTaken([sequence] * len(blocks), blocks))
+        self._events.emit(BlocksTaken([sequence] * len(blocks), blocks))
