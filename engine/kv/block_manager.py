@@ -149,7 +149,18 @@ class BlockManager:
 
         Tails are freed first, so that they are evicted before the heads they need.
         """
-        return [block for block in reversed(table) if self._drop(block)]
+        refs, hashes, free, cached = self._refs, self._hashes, self._free, self._cached
+        freed = []
+        for block in reversed(table):
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            freed.append(block)
+            if hashes[block] is None:
+                free.append(block)
+            else:
+                cached[block] = None
+        return freed
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds `block`."""
@@ -163,20 +174,25 @@ class BlockManager:
         if self._refs[block] == 1:
             return None
         (copy,) = self.allocate(1)
-        self._drop(block)
+        self._refs[block] -= 1
         return copy
 
-    def seal(self, block: int, digest: bytes, tokens: bytes) -> None:
-        """Make a full, computed block findable. If an equal one is known already, that one stays."""
-        if digest in self._index:
-            return
-        self._index[digest] = block
-        self._hashes[block] = digest
-        self._contents[block] = tokens
-        if digest in self._removed:
-            del self._removed[digest]
-        else:
-            self._stored[digest] = None
+    def seal(self, blocks: Iterable[int], digests: Iterable[bytes], contents: Iterable[bytes]) -> None:
+        """Make full, computed blocks findable. If an equal one is known already, that one stays.
+
+        digests / contents: of each block, its name and its token ids as int32.
+        """
+        index, hashes, known, stored, removed = self._index, self._hashes, self._contents, self._stored, self._removed
+        for block, digest, tokens in zip(blocks, digests, contents, strict=True):
+            if digest in index:
+                continue
+            index[digest] = block
+            hashes[block] = digest
+            known[block] = tokens
+            if digest in removed:
+                del removed[digest]
+            else:
+                stored[digest] = None
 
     def clear_cache(self) -> None:
         """Forget all contents; blocks stay with whoever holds them."""
@@ -225,17 +241,6 @@ class BlockManager:
             raise IntegrityError("blocks with a hash and the index differ")
         if named.intersection(self._free):
             raise IntegrityError("an empty block still has a hash")
-
-    def _drop(self, block: int) -> bool:
-        """Let go of a block; return whether nobody holds it any more."""
-        self._refs[block] -= 1
-        if self._refs[block]:
-            return False
-        if self._hashes[block] is None:
-            self._free.append(block)
-        else:
-            self._cached[block] = None
-        return True
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -252,8 +252,8 @@ class Slots:
         tokens = self.tables.tokens[sequence.slot, : last * size].tobytes()
         extend_hashes(hashes, tokens, size, root_hash(sequence.request.cache_salt))
         width, blocks = size * TOKEN_BYTES, self.tables.blocks[sequence.slot, first:last].tolist()
-        for i, block in enumerate(blocks, first):
-            self.pool.seal(block, hashes[i], tokens[i * width : (i + 1) * width])
+        contents = [tokens[start : start + width] for start in range(first * width, last * width, width)]
+        self.pool.seal(blocks, hashes[first:last], contents)
 
     def seal_last(self, sequences: Items[Sequence], slots: Index, computed: Ints) -> None:
         """Make findable the block that each of `sequences` filled with its last computed token.
@@ -267,12 +267,13 @@ class Slots:
         width = size * TOKEN_BYTES
         contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
         indices = computed // size - 1
-        blocks = self.tables.blocks[slots, indices].tolist()
-        for sequence, index, block, content in zip(sequences, indices.tolist(), blocks, contents, strict=True):
+        digests = []
+        for sequence, index, content in zip(sequences, indices.tolist(), contents, strict=True):
             hashes = sequence.block_hashes
             if len(hashes) == index:
                 hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
-            self.pool.seal(block, hashes[index], content)
+            digests.append(hashes[index])
+        self.pool.seal(self.tables.blocks[slots, indices].tolist(), digests, contents)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""
