@@ -15,7 +15,7 @@ import ray
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 from ray.serve import metrics as serve_metrics
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Gauge
 
 from cluster.telemetry.families import VLLM_RAY, Family, Kind, Source
 from cluster.telemetry.samples import BY_FULL_NAME, alias_labels, namesake, own_samples, vllm_samples
@@ -122,11 +122,12 @@ def publish_period() -> float:
 
 
 class RayPublisher:
-    """Tells Ray the present metrics, whenever asked. Used by one thread.
+    """Gives Ray the present metrics, whenever asked. Used by one thread.
 
-    Counters are told by what was added since, gauges as they are. A histogram is told as gauges, the very series that
-    Prometheus makes of one (`NAME_bucket` with `le`, `NAME_sum`, `NAME_count`): Ray's own would put each value in the
-    middle of its bucket on the way, so that sums were wrong, and would have to be told every single value.
+    All are gauges for Ray, under the names of the series that Prometheus makes of them: a counter is `NAME_total`, a
+    histogram `NAME_bucket` with `le`, `NAME_sum` and `NAME_count`. Ray's own counter sends its agent what was added
+    since the last report: a report that the agent is too busy to take is lost for good. Ray's own histogram puts
+    each value in the middle of its bucket, so that sums are wrong. A gauge is right again with the next report.
 
     sources: whose families this process measures; all others are passed over. own: values of the labels that tell it
     apart (`Family.own_labels`). vllm: whether to publish under vLLM's names as well.
@@ -136,12 +137,11 @@ class RayPublisher:
         self._sources = frozenset(sources)
         self._own = dict(own)
         self._vllm = vllm
-        self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._told: dict[_Key, float] = {}
+        self._highest: dict[_Key, float] = {}  # of each counter
 
     def publish(self, metrics: Iterable[Metric]) -> None:
-        """Tell Ray the present metrics."""
+        """Give Ray the present metrics."""
         for metric in metrics:
             family = BY_FULL_NAME.get(metric.name)
             if family is None or family.source not in self._sources:
@@ -155,25 +155,14 @@ class RayPublisher:
                     tags = {**all_labels, **sample.labels, **own}
                     self._report(VLLM_RAY + family.vllm, namesake(family), sample, metric.name, tags)
 
-    def _report(self, name: str, family: Family, sample: Sample, told_as: str, tags: dict[str, str]) -> None:
-        suffix = sample.name.removeprefix(told_as)
+    def _report(self, name: str, family: Family, sample: Sample, reported_as: str, tags: dict[str, str]) -> None:
+        series = name + sample.name.removeprefix(reported_as)
+        value = sample.value
         if family.kind is Kind.COUNTER:
-            self._add(name, family, sample.value, tags)
-        else:
-            self._gauge(name + suffix, family, tags).set(sample.value, tags)
-
-    def _add(self, name: str, family: Family, value: float, tags: dict[str, str]) -> None:
-        key = (name, tuple(tags.values()))
-        told = self._told.get(key)
-        if told is not None and told >= value:
-            return  # nothing new, or a sum of floats that was rounded and will be more again
-        self._counter(name, family, tags).inc(value - (told or 0.0) or LEAST, tags)
-        self._told[key] = value
-
-    def _counter(self, name: str, family: Family, tags: Mapping[str, str]) -> Counter:
-        if name not in self._counters:
-            self._counters[name] = Counter(name, family.text, tuple(tags))
-        return self._counters[name]
+            # A sum of floats may be rounded down; to Prometheus a counter that falls has begun anew.
+            key = (series, tuple(tags.values()))
+            value = self._highest[key] = max(value, self._highest.get(key, value))
+        self._gauge(series, family, tags).set(value, tags)
 
     def _gauge(self, name: str, family: Family, tags: Mapping[str, str]) -> Gauge:
         if name not in self._gauges:

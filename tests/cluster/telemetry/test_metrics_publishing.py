@@ -1,4 +1,4 @@
-"""What is told to Ray: counters by what was added, gauges as they are, histograms as the series of one."""
+"""What Ray is given: gauges that are the series which Prometheus makes of counters, gauges and histograms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from cluster.telemetry import publishing as ray_publisher
 from cluster.telemetry.families import Source
 from cluster.telemetry.metrics import Metrics
-from cluster.telemetry.publishing import LEAST, LoopGoneError, Publishing, RayPublisher, on_loop
+from cluster.telemetry.publishing import LoopGoneError, Publishing, RayPublisher, on_loop
 from cluster.telemetry.samples import Histogram, family_of, histogram_of
 from tests.cluster.telemetry.test_metrics import asked
 
@@ -28,10 +28,6 @@ class FakeRay:
         self.series: dict[str, Series] = defaultdict(lambda: defaultdict(float))
         self.calls = 0
 
-    def counter(self, name: str, text: str, tag_keys: tuple[str, ...]) -> FakeMetric:
-        assert not name.endswith("_total"), "Ray adds it"
-        return FakeMetric(self, f"{name}_total", tag_keys)
-
     def gauge(self, name: str, text: str, tag_keys: tuple[str, ...]) -> FakeMetric:
         return FakeMetric(self, name, tag_keys)
 
@@ -41,10 +37,6 @@ class FakeMetric:
 
     def __init__(self, ray: FakeRay, name: str, tag_keys: tuple[str, ...]) -> None:
         self._series, self._keys, self._ray = ray.series[name], tag_keys, ray
-
-    def inc(self, value: float, tags: dict[str, str]) -> None:
-        assert value > 0
-        self._series[self._key(tags)] += value
 
     def set(self, value: float, tags: dict[str, str]) -> None:
         self._series[self._key(tags)] = value
@@ -58,7 +50,6 @@ class FakeMetric:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(ray_publisher, "Counter", fake.counter)
     monkeypatch.setattr(ray_publisher, "Gauge", fake.gauge)
     return fake
 
@@ -68,21 +59,21 @@ def replica(vllm: bool = False) -> RayPublisher:
     return RayPublisher((Source.TOLD, Source.REPLICA, Source.RANK), own, vllm)
 
 
-def test_counters_are_told_by_what_was_added_and_are_there_from_the_start(ray: FakeRay) -> None:
+def test_counters_are_there_from_the_start_and_a_lost_report_is_made_up_for_by_the_next(ray: FakeRay) -> None:
     publisher = replica()
-    totals = []
-    for value in (0, 0, 3, 3, 10):
+    counted = ("model_name=demo", "replica=r1")
+    for value in (0, 3, 3, 10):
         publisher.publish([family_of("num_preemptions", {("demo", "r1"): value})])
-        totals.append(ray.series["squadron_num_preemptions_total"]["model_name=demo", "replica=r1"])
-    assert totals == [LEAST, LEAST, 3, 3, 10]
-    assert ray.calls == 3, "a counter that has not changed is not told"
+        assert ray.series["squadron_num_preemptions_total"].pop(counted) == value, "Ray's agent knows nothing before"
 
 
-def test_a_sum_that_was_rounded_down_is_made_up_for(ray: FakeRay) -> None:
+def test_a_counter_never_falls_where_a_sum_is_rounded_down(ray: FakeRay) -> None:
     publisher = replica()
+    shown = []
     for value in (2.0, 1.9999999, 2.5):
         publisher.publish([family_of("device_seconds", {("demo", "r1"): value})])
-    assert ray.series["squadron_device_seconds_total"]["model_name=demo", "replica=r1"] == 2.5
+        shown.append(ray.series["squadron_device_seconds_total"]["model_name=demo", "replica=r1"])
+    assert shown == [2.0, 2.0, 2.5]
 
 
 def test_gauges_are_told_as_they_are(ray: FakeRay) -> None:
