@@ -93,7 +93,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken:
-    """Each of `sequences` took the block of its place, which nobody held."""
+    """Sequences took blocks that no sequence held: each the block at its place, or a single one all of them."""
 
     sequences: Items[Sequence]
     blocks: Items[int]
@@ -141,8 +141,10 @@ class Ran:
     left: tuple[tuple[Sequence, int], ...] = ()
 
 
-Event = Began | Added | Stalled | Crowded | Started | Preempted | Starved | Ended | BlocksTaken | Left | Idle | Ran
-OnEvent = Callable[[Event], None]
+EngineEvent = (
+    Began | Added | Stalled | Crowded | Started | Preempted | Starved | Ended | BlocksTaken | Left | Idle | Ran
+)
+OnEvent = Callable[[EngineEvent], None]
 
 
 class Events:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,8 +183,7 @@ class BlockEvents:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Figures of the engine after a step. Blocks exclude the null block."""
 
     num_running: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from cluster.accounts.costs import CostMeter, Costs, Usage
+from cluster.accounts.costs import CostMeter, EngineCosts, EngineUsage
 from cluster.accounts.flight_recorder import BEHIND, FlightRecorder, Wait
 from engine.events import (
     Added,
@@ -13,7 +13,7 @@ from engine.events import (
     BlocksTaken,
     Crowded,
     Ended,
-    Event,
+    EngineEvent,
     Idle,
     Left,
     Preempted,
@@ -38,7 +38,7 @@ class EngineAccounts:
         self._crowded = float("-inf")  # when a step last left somebody in the queue
         self._new: dict[str, tuple[Request, float]] = {}  # came since, with their arrivals
         self._starved: dict[str, str] = {}  # id -> tenant
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers: dict[type[EngineEvent], Callable[[Any], None]] = {
             Began: self._meter.begin,
             Idle: self._meter.idle,
             Ran: self._meter.ran,
@@ -53,15 +53,15 @@ class EngineAccounts:
             Ended: self._ended,
         }
 
-    def note(self, event: Event) -> None:
+    def note(self, event: EngineEvent) -> None:
         """Take in an event, in the order in which they happen."""
         self._handlers[type(event)](event)
 
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Return all accounts until the last `Idle` or `Ran`."""
         return self._meter.costs()
 
-    def used(self, sequence: Sequence) -> Usage:
+    def used(self, sequence: Sequence) -> EngineUsage:
         """Return what a sequence has used whose end was told."""
         return self._meter.used(sequence)
 

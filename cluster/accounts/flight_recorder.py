@@ -35,7 +35,7 @@ class Wait(StrEnum):
     ENDED = "ended"
 
 
-class Event(NamedTuple):
+class WaitEvent(NamedTuple):
     """Seconds on the recorder's clock, what began then, and more in words."""
 
     at: float
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     detail: str = ""
 
 
-_Plain = tuple[float, Wait, str]  # an `Event`, which takes longer to make
+_Plain = tuple[float, Wait, str]  # an `WaitEvent`, which takes longer to make
 
 
 class _Story(NamedTuple):
@@ -87,28 +87,28 @@ class FlightRecorder:
                     del story.events[self._max_events // 2]
                 story.events.append(event)
 
-    def story(self, request_id: str) -> Sequence[Event]:
+    def story(self, request_id: str) -> Sequence[WaitEvent]:
         """Return the events of one request, none where it did not wait."""
         if request_id not in self._stories:
             return ()
         with self._lock:
             story = self._stories.get(request_id)
-            return () if story is None else [Event(*event) for event in story.events]
+            return () if story is None else [WaitEvent(*event) for event in story.events]
 
-    def of(self, name: str, tenant: str | None = None) -> list[Event]:
+    def of(self, name: str, tenant: str | None = None) -> list[WaitEvent]:
         """Return the events of a tenant's requests of a name (`is_of`), the last of them where there are very many.
 
         tenant: None = whosever they are.
         """
         with self._lock:
             stories = [story for key, story in self._stories.items() if is_of(key, name)]
-            found = [Event(*one) for owner, events in stories if tenant in (None, owner) for one in events]
+            found = [WaitEvent(*one) for owner, events in stories if tenant in (None, owner) for one in events]
         return sorted(found, key=lambda event: event.at)[-MAX_TOLD:]
 
-    def everything(self) -> Mapping[str, Sequence[Event]]:
+    def everything(self) -> Mapping[str, Sequence[WaitEvent]]:
         """Return a copy of all that is known, for a dump."""
         with self._lock:
-            return {key: [Event(*event) for event in story.events] for key, story in self._stories.items()}
+            return {key: [WaitEvent(*event) for event in story.events] for key, story in self._stories.items()}
 
 
 def is_of(key: str, name: str) -> bool:

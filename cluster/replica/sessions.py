@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 
-from cluster.accounts.costs import Usage as EngineUsage
+from cluster.accounts.costs import EngineUsage
 from cluster.admission.capacity import QueueState
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import LinkClosedError, RouterLink

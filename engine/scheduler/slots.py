@@ -324,4 +324,4 @@ class Slots:
         return slot
 
     def _taken(self, sequence: Sequence, blocks: list[int]) -> None:
-        self._events.emit(BlocksTaken([sequence] * len(blocks), blocks))
+        self._events.emit(BlocksTaken((sequence,), blocks))
