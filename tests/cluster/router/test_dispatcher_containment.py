@@ -154,5 +154,5 @@ async def keep_linked(lab: Lab) -> None:
     told = 0
     while True:
         await until(lambda told=told: len(lab.lost) > told, deadline=60)
-        lab.dispatcher.add_link(await lab.alive[lab.lost[told][0]].link())
+        await lab.link(lab.alive[lab.lost[told][0]])
         told += 1
