@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
 from cluster.replica.grammar_start import Grammars
+from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire.link import LOST, RouterLink

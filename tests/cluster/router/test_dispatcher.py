@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.replica_set import MESSAGES_PER_TURN
 from cluster.token_source import TokenChunk

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.replica import core
-from cluster.replica.sessions import RouterSession
+from cluster.replica.runs import RouterSession
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog

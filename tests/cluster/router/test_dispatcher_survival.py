@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config_values import MIGRATIONS, SAME_WEIGHTS
 from cluster.errors import ApiError
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
 from cluster.wire.messages import Report

@@ -12,7 +12,7 @@ from cluster.admission.admission_queue import AdmissionQueue
 from cluster.admission.capacity import UNBOUNDED
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import Tenancy
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
 from cluster.wire.messages import Costs, Usage
