@@ -9,9 +9,10 @@ import pytest
 
 from cluster.accounts import costs as engine_costs
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.capacity import UNBOUNDED
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import Tenancy
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
 from cluster.wire.messages import Costs, Usage
@@ -46,7 +47,7 @@ async def ask_for(lab: Lab, one: Request) -> None:
 async def ask(lab: Lab, tenant: str, name: str, **params) -> None:
     """Have a tenant's request answered, as an ingress does."""
     async with await Tenancy().visit(Tenant(tenant)) as visit:
-        visit.ask("demo", AdmissionQueue.unbounded(lab.dispatcher))
+        visit.ask("demo", AdmissionQueue(lab.dispatcher, lambda: UNBOUNDED))
         async for _ in visit.source.generate(long_request(name, **params)):
             pass
 
