@@ -76,7 +76,7 @@ class EngineCore:
         params = SamplingTable(config.max_num_seqs)
         self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
-        self._events = Events()
+        self._events = Events(lambda event: None)  # until there is a listener
         slots = Slots(tables, params, self._blocks, stops, self._events)
         draws = executor.most_draws
         self._scheduler = Scheduler(config, slots, self._admission, self._events, clock(), draws)

@@ -148,7 +148,7 @@ OnEvent = Callable[[EngineEvent], None]
 
 
 class Events:
-    """Where the events of one engine go. emit: the listener; until there is one, events are dropped."""
+    """Where the events of one engine go: all that emit them share this, and `emit` may be replaced."""
 
-    def __init__(self) -> None:
-        self.emit: OnEvent = lambda event: None
+    def __init__(self, emit: OnEvent) -> None:
+        self.emit = emit

@@ -215,15 +215,17 @@ class BatchState:
             sequences, slots, version = [sequences[row] for row in kept.tolist()], slots[kept], 0
             query_lens = query_lens[kept]
         num_computed = self._tables.num_computed[slots]
+        seq_lens = num_computed + query_lens
         schedule = Schedule(
             sequences=sequences,
             slots=slots,
             query_lens=query_lens,
             num_computed=num_computed,
-            seq_lens=num_computed + query_lens,
+            seq_lens=seq_lens,
             samples=sequences,
             sample_rows=self._counting[: len(sequences)],
             sample_slots=slots,
+            sample_positions=seq_lens,
             num_tokens=len(sequences),
             version=version,
             decode=not self.prefilling,
@@ -232,7 +234,7 @@ class BatchState:
             most_draws=most_draws,
         )
         if self.prefilling:
-            rows = (schedule.seq_lens == self._tables.num_tokens[slots]).nonzero()[0]
+            rows = (seq_lens == self._tables.num_tokens[slots]).nonzero()[0]
             if any(sequence.reads_prompt for sequence in self.prefilling):
                 schedule.read_prompts()
                 rows = rows[[sequences[row].request.pooling is None for row in rows.tolist()]]

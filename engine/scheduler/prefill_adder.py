@@ -35,6 +35,7 @@ class PrefillAdder:
     """Lets waiting sequences join a step, in order, while budget, slots and blocks last.
 
     limit: number of tokens at which each sequence of a request ends.
+    begun: requests of which a sequence joined for the first time, until the scheduler takes the list.
     prompt_tokens / prefix_queries / prefix_hits: tokens since start, of sequences that joined for the first time.
     """
 
@@ -47,6 +48,7 @@ class PrefillAdder:
         events: Events,
         limit: Limit,
     ) -> None:
+        self.begun: list[Request] = []
         self.prompt_tokens = self.prefix_queries = self.prefix_hits = 0
         self._slots = slots
         self._pool = slots.pool
@@ -59,7 +61,6 @@ class PrefillAdder:
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._blocked: _Blocked | None = None
         self._stalled: tuple[str, Lack] | None = None  # the last that was reported
-        self._begun: list[Request] = []  # that joined for the first time, since `take_begun`
 
     def add(self, query_lens: Ints, now: float) -> Ints:
         """Let sequences join a step. query_lens: of those that run. Returns all query lengths. now: seconds."""
@@ -82,13 +83,6 @@ class PrefillAdder:
             self._events.emit(Crowded(now))
         return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
 
-    def take_begun(self) -> list[Request]:
-        """Return the requests that joined a step for the first time since the last call."""
-        begun = self._begun
-        if begun:
-            self._begun = []
-        return begun
-
     def _join(self, sequence: Sequence, budget: int, promised: int, now: float) -> int:
         """Admit `sequence` and return how many tokens it may compute in this step; 0 if it does not fit yet.
 
@@ -105,7 +99,7 @@ class PrefillAdder:
         grant = self._batch.admit(sequence, prefix, self._limit(request), min(self._chunk, budget), now)
         if not sequence.preemptions:
             self._count(sequence, len(prefix) * self._pool.block_size)
-            self._begun.append(request)
+            self.begun.append(request)
         self._stalled = None
         self._events.emit(Started(sequence, now))
         return grant

@@ -54,6 +54,7 @@ class Schedule:
     samples: list[Sequence]
     sample_rows: Index  # [num_samples]  row of each sample
     sample_slots: Index  # [num_samples]
+    sample_positions: Ints  # [num_samples]  of the first token that each draws
     num_tokens: int
     version: int = 0
     decode: bool = False
@@ -66,11 +67,6 @@ class Schedule:
     most_draws: int = 1
     gone: set[Sequence] = field(default_factory=set)
     _drawing: set[Sequence] = field(default_factory=set)  # `samples`, once they were asked for
-
-    @property
-    def sample_positions(self) -> Ints:
-        """Position of the first token that each sample draws. [num_samples]."""
-        return self.seq_lens if self.decode else self.seq_lens[self.sample_rows]
 
     @property
     def is_unwanted(self) -> bool:
@@ -125,7 +121,7 @@ class Schedule:
             rows = np.repeat(rows, [len(family) for family in families])
             samples = [sequence for family in families for sequence in family]
             self.sample_slots = np.array([sequence.slot for sequence in samples], np.intp)
-        self.samples, self.sample_rows = samples, rows
+        self.samples, self.sample_rows, self.sample_positions = samples, rows, self.seq_lens[rows]
 
     def carried_from(self, before: Schedule, num_slots: int) -> Ints:
         """Return which rows compute a token that the step `before` draws, and which of its samples that is.
@@ -151,6 +147,7 @@ class Schedule:
             samples=[self.samples[sample] for sample in drawn.tolist()],
             sample_rows=np.zeros(len(drawn), np.intp),
             sample_slots=self.sample_slots[drawn],
+            sample_positions=self.sample_positions[drawn],
             num_tokens=int(self.query_lens[row]),
             decode=self.decode,
             scores=[score for score in self.scores if score[0] is self.sequences[row]],

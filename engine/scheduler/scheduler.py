@@ -170,7 +170,10 @@ class Scheduler:
 
     def take_begun(self) -> list[Request]:
         """Return the requests that steps were scheduled for since the last call, and none before."""
-        return self._adder.take_begun()
+        begun = self._adder.begun
+        if begun:
+            self._adder.begun = []
+        return begun
 
     def _share_budget(self) -> Ints:
         """Return how many tokens each running sequence computes, 0 if its last one is being drawn. [running]."""

@@ -138,6 +138,7 @@ class Slots:
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
         self._num_structured = 0
+        self._within_block = np.arange(pool.block_size)
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
@@ -157,7 +158,7 @@ class Slots:
 
     def capacity(self, slots: Index) -> Ints:
         """Return the tokens that the blocks of each slot hold. [slots]."""
-        return self.tables.num_blocks[slots] * np.int32(self.pool.block_size)
+        return self.tables.num_blocks[slots] * self.pool.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens`."""
@@ -263,7 +264,7 @@ class Slots:
         """
         size = self.pool.block_size
         first = slots * self.tables.context_len + computed - size
-        tokens = self.tables.flat_tokens[first[:, None] + np.arange(size)].tobytes()
+        tokens = self.tables.flat_tokens[first[:, None] + self._within_block].tobytes()
         width = size * TOKEN_BYTES
         contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
         indices = computed // size - 1
