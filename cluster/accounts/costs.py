@@ -1,4 +1,4 @@
-"""Who used the devices and the KV blocks: whole nanoseconds, so that all accounts add up to the time that passed."""
+"""Use of devices and KV blocks by tenant, in whole nanoseconds: all accounts add up to the time that passed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.request import Sequence
 
 NANOS = 10**9
 MAX_TENANTS = 64  # that have an account of their own
-OTHERS = "other"  # the account of those who came later
+OTHERS = "other"  # the account of all later ones
 
 Weights = NDArray[np.int64]
 Index = NDArray[np.intp]
@@ -67,21 +67,21 @@ class CostMeter:
     Language Models", OSDI 2024, with one weight for both). What is found in the prefix cache costs nothing, what is
     computed again after a preemption costs again. All other time is idle, the host's between two steps included.
     Where steps overlap, one begins when the one before it has run. What a step computes for a sequence whose end is
-    reported already is nobody's: the others pay for it, and where there are none it is idle.
+    reported already is charged to the others; where there are none it is idle.
 
     *Blocks.* A tenant is charged for the blocks that it holds, a shared one once (its first holder pays),
     as they are while the model runs and as they are when the next step begins for the time between the two. Blocks
     that are free or only cached are idle. A tenant's part is divided among its running sequences by the length of
     their block tables.
 
-    Tenants are charged at every step, the slots of their sequences when the batch changes and whenever somebody asks,
+    Tenants are charged at every step, the slots of their sequences when the batch changes and when costs are read,
     so that steps of an unchanging batch cost next to nothing. A sequence has its part once it has left its slot and
     `settle` was called.
     """
 
     def __init__(self) -> None:
         self._devices = self._num_blocks = self._began = self._until = 0
-        self._slots = np.zeros((2, 0), np.int64)  # [2, S]  device and block nanoseconds of who is there
+        self._slots = np.zeros((2, 0), np.int64)  # [2, S]  device and block nanoseconds of its sequence
         self._left: list[tuple[Sequence, int]] = []  # and the slot that each had
         self._used: WeakKeyDictionary[Sequence, EngineUsage] = WeakKeyDictionary()
         self._accounts: dict[str, _Account] = {}
@@ -138,7 +138,7 @@ class CostMeter:
             share.account.due.device_ns += part
 
     def settle(self) -> None:
-        """Divide what tenants were charged among their slots, and tell those that have left theirs."""
+        """Divide what tenants were charged among their slots, and move it to sequences that have left theirs."""
         devices, blocks = self._slots
         for share in self._shares:
             due, share.account.due = share.account.due, EngineUsage()
@@ -174,7 +174,7 @@ class CostMeter:
             raise IntegrityError(f"payers hold {dict(held)} blocks, {dict(self._held)} are counted")
 
     def _charge_left(self, event: Ran, spent: int) -> int:
-        """Charge those who have left for their part of a step; return what is left of it for the others."""
+        """Charge sequences that have left for their part of a step; return the rest, for the others."""
         weights = np.array([*(tokens for _, tokens in event.left), self._num_tokens], np.int64)
         parts = split(spent, weights).tolist() if weights[:-1].any() else []
         for (sequence, _), part in zip(event.left, parts, strict=False):

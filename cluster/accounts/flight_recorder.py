@@ -73,7 +73,7 @@ class FlightRecorder:
     def note(self, request_id: str, what: Wait, detail: str = "", at: float | None = None, tenant: str = "") -> None:
         """Note what a request waits for, or that it waits no more. at: unless it is now.
 
-        tenant: whose request it is, for its first event.
+        tenant: that sent the request, for its first event.
         """
         event = (self.clock() if at is None else at, what, detail)
         with self._lock:
@@ -98,7 +98,7 @@ class FlightRecorder:
     def of(self, name: str, tenant: str | None = None) -> list[WaitEvent]:
         """Return the events of a tenant's requests of a name (`is_of`), the last of them where there are very many.
 
-        tenant: None = whosever they are.
+        tenant: None = of any.
         """
         with self._lock:
             stories = [story for key, story in self._stories.items() if is_of(key, name)]
@@ -114,6 +114,6 @@ class FlightRecorder:
 def is_of(key: str, name: str) -> bool:
     """Whether the request `key` is (a part of, or an attempt at) the one that its client knows as `name`.
 
-    The beginning of a name is none: nobody is to find requests whose names he was not told.
+    The beginning of a name does not match: a client finds only requests whose whole names it knows.
     """
     return key.startswith(name) and _PART.fullmatch(key, len(name)) is not None

@@ -1,4 +1,4 @@
-"""KV blocks: who holds which, which free ones still hold something worth finding, and what full ones are called.
+"""KV blocks: reference counts, the prefix cache of full ones, and the hashes that name them.
 
 The name of a full block is a chained BLAKE2b digest of everything up to the block's end. It depends on the token ids
 of the block and of all blocks before it, on the tenant's salt and on the adapter, and on nothing else: the router and
@@ -89,7 +89,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, but which `match` can still find."""
+        """Blocks that no table holds, but which `match` can still find."""
         return len(self._cached)
 
     @property
@@ -131,11 +131,11 @@ class BlockManager:
         return digest in self._index
 
     def count_idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
+        """Return how many of `blocks` no table holds, so that acquiring them makes fewer available."""
         return sum(not self._refs[block] for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> list[int]:
-        """Hold blocks that `match` found, or that another table holds; return those that nobody held."""
+        """Hold blocks that `match` found, or that another table holds; return those that no table held."""
         taken = []
         for block in blocks:
             if not self._refs[block]:
@@ -145,7 +145,7 @@ class BlockManager:
         return taken
 
     def release(self, table: list[int]) -> list[int]:
-        """Let go of a whole table; return those of its blocks that nobody holds any more.
+        """Let go of a whole table; return those of its blocks that no table holds any more.
 
         Tails are freed first, so that they are evicted before the heads they need.
         """
@@ -195,7 +195,7 @@ class BlockManager:
                 stored[digest] = None
 
     def clear_cache(self) -> None:
-        """Forget all contents; blocks stay with whoever holds them."""
+        """Forget all contents; tables keep the blocks that they hold."""
         for block in self._index.values():
             self._hashes[block] = None
             self._contents[block] = b""
@@ -207,7 +207,7 @@ class BlockManager:
         self._cleared = True
 
     def known_hashes(self) -> tuple[bytes, ...]:
-        """Return the digests of all findable blocks: what a listener that joins late must be told."""
+        """Return the digests of all findable blocks: the state that a listener which joins late starts from."""
         return tuple(self._index)
 
     def take_events(self) -> BlockEvents:

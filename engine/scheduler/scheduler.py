@@ -36,7 +36,7 @@ class Scheduler:
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
-    A host-side exception on one sequence's account ends its request with ERROR and touches nobody else; where it may
+    A host-side exception on one sequence's account ends its request with ERROR and affects no other; where it may
     have (`FailureGuard`), everything is checked, and `schedule` and `collect` raise `IntegrityError` if it did.
 
     now: seconds on the engine's clock at which the step began; set by the core before each step.
@@ -130,7 +130,7 @@ class Scheduler:
         return self._batch.take_finished()
 
     def unreported(self, schedule: Schedule) -> list[Sequence]:
-        """Return those who left since the step was launched and whose end is still to be reported."""
+        """Return sequences that left since the step was launched and whose end is not reported yet."""
         return self._batch.unreported(schedule.gone) if schedule.gone else []
 
     def running(self) -> tuple[list[Sequence], Index]:

@@ -85,9 +85,9 @@ class SlotTables:
 
 
 class StopTokens:
-    """Tells in one gather which of a step's tokens could end anything; the few hits are then looked at one by one.
+    """Finds in one gather the tokens of a step that could end a sequence; the few hits are then checked one by one.
 
-    Every live sequence watches its `stop_token_ids`; the end-of-sequence ids are always watched.
+    The `stop_token_ids` of all placed sequences are watched, and the end-of-sequence ids always.
     """
 
     def __init__(self, eos_token_ids: Iterable[int], vocab_size: int) -> None:
@@ -106,7 +106,7 @@ class StopTokens:
             self._watchers[token] += change
 
     def hits(self, token_ids: Ints) -> NDArray[np.int32]:
-        """Return a nonzero figure for every token that someone watches. [num_samples] -> [num_samples]."""
+        """Return a nonzero figure for every token that is watched. [num_samples] -> [num_samples]."""
         return self._watchers.take(token_ids)
 
     def check_integrity(self, watching: Iterable[Request]) -> None:
@@ -120,7 +120,7 @@ class StopTokens:
 
 
 class Slots:
-    """Places sequences, gives them blocks, shares what they have in common, and takes all of it back.
+    """Places sequences in slots, allocates, shares and frees their blocks.
 
     The row of a slot is the only block table of its sequence. Used by the scheduler only; one thread.
     events: of blocks that are taken and given back.
@@ -234,7 +234,7 @@ class Slots:
         return self.pool.is_shared(int(block))
 
     def part(self, sequence: Sequence, position: int) -> None:
-        """Give `sequence` its own copy of the block of `position`, unless nobody else holds it.
+        """Give `sequence` its own copy of the block of `position`, unless no other holds it.
 
         The copy itself is noted in `copies`. Raises `ValueError` when no block is available.
         """

@@ -1,4 +1,4 @@
-"""What becomes of the sequences of a step once its tokens are known, and of those whose part of it failed."""
+"""Takes in the results of a step: tokens of its sequences, and failures of single requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.scheduler.slots import Slots
 
 logger = logging.getLogger(__name__)
 
-OWN = (InvalidRequestError, GrammarError, PoisonedLogitsError, StepMemoryError)  # what a request alone may fail of
+OWN = (InvalidRequestError, GrammarError, PoisonedLogitsError, StepMemoryError)  # errors of one request alone
 
 
 class FailureGuard:
@@ -78,7 +78,7 @@ class FailureGuard:
             message, code = str(error), error.code
         elif isinstance(error, StepMemoryError):
             logger.error("request %s is shed: %s", request_id, error, extra=about)
-            message, code = error.told, error.code
+            message, code = error.client_message, error.code
         else:
             logger.error("request %s failed in the engine", request_id, exc_info=redacted(error), extra=about)
             message = f"the engine failed on this request ({type(error).__name__})"
