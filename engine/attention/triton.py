@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.attention.base import (
-    AttentionBackend,
     AttentionSpec,
     Ints,
     LayerCache,
     MergedHeads,
+    PagedAttention,
     StepLayout,
     StepTensors,
     cut,
@@ -73,7 +73,7 @@ class _Metadata:
     whole: WholePrompts | None = None
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PagedAttention):
     """Rows that decode, keys in splits, in one launch, queries of prompts in another; both read the cache alone.
 
     Whole prompts may be left to torch, which attends to their own keys and values.

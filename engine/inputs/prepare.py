@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.inputs.grammar_masks import MaskMaker
 from engine.report import NO_ENDINGS, NO_PAIRS, Ints, PromptScores, SamplingInputs, StepInputs
@@ -330,14 +329,3 @@ def _carried(schedule: Schedule, query_start_loc: Ints) -> Ints:
         return schedule.carried
     rows, samples = schedule.carried.T
     return np.stack([query_start_loc[rows], samples], axis=1)
-
-
-def attention_mask(inputs: StepInputs) -> NDArray[np.bool_]:
-    """Return which keys (columns) each query (row) may see, for backends that cannot derive it themselves.
-
-    In a step of whole prompts, one causal square of the longest query is shared by all requests
-    [max_query_len, max_query_len]; else there is a row per token [num_tokens, max_seq_len].
-    """
-    if not inputs.num_computed_tokens.any():
-        return np.tri(inputs.max_query_len, dtype=np.bool_)
-    return np.arange(inputs.max_seq_len) <= inputs.positions[:, None]

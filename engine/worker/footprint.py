@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionContext, LayerCache, StepTensors, UnlikeLayers
+from engine.attention.base import AttentionContext, LayerCache, PagedAttention, StepTensors, UnlikeLayers
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
-from engine.inputs.step_tensors import dummy_step
+from engine.inputs.dummy_steps import dummy_step
 from engine.kernels.base import E4M3, TorchKernels
 from engine.kv.cache_specs import block_bytes
 from engine.layers.attention import attention_specs
@@ -229,7 +229,7 @@ def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int
     return inside.peak
 
 
-class BlueprintAttention(AttentionBackend):
+class BlueprintAttention(PagedAttention):
     """Attention that makes its result's tensor and nothing else, as kernels without scratch memory do."""
 
     name = "blueprint"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, Ints, StepLayout, StepTensors
+from engine.attention.base import AttentionBackend, Ints, StepTensors
 from engine.inputs.step_buffers import MixedShape, StepBuffers
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
@@ -187,7 +187,7 @@ class MixedGraphs:
         return None if chosen is None or plan is None else Fit(chosen, plan)
 
     def _plan(self, inputs: StepInputs, tokens: int) -> Ints | None:
-        return self._attention.mixed_plan(_layout(inputs), tokens, self.step.shape_of(tokens).rows)
+        return self._attention.mixed_plan(inputs, tokens, self.step.shape_of(tokens).rows)
 
     def load(self, inputs: StepInputs, fit: Fit) -> tuple[Tensor, Tensor]:
         """Fill in the step; return its ids, [num_tokens], which may be changed before `run`, and its block copies.
@@ -200,13 +200,3 @@ class MixedGraphs:
         """Return the results of the step that is filled in, without those of padding."""
         self.pool.run(fit.tokens)
         return self.step.results.of(inputs.num_tokens, len(inputs.logits_indices))
-
-
-def _layout(inputs: StepInputs) -> StepLayout:
-    return StepLayout(
-        inputs.slot_mapping,
-        inputs.query_start_loc,
-        inputs.seq_lens,
-        inputs.num_computed_tokens,
-        inputs.block_tables,
-    )

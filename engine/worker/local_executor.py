@@ -103,7 +103,7 @@ class WorkerGroupExecutor(Executor):
         self._channel = channel
         self._workers = workers
         self._timeout = runner.config.step_timeout
-        self._steps = StepWriter(runner.config)
+        self._steps = StepWriter(runner.block_table)
         self._number = 0
 
     @override

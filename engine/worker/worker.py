@@ -97,7 +97,7 @@ def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = 
 
     on_step: told the times of each step. Raises `ChannelError` for what is no such message.
     """
-    steps = StepReader(runner.config)
+    steps = StepReader(runner.block_table)
     ended = time.perf_counter()
     while True:
         try:

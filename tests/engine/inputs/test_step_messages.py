@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.config import EngineConfig
+from engine.inputs.block_table import RankTable
 from engine.inputs.step_messages import PLAIN, StepReader, StepWriter
 from engine.report import StepInputs
 from parallel.channel import Message, pack, unpack
@@ -19,7 +20,7 @@ from tests.fake_executor import FakeExecutor
 
 def ends(**values):
     config = EngineConfig("fake", **values)
-    return StepWriter(config), [StepReader(config) for _ in range(2)]
+    return StepWriter(RankTable.of(config)), [StepReader(RankTable.of(config)) for _ in range(2)]
 
 
 class GangOfReaders(FakeExecutor):

@@ -12,7 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
-from engine.inputs.step_tensors import dummy_sampling, dummy_step
+from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import NO_DRAWS
 from engine.sampling_params import SamplingParams
