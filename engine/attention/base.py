@@ -1,4 +1,4 @@
-"""The interface of attention backends, what they are told about a step, and several of them for unlike layers."""
+"""The interface of attention backends, what they get of a step, and several of them for unlike layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: to warm up, and to measure the memory that the largest step takes."""
+"""Steps without requests: to warm up, and to measure the memory that the largest step takes."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ class StepBuffers:
         return sent, copies.view(-1, 2)
 
     def _forget(self) -> None:
-        """Begin anew: nobody knows what has arrived."""
+        """Begin anew: what has arrived is not known."""
         self._known.forget()
         self._table.zero_()
 

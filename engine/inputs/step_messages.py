@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.inputs.block_table import RankTable, rows_of
 from engine.report import StepInputs
-from parallel.channel import Buffer, Message, pack
+from parallel.channel import Buffer, ChannelMessage, pack
 from parallel.errors import ChannelError
 
 STEP = 1  # kind of message: run one step
@@ -42,7 +42,7 @@ class StepWriter:
         inputs.table_changes = self._table.changes_of(inputs)
         arrays = {name: getattr(inputs, name) for name in PLAIN}
         arrays[WIDTH] = np.array(inputs.block_tables.shape[1:], np.int32)
-        return pack(Message(STEP, number, arrays))
+        return pack(ChannelMessage(STEP, number, arrays))
 
 
 class StepReader:
@@ -52,7 +52,7 @@ class StepReader:
         """table: of the worker's rank."""
         self._table = table
 
-    def read(self, message: Message) -> StepInputs:
+    def read(self, message: ChannelMessage) -> StepInputs:
         """Return the step in a message; most of its arrays are views. Raises `ChannelError` when it is no step."""
         arrays: dict[str, Any] = dict(message.arrays)
         if message.kind != STEP or tuple(arrays) != FIELDS:

@@ -38,7 +38,7 @@ class TokenFeedback:
             ids = torch.empty(count, dtype=torch.int32, device=input_ids.device)
         else:
             ids = self._drawn[:count] if pairs is None else self._drawn.index_select(0, pairs[1])
-            ids = ids.clamp(min=0)  # whoever has no token wants none of this step
+            ids = ids.clamp(min=0)  # a row without a token is not read
         ids = self._group.broadcast(ids)
         if pairs is None:
             input_ids[:count] = ids

@@ -75,7 +75,7 @@ class CausalLM(nn.Module, ABC):
         self.group = build.group
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.softcap = stack.softcap
-        # Whoever draws from logits widens them as it reads them; where they are capped they are wide already.
+        # Samplers widen logits as they read them; where they are capped they are wide already.
         self.logits_dtype = torch.float32 if stack.softcap else build.dtype
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build.group, build.dtype)
         self.positions = stack.positions

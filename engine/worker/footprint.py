@@ -1,4 +1,4 @@
-"""The memory that one rank of a model takes, told without weights or a GPU.
+"""The memory that one rank of a model takes, computed without weights or a GPU.
 
 The engine's own model is built on torch's device `meta`, whose tensors have shapes and no contents, so that the sizes
 are those of the code that runs, not of a formula.
@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 LAYERS_RUN = 2  # of layers that are alike: they take as much, and the second has what the first one leaves behind
-# Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are told, as
+# Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are given, as
 # tests/engine/worker/test_footprint.py measures.
 SAMPLER_BYTES = 44
 

@@ -18,7 +18,7 @@ from engine.inputs.token_feedback import TokenFeedback
 from engine.kv.cache import KVCache, opened_blocks
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
-from engine.sampling.sharded_draw import Head
+from engine.sampling.sharded_draw import OutputHead
 from engine.worker.graph_pool import GraphDevice, GraphPool
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
 from engine.worker.graphs import DecodeGraphs, MixedGraphs, MixedResults, RestOfHead
@@ -44,7 +44,7 @@ class Passed:
     """
 
     rows: Tensor
-    head: Head
+    head: OutputHead
     pooled: Tensor
 
 

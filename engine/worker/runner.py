@@ -51,8 +51,8 @@ START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start
 class ModelRunner:
     """One rank's model and its part of the KV cache. Used by one thread; all ranks must make the same calls.
 
-    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: told each
-    phase as it begins.
+    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: called with
+    each phase as it begins.
 
     Raises `CheckpointError`, `ConfigError` or `ShardingError` naming what is wrong.
     """
@@ -252,8 +252,10 @@ class ModelRunner:
             torch.cuda.empty_cache()  # what the runs before the recordings took is their stream's: no step finds it
         sizes, mixed = pools[0].captured, [size for pool in pools[1:] for size in pool.captured]
         if sizes:
-            told = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
-            logger.info("CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *told)
+            figures = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
+            logger.info(
+                "CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *figures
+            )
         if mixed:
             logger.info("CUDA graphs of steps with prompts: up to %d tokens, padded to one of %s", max(mixed), mixed)
 
