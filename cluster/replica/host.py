@@ -18,7 +18,8 @@ from prometheus_client.core import Metric
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.config import ClusterConfig
 from cluster.private_files import opener
-from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
 from cluster.replica.worker_group import StartedGroup, listening_host, memory_metric
 from cluster.telemetry.families import Source
 from cluster.telemetry.metrics import account_metrics, engine_metrics

@@ -140,9 +140,9 @@ def admission_queue(
         room.tokens,
         dispatcher.tokens_computed,
         dispatcher.has_replica,
+        dispatcher.turned_away,
     )
     dispatcher.watch_queue(admission.demand)
-    admission.on_turned_away = dispatcher.turned_away
     return admission
 
 

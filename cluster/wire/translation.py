@@ -8,10 +8,8 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS
-from cluster.accounts.costs import Costs as EngineCosts
-from cluster.accounts.costs import Usage as EngineUsage
-from cluster.accounts.flight_recorder import Event
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, EngineCosts, EngineUsage
+from cluster.accounts.flight_recorder import WaitEvent
 from cluster.wire.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
@@ -31,7 +29,7 @@ def submit_message(
     resume: dict[int, tuple[int, ...]] | None = None,
     scored: int | None = None,
     now: float = 0.0,
-    story: Sequence[Event] = (),
+    story: Sequence[WaitEvent] = (),
     trace: TraceContext | None = None,
     retried: bool = False,
 ) -> Submit:
@@ -137,7 +135,7 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
     )
 
 
-def waited(event: Event, now: float) -> Waited:
+def waited(event: WaitEvent, now: float) -> Waited:
     """Return an event as it travels. now: seconds on its clock."""
     return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 

@@ -53,6 +53,14 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
 
 
+def _table(rope: RopeSpec, head_dim: int, build: Build) -> Tensor:
+    if build.group.device.type == "meta":  # torch.arange would import torch._dynamo there: 2 s at every start
+        return torch.empty(build.max_positions, 2, head_dim // 2, dtype=torch.float32, device="meta")
+    positions = torch.arange(build.max_positions, dtype=torch.float32)
+    angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
+    return torch.stack((angles.cos(), angles.sin()), 1).to(build.group.device)
+
+
 class Rotary(Layer):
     """cos and sin of every position, in fp32; one for all layers that rotate alike.
 
@@ -62,9 +70,7 @@ class Rotary(Layer):
     def __init__(self, rope: RopeSpec, head_dim: int, build: Build) -> None:
         super().__init__()
         self.head_dim = head_dim
-        positions = torch.arange(build.max_positions, dtype=torch.float32)
-        angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-        self.table = torch.stack((angles.cos(), angles.sin()), 1).to(build.group.device)
+        self.table = _table(rope, head_dim, build)
 
     def rows(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines of these positions: [num_tokens] -> [num_tokens, 2, head_dim / 2]."""

@@ -102,9 +102,9 @@ class Load:
         calls = {
             "schedule": [(core._scheduler, "schedule")],
             "prepare": [(core._launcher._inputs, "prepare")],
-            "update": [(core._scheduler, name) for name in ("advance", "collect", "note_births")],
+            "update": [(core._scheduler, name) for name in ("advance", "collect", "note_first_tokens")],
             "report": [(core, "_report")],
-            "accounts": [(core._events, "listener")],
+            "accounts": [(core._events, "emit")],
         }
         with ExitStack() as stack:
             for stage, parts in calls.items():

@@ -70,9 +70,11 @@ def test_the_public_names_are_the_engines_own_and_cost_nothing_before_their_use(
 
 # No `if __name__ == "__main__"`: a rank that ran this again would print it again, and start ranks of its own.
 UNGUARDED = """
+import sys
 from engine import LLM, SamplingParams, StructuredOutput
 print("begun", flush=True)
 llm = LLM("deploy/demo_model", tensor_parallel_size=2, device="cpu", max_model_len=128, num_kv_blocks=64)
+assert "torch._dynamo" not in sys.modules, "it takes 2 s of a core to import, at every start"
 for structured in (None, StructuredOutput("regex", "[ab]{9}")):  # a helper compiles that, a process as well
     answer = llm.generate("import os\\n", SamplingParams(max_tokens=5, structured=structured), use_tqdm=False)[0]
     print(len(answer.outputs[0].token_ids))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from cluster.accounts.costs import Costs
+from cluster.accounts.costs import EngineCosts
 from cluster.replica.engine_thread import Command, Engine, EngineListener
 from engine.core import EngineCore
 from engine.errors import ConfigError
@@ -42,7 +42,7 @@ class SimulatedEngine(Engine):
 
     @property
     @override
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """The accounts now."""
         self._core.emit_time()
         return self._accounts.costs()

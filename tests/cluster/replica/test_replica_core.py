@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from cluster.replica import core
-from cluster.replica.core import ReplicaTimes
-from cluster.replica.sessions import CachedBlocks, RouterSession
+from cluster.replica.runs import RouterSession
+from cluster.replica.sessions import CachedBlocks, ReplicaTimes
 from cluster.telemetry.step_metrics import StepMetrics, StepSpeed
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
 from cluster.wire.messages import (

@@ -44,6 +44,7 @@ def schedule_of(query_lens, num_computed, num_tokens, slots=None):
         samples=[],
         sample_rows=rows,
         sample_slots=slots[rows],
+        sample_positions=(num_computed + query_lens)[rows],
         num_tokens=int(query_lens.sum()),
         decode=bool((query_lens == 1).all()) and len(rows) == len(slots),
     )
