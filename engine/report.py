@@ -47,6 +47,8 @@ class StepInputs:
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...
+    table_changes: Ints | None = None
+    # [2, num_changes]  places in that table, flat, and their new values (`RankTable`); None = not compared yet
 
     @property
     def num_tokens(self) -> int:
@@ -57,16 +59,6 @@ class StepInputs:
     def num_reqs(self) -> int:
         """Sequences in this step."""
         return len(self.seq_lens)
-
-    @property
-    def max_query_len(self) -> int:
-        """Longest query of the step."""
-        return int(np.diff(self.query_start_loc).max(initial=0))
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest key range of the step."""
-        return int(self.seq_lens.max(initial=0))
 
 
 @dataclass(slots=True)

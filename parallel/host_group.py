@@ -288,7 +288,7 @@ class HostGroup(Group):
 def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
     """Return `group` with its hot collectives moved to shared memory, or as it is when the ranks share none.
 
-    notes: where the ranks tell each other their segments, used by nobody else. timeout: seconds for one exchange.
+    notes: where the ranks tell each other their segments, used for nothing else. timeout: seconds for one exchange.
     """
     segments: list[Segment] = []
     try:

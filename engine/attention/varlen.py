@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, StepTensors
+from engine.attention.base import AttentionSpec, LayerCache, PagedAttention, StepTensors
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ class PagedStep:
     max_seq_len: int
 
 
-class PagedVarlen(AttentionBackend):
+class PagedVarlen(PagedAttention):
     """Stores new keys and values, then reads all of them through the block tables in one call."""
 
     supports_graphs = True
@@ -123,7 +123,7 @@ class _Metadata:
     fresh: bool  # all keys are among the step's own
 
 
-class FlashAttention(AttentionBackend):
+class FlashAttention(PagedAttention):
     """Variable-length attention for prefill and mixed steps, the key-value-cache kernel where all are decoding."""
 
     name = "flash"

@@ -22,7 +22,8 @@ from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.worker.executor import Done, Executor, Pending
+from engine.worker.executor import Executor, Pending
+from tests.fake_executor import Done
 
 VOCAB = 32_000
 STAGES = ("schedule", "prepare", "update", "report", "accounts")

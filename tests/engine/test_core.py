@@ -25,9 +25,9 @@ from engine.sampling.parameter_table import SamplingTable
 from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.scheduler.slots import Slots, SlotTables
 from engine.scheduler.update import Updater
-from engine.worker.executor import Done, Executor
+from engine.worker.executor import Executor
 from tests.engine.engine_driver import EOS, VOCAB, Driver, expected, request
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import Done, FakeExecutor
 
 
 class Broken(Executor):

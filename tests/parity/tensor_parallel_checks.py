@@ -20,7 +20,7 @@ from parallel.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel.parameter import TensorSource
+from tests.parallel.tensor_source import TensorSource
 
 HIDDEN = 24
 TOKENS = 7

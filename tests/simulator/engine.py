@@ -14,7 +14,8 @@ from cluster.replica.engine_thread import Command, Engine, EngineListener
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs, StepReport
-from engine.worker.executor import Done, Executor, Pending
+from engine.worker.executor import Executor, Pending
+from tests.fake_executor import Done
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
 
