@@ -2,7 +2,7 @@
 
 flash-attn is imported only when it is chosen. FlashAttention-3, on Hopper GPUs, takes pages of any size, unlike the
 second version, and ragged queries over pages in the same call as decodes. Torch (2.12 and later) brings an
-interface; the kernels that read pages come with FlashAttention-3 on Hopper, or 4 on Blackwell, which torch is told
+interface; the kernels that read pages come with FlashAttention-3 on Hopper, or 4 on Blackwell, which torch is set
 to use in this process.
 """
 

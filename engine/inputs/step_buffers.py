@@ -181,11 +181,6 @@ class StepBuffers:
         tables = self._table.index_select(0, rows)
         return StepTensors(NO_STEP, ids, positions, slots.long(), starts, lens, tables, logits), plan
 
-    def block_table(self) -> Ints:
-        """Return the device's block table, [rows, columns]: for tests and for those who look for a fault."""
-        table: Ints = self._table[:-1].cpu().numpy()
-        return table
-
     def _fill(self, arrays: Sequence[Ints], inputs: StepInputs) -> tuple[list[Tensor], Tensor]:
         """Send `arrays`, the block copies and what is new in the block table, which is taken in."""
         try:

@@ -55,7 +55,7 @@ def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
 
 
 def weights_of(fingerprint: str) -> str:
-    """Return the part of a replica's fingerprint that tells of the model alone."""
+    """Return the part of a replica's fingerprint that concerns the model alone."""
     return fingerprint.partition(".")[0]
 
 
