@@ -42,7 +42,7 @@ NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_k
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
-class ModelConfig(EngineConfig):
+class ServedModelConfig(EngineConfig):
     """What one model can be told: the engine's settings and those of its replicas.
 
     served_model_name: the ids that clients may use, the first of them in answers; None = the last part of `model`.
@@ -118,7 +118,7 @@ class ModelConfig(EngineConfig):
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
-class ClusterConfig(ModelConfig):
+class ClusterConfig(ServedModelConfig):
     """Everything that `squadron serve` can be told of an app with one model; of several see `cluster.app_config`.
 
     routers: copies of the front end.
@@ -211,7 +211,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     return config
 
 
-def scaling_settings(config: ModelConfig) -> ScalingSettings | None:
+def scaling_settings(config: ServedModelConfig) -> ScalingSettings | None:
     """Return what the autoscaling policy goes by, None for a fixed number of replicas.
 
     Raises `ConfigError` where the settings contradict each other.

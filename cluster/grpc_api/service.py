@@ -31,7 +31,7 @@ from cluster.grpc_api.protobuf import (
 from cluster.grpc_api.rpc import Answered, Rpc, Traced, exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.call import Call, build_requests
-from cluster.openai.choices import Usage
+from cluster.openai.choices import TokenUsage
 from cluster.openai.embeddings import EmbeddingCall, Vector, embedded, embedding_call, has_many
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel
@@ -283,7 +283,7 @@ def _embed_response(call: EmbeddingCall, vectors: Sequence[Vector]) -> pb.EmbedR
     return pb.EmbedResponse(
         request_id=call.request_id,
         embeddings=[pb.Embedding(values=vector.tolist()) for vector in vectors],
-        usage=usage_message(Usage(call.num_tokens, 0, 0)),
+        usage=usage_message(TokenUsage(call.num_tokens, 0, 0)),
     )
 
 

@@ -43,12 +43,12 @@ class IngressCheck:
                 log.warning(UNGUARDED)
             if marks == [TELLS_TAKEN]:  # one of an earlier version tells nothing
                 scope.setdefault("state", {})[WINDOWED] = True
-                window = _Window(receive, send)
+                window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send
         await self._app(scope, receive, send)
 
 
-class _Window:
+class _SendWindow:
     """One exchange: sending waits while `WINDOW` bytes of the body are more than the client has taken.
 
     The last message of a body does not wait, so that a stream can be ended whose client reads no more. Whoever sends

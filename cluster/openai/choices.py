@@ -47,7 +47,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of a whole call, as it is billed: every token generated counts, shown or not.
 
     cached_tokens: of the prompts, found in a prefix cache; None = not told. reasoning_tokens: those of the output

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Raw, json
 
 from cluster.openai.call import Call
-from cluster.openai.choices import Delta, PlacedLogprob, PromptResult, Usage
+from cluster.openai.choices import Delta, PlacedLogprob, PromptResult, TokenUsage
 from cluster.openai.parsers.reader import CallDelta, Parsed, joined
 from engine.report import TokenLogprob
 from engine.text.tokenizer import Tokenizer
@@ -66,16 +66,16 @@ class Frames(ABC):
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """Return one choice of an answer that is not streamed; `whole` has all its tokens, calls and logprobs."""
 
-    def report_usage(self, usage: Usage, before: Usage) -> None:
+    def report_usage(self, usage: TokenUsage, before: TokenUsage) -> None:
         """Put the usage so far into the frames that follow; into one without tokens that `before` them."""
         self._opening_tail = b',"usage":' + _encode(usage_body(before)) + b"}\n\n"
         self._set_tail(b',"usage":' + _encode(usage_body(usage)) + b"}\n\n")
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: TokenUsage) -> bytes:
         """Return the frame with the usage of the call, which has no choices."""
         return self._opening + b'],"usage":' + _encode(usage_body(usage)) + b"}\n\n"
 
-    def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def body(self, choices: list[dict[str, Any]], usage: TokenUsage) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
         named = {"id": self._call.request_id, "object": self.object_name, **self._head}
         return _encode({**named, "choices": choices, "usage": usage_body(usage), **self._whole_call()})
@@ -231,7 +231,7 @@ def error_frame(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: TokenUsage) -> dict[str, Any]:
     """Return the `usage` object of an answer."""
     body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,

@@ -24,7 +24,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _Line:
+class _TenantQueue:
     """What one tenant has to do. waiting: done when their turn has come. num_bytes: of the requests that wait."""
 
     waiting: deque[_Turn] = field(default_factory=deque)
@@ -56,7 +56,7 @@ class FairThreadPool:
         self._free = threads
         self._most = max(threads - 1, 1)
         self._max_waiting = max_waiting
-        self._lines: dict[str, _Line] = {}  # by tenant; the first one's turn is next
+        self._lines: dict[str, _TenantQueue] = {}  # by tenant; the first one's turn is next
 
     async def run(self, num_bytes: int, work: Callable[[], T], tenant: str = "") -> T:
         """Return what `work` returns for a request of `num_bytes`; raises `ApiError` where too many of them wait."""
@@ -70,7 +70,7 @@ class FairThreadPool:
 
     async def _turn(self, num_bytes: int, tenant: str, loop: asyncio.AbstractEventLoop) -> None:
         """Wait for a thread, which then is the caller's."""
-        line = self._lines.setdefault(tenant, _Line())
+        line = self._lines.setdefault(tenant, _TenantQueue())
         if line.num_bytes + num_bytes > self._max_waiting and line.waiting:
             raise ApiError("overloaded", "too many long requests wait to be read; send it again in a moment")
         turn = _Turn(loop.create_future(), num_bytes)

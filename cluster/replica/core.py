@@ -22,7 +22,6 @@ from cluster.wire.messages import (
     MAX_NAME,
     Abort,
     Begun,
-    Costs,
     DamagedSubmitError,
     Explain,
     Explained,
@@ -31,6 +30,7 @@ from cluster.wire.messages import (
     Load,
     Ping,
     Rejected,
+    ReplicaCosts,
     Resync,
     Submit,
     Up,
@@ -92,7 +92,7 @@ class ReplicaCore:
         return self._engine.stats
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReplicaCosts:
         """Who has used what, as of a moment ago."""
         return costs_of(self._engine.costs, self._grammars.spent())
 

@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.accounts.costs import Usage as EngineUsage
+from cluster.accounts.costs import Usage
 from cluster.admission.capacity import QueueState
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import LinkClosedError, RouterLink
 from cluster.wire.messages import (
     BlockUpdate,
-    Costs,
     Down,
     FinishRow,
     Heartbeat,
@@ -22,6 +21,7 @@ from cluster.wire.messages import (
     LogprobRow,
     PooledRow,
     PromptRow,
+    ReplicaCosts,
     Report,
 )
 from cluster.wire.translation import clipped, pooled_row, prompt_row, usage_of
@@ -100,7 +100,7 @@ class RouterSession:
         load: Load,
         others: int,
         blocks: Changes | None = None,
-        costs: Costs | None = None,
+        costs: ReplicaCosts | None = None,
     ) -> None:
         """Send what was gathered as one report.
 
@@ -133,7 +133,7 @@ class RouterSession:
         self.prompts, self.pooled = [], []
         self.send(report)
 
-    def beat(self, load: Load, now: float, others: int, costs: Costs | None = None) -> None:
+    def beat(self, load: Load, now: float, others: int, costs: ReplicaCosts | None = None) -> None:
         """Say that all is well, and what runs here for this router. Arguments as of `flush`."""
         self.last_beat = now
         running = [lane.key for run in self.runs.values() for lane in run.lanes.values()]
@@ -156,7 +156,7 @@ class Runs:
         which nobody was left.
     """
 
-    def __init__(self, used: Callable[[Sequence], EngineUsage]) -> None:
+    def __init__(self, used: Callable[[Sequence], Usage]) -> None:
         self.num_unwanted = 0
         self._used = used
         self._by_id: dict[str, Run] = {}  # by engine request id

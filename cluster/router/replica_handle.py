@@ -11,7 +11,7 @@ from cluster.router.token_log import ChoiceLog, TokenLog
 from cluster.telemetry.tracing import semantics as names
 from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.link import ReplicaLink
-from cluster.wire.messages import Costs, Heartbeat, Load, Report, TraceContext, Usage
+from cluster.wire.messages import Heartbeat, Load, ReplicaCosts, Report, ResourceUsage, TraceContext
 from engine.report import TokenLogprob
 from engine.sampling_params import MAX_N
 
@@ -109,7 +109,7 @@ class LiveRequest:
         else:
             self.trace.end(outcome, "" if log.finished else names.CANCELLED)
 
-    def note_use(self, used: Usage) -> None:
+    def note_use(self, used: ResourceUsage) -> None:
         """Take in what a choice used in its last attempt; what it used on replicas that were lost is not known."""
         self.device_seconds += used.device_seconds
         self.block_seconds += used.block_seconds
@@ -152,7 +152,7 @@ class ReplicaHandle:
         self.migrating = 0
         self.load = Load()
         self.kv_usage = 0.0
-        self.costs: Costs | None = None
+        self.costs: ReplicaCosts | None = None
         self.last_heard = now
         self.last_ping = now
         self.next_report = 0

@@ -15,7 +15,7 @@ from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.selection import Absent, Chooser, Selection
 from cluster.telemetry.logs import BestEffort
 from cluster.wire.link import DAMAGED, DRAINED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
-from cluster.wire.messages import BlockUpdate, Costs, Down, Heartbeat, Load, Ping, Rejected, Report, Resync, Up
+from cluster.wire.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Rejected, ReplicaCosts, Report, Resync, Up
 from engine.errors import redacted
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class ReplicaView:
     num_requests: int
     age: float
     load: Load
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)

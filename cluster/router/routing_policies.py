@@ -43,7 +43,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class RoutingQuery:
     """What a policy may know of a request.
 
     overlaps: replica id -> leading prompt tokens in its prefix cache, for those that have any.
@@ -97,7 +97,7 @@ def random_two(candidates: Sequence[C], rng: Random) -> tuple[C, C]:
     return candidates[first], candidates[(first + 1 + int(rng.random() * (count - 1))) % count]
 
 
-def kv_aware(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def kv_aware(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the cheapest of those with a cached prefix, whoever a new prefix belongs to, and a random one.
 
     It weighs the prefill work that a cached prefix saves against the load where it is cached.
@@ -156,7 +156,7 @@ def named_pair(candidates: Sequence[C], key: int) -> tuple[C, C]:
     return candidates[first], candidates[second]
 
 
-def _heirs(candidates: Sequence[C], query: Query) -> Sequence[C]:
+def _heirs(candidates: Sequence[C], query: RoutingQuery) -> Sequence[C]:
     """Return who is to have what nobody has now."""
     if query.cold_key is None:
         return ()
@@ -164,7 +164,7 @@ def _heirs(candidates: Sequence[C], query: Query) -> Sequence[C]:
     return known or named_pair(candidates, query.cold_key)
 
 
-def session(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def session(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the first on the ring from the session's point on whose load is not far above the mean.
 
     It keeps a conversation on one replica. Without a session id: what `kv_aware` says.
@@ -205,21 +205,21 @@ class Policy:
     reads_prefixes: whether it looks at what of the prompt is cached where; to find that out costs time.
     """
 
-    pick: Callable[[Sequence[Any], Query, Random, PolicyConfig], Any]
+    pick: Callable[[Sequence[Any], RoutingQuery, Random, PolicyConfig], Any]
     reads_prefixes: bool = False
 
 
-def power_of_two(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def power_of_two(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the one of two random candidates that has fewer sequences."""
     return min(random_two(candidates, rng), key=lambda candidate: candidate.num_requests)
 
 
-def round_robin(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def round_robin(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return one after the other."""
     return candidates[query.turn % len(candidates)]
 
 
-def least_tokens(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def least_tokens(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the one with the fewest prompt tokens to compute, then the fewest sequences; equals take turns."""
     start = int(rng.random() * len(candidates))
     turned = [*candidates[start:], *candidates[:start]]

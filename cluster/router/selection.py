@@ -11,7 +11,7 @@ from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.prefix_index import Overlap, PrefixIndex, PromptKeys
 from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
-from cluster.router.routing_policies import Query, policy_named
+from cluster.router.routing_policies import RoutingQuery, policy_named
 from cluster.wire.link import ENGINE_DEAD, LOST, STALLED
 
 NOTHING = Overlap()
@@ -158,7 +158,7 @@ class Chooser:
         found = self._index.look_up(self._keys(live, size)) if looks else NOTHING
         session = live.context.session_id.encode() + request.cache_salt if live.context.session_id else b""
         overlaps = {replica_id: depth * size for replica_id, depth in found.depths.items()}
-        query = Query(len(request.prompt_token_ids), overlaps, found.cold_key, found.heir, session, self._turn)
+        query = RoutingQuery(len(request.prompt_token_ids), overlaps, found.cold_key, found.heir, session, self._turn)
         self._turn += 1
         chosen: ReplicaHandle = self._policy.pick(pool, query, self._rng, self._config.policy)
         if looks:

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.telemetry.samples import Labels, TenantRegistry, VllmNames, family_of, live_counter, live_histogram
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from engine.report import EngineStats
 from engine.request import Request
 
@@ -29,7 +29,7 @@ _READ: Mapping[str, Callable[[EngineStats], float]] = {
     "engine_prompt_tokens": lambda stats: stats.prompt_tokens,
     "engine_generation_tokens": lambda stats: stats.generated_tokens,
 }
-_UNITS: Mapping[str, Callable[[Usage], float]] = {
+_UNITS: Mapping[str, Callable[[ResourceUsage], float]] = {
     "device_seconds": lambda used: used.device_seconds,
     "kv_block_seconds": lambda used: used.block_seconds,
 }
@@ -53,7 +53,7 @@ def _blocks(stats: EngineStats) -> Mapping[str, int]:
     return {"free": free, "cached": cached, "held": stats.kv_blocks_total - free - cached}
 
 
-def account_metrics(model_name: str, accounts: Mapping[str, Costs]) -> Iterable[Metric]:
+def account_metrics(model_name: str, accounts: Mapping[str, ReplicaCosts]) -> Iterable[Metric]:
     """Yield the accounts of a model's replicas, by replica."""
     for unit, read in _UNITS.items():
         used = {(model_name, replica): costs for replica, costs in accounts.items()}

@@ -191,7 +191,7 @@ class RouterLink(Link[Down, Up]):
         return self.hello.router_id
 
 
-class Frames(Protocol):
+class FrameTransport(Protocol):
     """What carries the messages of a link, each as one frame; the bounds and errors are those of `Link`."""
 
     over: asyncio.Event
@@ -214,7 +214,7 @@ class Frames(Protocol):
 class FrameLink(Link[Out, In]):
     """One end of a link over frames. `frames.over` is set when its resources are freed."""
 
-    def __init__(self, frames: Frames, decode: Callable[[bytes], In]) -> None:
+    def __init__(self, frames: FrameTransport, decode: Callable[[bytes], In]) -> None:
         self.frames = frames
         self._decode = decode
 
@@ -251,7 +251,7 @@ class FrameReplicaLink(FrameLink[Up, Down], ReplicaLink):
     """The router's end over frames."""
 
     @classmethod
-    async def welcomed(cls, frames: Frames) -> FrameReplicaLink:
+    async def welcomed(cls, frames: FrameTransport) -> FrameReplicaLink:
         """Return the link once the replica has said what it is. Raises `LinkRefusedError` and `LinkClosedError`."""
         link = cls(frames, decode_down)
         welcome = await link.receive()
@@ -265,7 +265,7 @@ class FrameReplicaLink(FrameLink[Up, Down], ReplicaLink):
 class FrameRouterLink(FrameLink[Down, Up], RouterLink):
     """The replica's end over frames, to a router that has said who it is."""
 
-    def __init__(self, frames: Frames, hello: Hello) -> None:
+    def __init__(self, frames: FrameTransport, hello: Hello) -> None:
         super().__init__(frames, decode_up)
         self.hello = hello
 

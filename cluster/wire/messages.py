@@ -69,22 +69,22 @@ class Load(Packed, frozen=True):
         return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 
-class Usage(Packed, frozen=True):
+class ResourceUsage(Packed, frozen=True):
     """Seconds of a device, and of a KV block, that somebody used (`cluster.accounts.costs`)."""
 
     device_seconds: Seconds = 0.0
     block_seconds: Seconds = 0.0
 
 
-class Costs(Packed, frozen=True):
+class ReplicaCosts(Packed, frozen=True):
     """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats.
 
     grammars: seconds that were spent on compiling each tenant's, beside the device.
     """
 
-    total: Usage
-    idle: Usage
-    tenants: dict[Name, Usage]
+    total: ResourceUsage
+    idle: ResourceUsage
+    tenants: dict[Name, ResourceUsage]
     grammars: dict[Name, Seconds] = field(default_factory=dict)
 
 
@@ -100,7 +100,7 @@ class FinishRow(Packed, frozen=True):
     num_tokens: Count
     message: Text = ""
     code: Text = ""
-    used: Usage = Usage()
+    used: ResourceUsage = ResourceUsage()
 
 
 class LogprobRow(Packed, frozen=True):
@@ -282,7 +282,7 @@ class Report(Packed, tag=12, frozen=True):
     prompts: list[PromptRow] = field(default_factory=list)
     pooled: list[PooledRow] = field(default_factory=list)
     others: Count = 0
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.streams)
@@ -313,7 +313,7 @@ class Heartbeat(Packed, tag=14, frozen=True):
     load: Load
     block_updates: Count = 0
     others: Count = 0
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
     submitted: Count = 0
     running: list[int] = field(default_factory=list)
 

@@ -8,11 +8,19 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS
-from cluster.accounts.costs import Costs as EngineCosts
-from cluster.accounts.costs import Usage as EngineUsage
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, Costs, Usage
 from cluster.accounts.flight_recorder import Event
-from cluster.wire.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
+from cluster.wire.messages import (
+    MAX_TEXT,
+    Load,
+    PooledRow,
+    PromptRow,
+    ReplicaCosts,
+    ResourceUsage,
+    Submit,
+    TraceContext,
+    Waited,
+)
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
@@ -142,19 +150,19 @@ def waited(event: Event, now: float) -> Waited:
     return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 
 
-def usage_of(used: EngineUsage) -> Usage:
+def usage_of(used: Usage) -> ResourceUsage:
     """Return nanoseconds of usage as they travel."""
-    return Usage(used.device_ns / NANOS, used.block_ns / NANOS)
+    return ResourceUsage(used.device_ns / NANOS, used.block_ns / NANOS)
 
 
-def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> Costs:
+def costs_of(costs: Costs, grammars: Mapping[str, float] = NOTHING) -> ReplicaCosts:
     """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
     tenants = {name: usage_of(used) for name, used in costs.tenants.items()}
     compiled: dict[str, float] = {}
     for tenant, seconds in grammars.items():
         name = tenant if tenant in tenants or len(compiled) < MAX_TENANTS else OTHERS
         compiled[name] = compiled.get(name, 0.0) + seconds
-    return Costs(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
+    return ReplicaCosts(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
 
 
 def stats_of(load: Load) -> EngineStats:

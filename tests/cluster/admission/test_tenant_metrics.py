@@ -18,7 +18,7 @@ from cluster.config import NO_KEYS, parse_config
 from cluster.http.gate import OPEN_PATHS, SCRAPED_PATHS
 from cluster.telemetry.families import FAMILIES
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats, account_metrics
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from deploy.cli.dry_run import describe_plans, make_plans
 from deploy.cli.keys import own_key, with_key_file
 from deploy.status import FOR_ADMINS, Condition, fetch, lines
@@ -59,9 +59,11 @@ def bearer(key):
 
 def costs_of_both():
     """The accounts of a replica that both tenants use."""
-    tenants = {"team-a": Usage(1.25, 2.0), "team-b": Usage(3.75, 6.0)}
+    tenants = {"team-a": ResourceUsage(1.25, 2.0), "team-b": ResourceUsage(3.75, 6.0)}
     grammars = {"team-a": 0.5, "team-b": 1.5}
-    return account_metrics(MODEL, {"replica-1": Costs(Usage(10.0, 16.0), Usage(5.0, 8.0), tenants, grammars)})
+    return account_metrics(
+        MODEL, {"replica-1": ReplicaCosts(ResourceUsage(10.0, 16.0), ResourceUsage(5.0, 8.0), tenants, grammars)}
+    )
 
 
 class Accounts(Collector):
