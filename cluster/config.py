@@ -29,12 +29,12 @@ from cluster.config_values import (
     ScalingSettings,
     Seconds,
     Sizes,
-    check_policy,
     checked_endpoint,
     one_of,
     some_key,
 )
 from cluster.model_names import resolve_model
+from cluster.routing_policies import policy_named
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -258,7 +258,7 @@ def _check_names(config: ClusterConfig) -> None:
         TOOL_PARSERS.load(config.tool_call_parser)
     if config.reasoning_parser is not None:
         REASONING_PARSERS.load(config.reasoning_parser)
-    check_policy(config.routing_policy)
+    policy_named(config.routing_policy)
 
 
 def _check_metrics_key(config: ClusterConfig) -> None:

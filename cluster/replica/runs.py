@@ -167,11 +167,6 @@ class Runs:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    @property
-    def num_lanes(self) -> int:
-        """Choices that have reported a token and have not ended."""
-        return len(self._lanes)
-
     def get(self, engine_id: str) -> Run | None:
         """Return a run by the id that the engine knows it by."""
         return self._by_id.get(engine_id)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config_values import EXACT, MIGRATIONS, check_policy
-from cluster.router.routing_policies import PolicyConfig
+from cluster.config_values import EXACT, MIGRATIONS
+from cluster.routing_policies import PolicyConfig, policy_named
 from engine.errors import ConfigError
 from engine.loader.fingerprint import but_for_rounding
 
@@ -65,7 +65,7 @@ class DispatcherConfig:
     stream_migration: str = EXACT
 
     def __post_init__(self) -> None:
-        check_policy(self.routing_policy)
+        policy_named(self.routing_policy)
         for name in _TIMES:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {getattr(self, name)}", name)

@@ -11,7 +11,7 @@ from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.prefix_index import Overlap, PrefixIndex, PromptKeys
 from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
-from cluster.router.routing_policies import RoutingQuery, policy_named
+from cluster.routing_policies import RoutingQuery, policy_named
 from cluster.wire.link import ENGINE_DEAD, LOST, STALLED
 
 NOTHING = Overlap()

@@ -107,11 +107,6 @@ class Family:
         """All labels that it has through Ray, beside Ray's own."""
         return (*self.labels, *self.own_labels)
 
-    @property
-    def at_routers(self) -> bool:
-        """Whether a router's `/metrics` shows it."""
-        return self.source in (Source.ROUTER, Source.TOLD)
-
 
 def _counter(name: str, source: Source, text: str, *labels: str, vllm: bool = False) -> Family:
     return Family(name, Kind.COUNTER, source, text, labels, vllm=name if vllm else "")

@@ -1,4 +1,7 @@
-"""The routing policies by name. Each is a pure function of candidates, request and random numbers."""
+"""The routing policies by name. Each is a pure function of candidates, request and random numbers.
+
+Reading a configuration checks the name, so this module imports nothing else of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from cluster.config_values import check_policy
 from engine.errors import ConfigError
 
 MAX_HOLDERS = 16  # of those with a cached prefix that are compared: more cost time and bring little
@@ -226,8 +228,7 @@ def least_tokens(candidates: Sequence[C], query: RoutingQuery, rng: Random, conf
     return min(turned, key=lambda candidate: (candidate.outstanding_tokens, candidate.num_requests))
 
 
-# The names stand in `cluster.config_values`, too: a configuration is read without the router's code.
-POLICIES: Mapping[str, Policy] = MappingProxyType(
+ROUTING_POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "kv_aware": Policy(kv_aware, reads_prefixes=True),
         "power_of_two": Policy(power_of_two),
@@ -240,5 +241,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 def policy_named(name: str) -> Policy:
     """Return a policy; raises `ConfigError` that names those there are."""
-    check_policy(name)
-    return POLICIES[name]
+    if name not in ROUTING_POLICIES:
+        known = ", ".join(ROUTING_POLICIES)
+        raise ConfigError(f"routing_policy must be one of {known}, not {name!r}", "routing_policy")
+    return ROUTING_POLICIES[name]
