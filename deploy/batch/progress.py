@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from cluster.batch.driver import BatchProgress
 from cluster.batch.ledger.ledger import Totals
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.rows import InputSource
+from cluster.batch.run.driver import BatchProgress
 
 WINDOW = 30.0  # seconds over which speeds are taken
 BAR_WIDTH, LEAST_BAR = 30, 10  # columns

@@ -17,9 +17,8 @@ import msgspec
 
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import tenant_salt
-from cluster.batch.backlog import Backlog
-from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, StoreError, UnreachableError
+from cluster.batch.io.check import Checked, check_input
 from cluster.batch.io.paths import InputFile
 from cluster.batch.io.reading import MAX_LINE_BYTES
 from cluster.batch.io.source import FileSource
@@ -29,8 +28,9 @@ from cluster.batch.ledger.records import Job, difference
 from cluster.batch.row_requests import Preparer
 from cluster.batch.row_tasks import OpenAIRows
 from cluster.batch.rows import SourceRow, Task
-from cluster.batch.run import BatchLoop, RunLimits
-from cluster.batch.run_row import Answers, RowSource, Ticker, TokenLogSource
+from cluster.batch.run.backlog import Backlog
+from cluster.batch.run.loop import BatchLoop, RunLimits
+from cluster.batch.run.run_row import Answers, RowSource, Ticker, TokenLogSource
 from cluster.batch.server.batch_runner import TenantTurns
 from cluster.batch.server.finalizer import Finalizer, Opened, counts_of
 from cluster.batch.server.lease import Lease, ledger_site
