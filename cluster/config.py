@@ -98,7 +98,7 @@ class ServedModelConfig(EngineConfig):
 
     @property
     def scales_to_zero(self) -> bool:
-        """Whether there may be none while nobody asks."""
+        """Whether the last replica stops when there are no requests."""
         return self.max_replicas is not None and self.min_replicas == 0
 
     @property

@@ -159,7 +159,7 @@ def named_pair(candidates: Sequence[C], key: int) -> tuple[C, C]:
 
 
 def _heirs(candidates: Sequence[C], query: RoutingQuery) -> Sequence[C]:
-    """Return who is to have what nobody has now."""
+    """Return the candidate that gets a prefix which none has now."""
     if query.cold_key is None:
         return ()
     known = [one for one in candidates if one.replica_id == query.heir] if query.heir is not None else []

@@ -35,7 +35,7 @@ class TokenChunk:
 
 
 def nobody() -> None:
-    """Nobody wants to know."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def together(queues: Iterable[QueueState]) -> QueueState:
 
 
 class DrainRate:
-    """Reads a counter of work that only rises. While nobody waits it says nothing about what the replicas could do.
+    """Reads a counter of work that only rises. While nothing waits it says nothing about what the replicas could do.
 
     What was measured in one busy time holds for the next, until that has its own.
     """
@@ -145,10 +145,10 @@ class DrainRate:
         self._work = 0.0
         self._seconds = 0.0
         self._total = 0
-        self._since: float | None = None  # the last look, if somebody has waited since
+        self._since: float | None = None  # the last look, if something has waited since
 
     def note(self, total: int, now: float, waiting: bool) -> None:
-        """Look at the counter. now: seconds, never backwards. waiting: whether somebody waits from now on."""
+        """Look at the counter. now: seconds, never backwards. waiting: whether something waits from now on."""
         if self._since is not None:
             passed = now - self._since
             keep = 0.5 ** (passed / _HALF_LIFE)

@@ -95,7 +95,7 @@ class OpenAIRows:
     """Tasks of requests. model: for bodies that name none."""
 
     has_ids = True
-    reports_places = False  # whoever made the custom_ids knows
+    reports_places = False  # custom_ids are the user's own
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -183,7 +183,7 @@ async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Rpc, an
     told = rpc.id, rpc.client_id, code.name, error.code
     log.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
     _record(rpc, code, answered, error.code, failed=error.status >= 500)
-    with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
+    with suppress(grpc.aio.InternalError):  # the client is gone
         told_last = (*trailing_metadata(error, rpc.shown_id), *rpc.traced())
         await context.abort(code, status_message(error), told_last)
 

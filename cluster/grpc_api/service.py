@@ -251,7 +251,7 @@ async def _stream(
     visit: Visit,
     context: grpc.aio.ServicerContext,
 ) -> None:
-    """Write what comes as it comes; a client that reads slowly holds up nobody but itself."""
+    """Write what comes as it comes; a client that reads slowly delays only itself."""
     track = front.metrics.track(requests, visit.charge_output)
     generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
     try:

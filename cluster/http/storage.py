@@ -76,9 +76,9 @@ class _TenantThreads:
 
 
 class FileThreads:
-    """Threads that read and write files, so that a slow disk holds up nobody but who waits for it.
+    """Threads that read and write files, so that a slow disk delays only the requests that use it.
 
-    One tenant has half of them at most: whoever lists many files over and over holds up itself.
+    One tenant has half of them at most, so that many requests of one tenant delay only that tenant.
     """
 
     def __init__(self) -> None:

@@ -95,7 +95,7 @@ class _Exchange:
     """
 
     def __init__(self, receive: Receive, send: Send, learning: bool, named: bool) -> None:
-        self.over = False  # answered to the end, or nobody is left to answer
+        self.over = False  # answered to the end, or the client is gone
         self.shown_id: str | None = None
         self._named = named
         self._receive = receive

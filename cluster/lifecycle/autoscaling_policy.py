@@ -83,7 +83,7 @@ class Scaler:
         run and did not, because of which nothing is taken away.
         """
         settings = self._settings
-        if target != self._target:  # somebody else decided: Serve's own start from zero, a new deployment
+        if target != self._target:  # decided elsewhere: Serve's own start from zero, a new deployment
             self._target = target
             self._samples.clear()
         if not replicas:

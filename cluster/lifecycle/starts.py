@@ -11,7 +11,7 @@ import msgspec
 
 # Seconds between being ready and death below which a life counts as a failed start: it died of what it is.
 SHORT_LIFE = 8.0
-FREE_FAILURES = 2  # in a row, before anybody waits
+FREE_FAILURES = 2  # in a row, before a start is delayed
 LONGEST_PAUSE = 60.0
 MAX_REASON = 400
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Register(Protocol):
 class Start:
     """Tells `register` of the start of `replica_id`, which Ray knows as `actor`.
 
-    alive: returns the names of the actors that live, None where that is not known: then nobody is held back.
+    alive: returns the names of the actors that live, None where that is not known: then no start is delayed.
     clock: seconds since the epoch.
     """
 

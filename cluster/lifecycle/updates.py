@@ -30,7 +30,7 @@ class UpdateFailedError(SquadronError):
 
 
 class StartupWait:
-    """The app itself, whose start lasts until requests can be served or nobody else could serve them (ASGI).
+    """The app itself, whose start lasts until requests can be served, or no other app could serve them (ASGI).
 
     Serve stops an old router as soon as a new one has started. A new one that speaks another model's tokens than the
     replicas there are would refuse everything until theirs have been replaced.
@@ -74,7 +74,7 @@ class StartupWait:
                 except UpdateFailedError:
                     if loop.time() > deadline:
                         if ready:
-                            return  # one model that does not start keeps nobody from the others
+                            return  # one model that does not start does not block the others
                         raise
                 ask_at = loop.time() + ASK_SECONDS
             await asyncio.sleep(READY_POLL_SECONDS)

@@ -32,7 +32,7 @@ class _TenantQueue:
     running: int = 0
 
     def next(self) -> _Turn | None:
-        """Return who waits longest, None where nobody does."""
+        """Return the task that waits longest, None where none does."""
         while self.waiting and self.waiting[0].came.cancelled():
             self.leave(self.waiting[0])
         return self.waiting[0] if self.waiting else None
@@ -64,7 +64,7 @@ class FairThreadPool:
             return work()
         loop = asyncio.get_running_loop()
         await self._turn(num_bytes, tenant, loop)
-        task = self._threads.submit(work)  # which goes on in its thread if nobody waits for it any more
+        task = self._threads.submit(work)  # which goes on in its thread if its request is cancelled
         task.add_done_callback(lambda _: self._ended(tenant, loop))
         return await asyncio.wrap_future(task)
 
@@ -105,7 +105,7 @@ class FairThreadPool:
         """Called by the thread."""
         try:
             loop.call_soon_threadsafe(self._release, tenant)
-        except RuntimeError:  # the loop is closed, and nobody waits on it
+        except RuntimeError:  # the loop is closed
             self._release(tenant)
 
     def _release(self, tenant: str) -> None:

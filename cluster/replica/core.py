@@ -104,7 +104,7 @@ class ReplicaCore:
 
     @property
     def num_unwanted(self) -> int:
-        """Tokens that were dropped, since nobody wants them any more."""
+        """Tokens that were dropped because their request had ended."""
         return self._runs.num_unwanted
 
     @property
@@ -134,7 +134,7 @@ class ReplicaCore:
     def drain(self) -> None:
         """Tell all routers, those that come later too, that this replica is to go. What runs goes on.
 
-        What they send nonetheless is run: it was on its way, or they have nobody else who speaks their tokens.
+        What they send nonetheless is run: it was on its way, or no other replica has their vocabulary.
         """
         logger.info("replica %s is to go: %d routers are told", self.facts.replica_id, len(self._sessions))
         self._sessions.drain()
@@ -201,7 +201,7 @@ class ReplicaCore:
     def on_dead(self, reason: str) -> None:
         """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.
 
-        Called by the engine thread's outcome, and by whoever else learns that the tensor-parallel group is gone.
+        Called by the engine thread, and by the watchers of the tensor-parallel group.
         """
         if self.dead_reason is not None:
             return

@@ -281,7 +281,7 @@ class EngineThread(Engine):
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: nobody is left to run for.
+            # The loop is closed: no result can be delivered.
             logger.warning("the event loop is gone; the engine stops")
             self._stopping = True
 

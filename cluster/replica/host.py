@@ -1,4 +1,4 @@
-"""A replica in this process, whoever started it: its group, its engine, and the links that routers open."""
+"""A replica in this process, however it was started: its group, its engine, and the links that routers open."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class RouterSession:
         self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running))
 
     def send(self, message: Down) -> None:
-        """Send `message`. On a link that is over nothing is sent: whoever reads the link hears of its end."""
+        """Send `message`. On a link that is over nothing is sent: the task that reads the link handles its end."""
         if not self.link.closed:
             try:
                 self.link.send(message)
@@ -152,8 +152,8 @@ class RouterSession:
 class Runs:
     """The requests that run on a replica and have not ended, over all routers. Used on one event loop.
 
-    used: says what a sequence has used that has ended. num_unwanted: tokens of those that were dropped before, for
-        which nobody was left.
+    used: says what a sequence has used that has ended. num_unwanted: tokens that came for requests which
+        were dropped before.
     """
 
     def __init__(self, used: Callable[[Sequence], Usage]) -> None:
@@ -253,7 +253,7 @@ class Runs:
             del self._lanes[lane.sequence]
 
     def drop(self, run: Run) -> None:
-        """Forget a run: what the engine still says of it is nobody's."""
+        """Forget a run: what the engine still reports of it is dropped."""
         for lane in list(run.lanes.values()):
             self.drop_lane(lane)
         run.session.runs.pop(run.stream, None)
@@ -262,7 +262,7 @@ class Runs:
             self._quiet.set()
 
     def _lane(self, sequence: Sequence) -> Lane | None:
-        """Return the lane of a sequence that is heard of for the first time; None if nobody wants it any more."""
+        """Return the lane of a sequence that reports for the first time; None if its run was dropped."""
         run = self._by_id.get(sequence.request.request_id)
         lane = run.lanes.get(sequence.index) if run is not None else None
         if lane is not None:

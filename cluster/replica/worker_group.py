@@ -306,7 +306,7 @@ def listening_host(config: ClusterConfig, nodes: Iterable[str]) -> str:
 
 
 def _check_link_host(host: str | None) -> None:
-    """Raise `ConfigError` now if nobody could ever link up with this replica."""
+    """Raise `ConfigError` now if no router could open a link to this replica."""
     if host is None:
         return
     try:

@@ -140,7 +140,7 @@ class Dispatcher:
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
 
-        name: as its client knows it. tenant: whose it must be, None = anybody's.
+        name: as its client knows it. tenant: the request must be this tenant's; None = any.
         """
         now = self._loop.time()
         own = [waited(event, now) for event in self._flight.of(name, tenant)]

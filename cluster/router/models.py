@@ -87,7 +87,7 @@ class Models:
         """Return the model that a request's `model` means.
 
         Raises `ApiError` (404), and `InvalidRequestError` where it is missing and there are several. What is no name
-        at all is left to whoever checks the other fields.
+        at all is left to the validation of the other fields.
         """
         name = fields.get("model")
         if isinstance(name, str):

@@ -12,13 +12,13 @@ from engine.kv.block_manager import TOKEN_BYTES, following_hashes, root_hash, to
 
 STRIDE = 8  # blocks between two looks into the index while nothing changes
 MAX_DEAD = 64  # lives of replicas whose entries may lie about before they are swept out
-SWEPT_AT_ONCE = 2048  # keys: nobody is to wait for a sweep through a full index, only for a list of its keys
+SWEPT_AT_ONCE = 2048  # keys: a request never waits for a sweep through a full index, only for a list of its keys
 # One in so many blocks is forgotten at a time: a search for the oldest reads past all that were deleted before it.
 FORGOTTEN_AT_ONCE = 256
 
 
 class PromptKeys:
-    """Keys of the leading full blocks of one prompt: hashed once, and only as far as anybody has them.
+    """Keys of the leading full blocks of one prompt: hashed once, and only as far as some replica has them.
 
     A prompt that no vocabulary holds has none: the replica refuses it by name.
     """
@@ -49,7 +49,7 @@ class PromptKeys:
 class Overlap:
     """How much of a prompt is cached where. depths: replica id -> leading blocks that it has, if any.
 
-    cold_key: name of the first block that none has; None if there is none, or nobody looked.
+    cold_key: name of the first block that none has; None if there is none, or it was not looked up.
     heir: the replica that is about to have that block, or had it last, if any.
     """
 

@@ -47,7 +47,7 @@ class LiveRequest:
     detours: attempts, one after the other, that brought no token and ended although their replica lived; only a part
         of those that it is hardly the cause of.
     device_seconds / block_seconds: used by its choices that have ended, where they ended (`note_use`).
-    predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
+    predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = not looked up.
     computed_by: the fingerprint of the replica that brought the last tokens, None before the first.
     trace: its spans, None where it is not traced.
     """

@@ -233,7 +233,7 @@ class ReplicaSet:
                 self._best_effort.do(self._attend, replica, now, ping)
 
     def _lose_overdue(self, now: float) -> None:
-        """Give up whoever is silent or does not move for too long."""
+        """Give up replicas that are silent, or make no progress, for too long."""
         silent, stuck = self._config.stall_timeout, self._config.progress_timeout
         ends = []
         for replica in self._linked.values():

@@ -23,7 +23,7 @@ OF_A_ROUTER = frozenset({Wait.TURN, Wait.LET_IN, Wait.REPLICA, Wait.MIGRATION, W
 
 @dataclass(frozen=True, slots=True)
 class ReportedEvent:
-    """An event, and who told it: a replica's id, or "" for a router."""
+    """An event and its source: a replica's id, or "" for a router."""
 
     event: Waited
     replica: str = ""
@@ -37,7 +37,7 @@ class Explanation:
     silent: tuple[str, ...] = ()
 
 
-# (name of a request as its client knows it; tenant whose it must be, None = anybody's)
+# (name of a request as its client knows it; the tenant it must belong to, None = any)
 Ask = Callable[[str, str | None], Awaitable[Explanation]]
 
 
@@ -54,7 +54,7 @@ class Inquiries:
     ) -> dict[str, Sequence[Waited] | None]:
         """Return what each replica tells of the request, None for one that does not within `PATIENCE`.
 
-        tenant: whose it must be, None = anybody's.
+        tenant: the request must be this tenant's; None = any.
         """
         ticket, loop = next(self._tickets), asyncio.get_running_loop()
         asked = {replica.replica_id: loop.create_future() for replica in replicas}
@@ -70,7 +70,7 @@ class Inquiries:
         return {name: answer.result() if answer.done() else None for name, answer in asked.items()}
 
     def on_answer(self, replica: ReplicaHandle, message: Explained) -> None:
-        """Take in a replica's answer; one that comes too late is nobody's."""
+        """Take in a replica's answer; one that comes too late is dropped."""
         answer = self._answers.pop((message.ticket, replica.replica_id), None)
         if answer is not None and not answer.done():
             answer.set_result(message.events)

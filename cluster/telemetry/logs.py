@@ -129,7 +129,7 @@ def rank_fields(replica: str, settings: Mapping[str, Any], rank: int = 0) -> dic
 
 
 def _libraries_log_to(handlers: list[logging.Handler]) -> None:
-    """Take the lines that nobody else takes, OpenTelemetry's and Python's warnings among them: they would be text."""
+    """Handle lines without a handler of their own, such as OpenTelemetry's and Python's warnings."""
     logging.getLogger().handlers = list(handlers)
     logging.captureWarnings(True)
 

@@ -255,7 +255,7 @@ class _Collectors(Collector):
         self.all: list[Collector] = []
 
     def describe(self) -> Iterable[Metric]:
-        """Tell nothing in advance, so that registering asks nobody."""
+        """Describe nothing in advance, so that registering collects nothing."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

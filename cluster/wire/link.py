@@ -1,7 +1,7 @@
 """One long-lived stream of messages between a router and a replica, over whatever carries frames.
 
 LinkError(SquadronError)
-├── LinkRefusedError      no link was made: nobody there, wrong secret
+├── LinkRefusedError      no link was made: connection refused, wrong secret
 │   └── OtherProtocolError   the replica speaks another version of the protocol, and will as long as it lives
 ├── LinkClosedError       the link is over; `code` says why
 └── MessageTooLargeError  one message exceeds what a link carries; the link goes on
@@ -56,7 +56,7 @@ class LinkError(SquadronError):
 
 
 class LinkRefusedError(LinkError):
-    """No link was made: nobody listens, the secret is wrong, or as below."""
+    """No link was made: the connection was refused, the secret is wrong, or as below."""
 
 
 class OtherProtocolError(LinkRefusedError):

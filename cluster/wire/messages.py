@@ -70,7 +70,7 @@ class Load(Packed, frozen=True):
 
 
 class ResourceUsage(Packed, frozen=True):
-    """Seconds of a device, and of a KV block, that somebody used (`cluster.accounts.costs`)."""
+    """Seconds of a device, and of a KV block, that were used (`cluster.accounts.costs`)."""
 
     device_seconds: Seconds = 0.0
     block_seconds: Seconds = 0.0
@@ -233,7 +233,7 @@ class Resync(Packed, tag=6, frozen=True):
 class Explain(Packed, tag=7, frozen=True):
     """Tell what a request waited for; the answer bears the same ticket.
 
-    name: of the request, to its client. tenant: whose it must be, None = anybody's.
+    name: of the request, to its client. tenant: the request must be this tenant's; None = any.
     """
 
     ticket: Count

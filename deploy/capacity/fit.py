@@ -30,7 +30,7 @@ Measure = Callable[[EngineConfig, ModelConfig], Footprint]
 class GpuFit:
     """A model on GPUs that hold it. All bytes are of one GPU.
 
-    config: resolved, with the blocks that fit. lowered_unasked: whether its context, which nobody asked for, is less
+    config: resolved, with the blocks that fit. lowered_unasked: whether its context, which was not asked for, is less
     than the model's because no more fits.
     """
 

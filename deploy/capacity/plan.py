@@ -125,7 +125,7 @@ def make_plan(fit: GpuFit, load: ExpectedLoad, service: ServiceEstimate) -> Capa
 
 
 def notes(fit: GpuFit) -> list[str]:
-    """Return what whoever deploys it should know."""
+    """Return notes for the deployment."""
     found = []
     if fit.lowered_unasked:
         found.append(

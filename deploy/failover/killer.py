@@ -84,7 +84,7 @@ class Killer:
             ready, metrics = await asyncio.gather(self._client.get("/ready"), self._client.get("/metrics"))
             body = ready.json()
         except (httpx.HTTPError, ValueError):
-            return  # nobody answers just now: the picture stays as it was
+            return  # no answer just now: the picture stays as it was
         for replica in body.get("replicas", []):
             self._pids[replica["id"]] = tuple(replica["pids"])
         self._take(read_report(str(self._client.base_url), body, metrics.text))

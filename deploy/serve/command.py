@@ -34,7 +34,7 @@ from deploy.serve.readiness import Readiness, StartError
 from engine.errors import ConfigError
 
 APP = "squadron"
-# Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
+# Seconds that running streams get: a user waits after Ctrl-C, SIGTERM comes from a supervisor.
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0

@@ -101,7 +101,7 @@ class Epoch:
             )
 
     def remove_folder(self) -> None:
-        """Remove all that is a ledger's, let go, and remove the folder: nobody needs it any more.
+        """Remove all that is a ledger's, let go, and remove the folder, which is not needed any more.
 
         What others have put into the folder stays, and the folder with it. Raises `FencedError`, `LedgerError`.
         """

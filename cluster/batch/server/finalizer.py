@@ -120,7 +120,7 @@ class Finalizer:
         return self._changed(record, to, ledger.check)
 
     def _decided(self, record: BatchRecord, opened: Opened) -> BatchRecord:
-        """Keep what the batch leaves: whoever ends it from then on ends it so."""
+        """Store the outcome of the batch: every later attempt to end it uses this one."""
         with ExitStack() as undo:
             outcome = self._outcome(record, opened, undo)
             try:

@@ -94,7 +94,7 @@ class OneBatch:
     model_of: finds a model by the name that rows use; raises `ApiError` where there is none. tenant_of: the tenant of
     a name, whose cache its rows use. max_line_bytes: that a row may have. windows: of the runner. private: whether
     the folder lies on this machine alone: runners elsewhere do not see it, and other users here must not open it.
-    quotas: that rows are charged to; None = nobody has any.
+    quotas: that rows are charged to; None = no tenant has one.
     """
 
     def __init__(
