@@ -34,7 +34,7 @@ class TokenChunk:
     embedding: tuple[float, ...] | None = None
 
 
-def nobody() -> None:
+def do_nothing() -> None:
     """Do nothing."""
 
 
@@ -56,8 +56,8 @@ class CallContext:
     patience: float | None = None
     fingerprint: str | None = None
     trace: CallTrace | None = None
-    on_begin: Callable[[], None] = nobody
-    on_end: Callable[[], None] = nobody
+    on_begin: Callable[[], None] = do_nothing
+    on_end: Callable[[], None] = do_nothing
 
 
 NO_CONTEXT = CallContext()
