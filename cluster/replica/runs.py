@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cluster.accounts.costs import Usage
+from cluster.accounts.costs import EngineUsage
 from cluster.admission.capacity import QueueState
 from cluster.telemetry.logs import about_request
 from cluster.wire.link import LinkClosedError, RouterLink
@@ -156,7 +156,7 @@ class Runs:
         were dropped before.
     """
 
-    def __init__(self, used: Callable[[Sequence], Usage]) -> None:
+    def __init__(self, used: Callable[[Sequence], EngineUsage]) -> None:
         self.num_unwanted = 0
         self._used = used
         self._by_id: dict[str, Run] = {}  # by engine request id

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, Costs, Usage
-from cluster.accounts.flight_recorder import Event
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, EngineCosts, EngineUsage
+from cluster.accounts.flight_recorder import WaitEvent
 from cluster.wire.messages import (
     MAX_TEXT,
     Load,
@@ -39,7 +39,7 @@ def submit_message(
     resume: dict[int, tuple[int, ...]] | None = None,
     scored: int | None = None,
     now: float = 0.0,
-    story: Sequence[Event] = (),
+    story: Sequence[WaitEvent] = (),
     trace: TraceContext | None = None,
     retried: bool = False,
 ) -> Submit:
@@ -145,17 +145,17 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
     )
 
 
-def waited(event: Event, now: float) -> Waited:
+def waited(event: WaitEvent, now: float) -> Waited:
     """Return an event as it travels. now: seconds on its clock."""
     return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 
 
-def usage_of(used: Usage) -> ResourceUsage:
+def usage_of(used: EngineUsage) -> ResourceUsage:
     """Return nanoseconds of usage as they travel."""
     return ResourceUsage(used.device_ns / NANOS, used.block_ns / NANOS)
 
 
-def costs_of(costs: Costs, grammars: Mapping[str, float] = NOTHING) -> ReplicaCosts:
+def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> ReplicaCosts:
     """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
     tenants = {name: usage_of(used) for name, used in costs.tenants.items()}
     compiled: dict[str, float] = {}

@@ -69,7 +69,7 @@ def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
     return packed
 
 
-class Head(Protocol):
+class OutputHead(Protocol):
     """What turns rows into logits, on one rank: a model from hidden states, or what is left to do of one."""
 
     vocab_size: int
@@ -82,7 +82,7 @@ class Head(Protocol):
         """See `CausalLM.own_logits`."""
 
 
-def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
+def draw_apart(model: OutputHead, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
     """Return the tokens of all rows, each rank having drawn from its share of the logits of `most` rows at a time.
 
     hidden: [num_rows, hidden]; packed: of those rows, from `pack_draws`. draws: what draws from whole rows on this

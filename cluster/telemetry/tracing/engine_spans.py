@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
-from cluster.accounts.flight_recorder import Event, FlightRecorder, Wait
+from cluster.accounts.flight_recorder import FlightRecorder, Wait, WaitEvent
 from cluster.telemetry.logs import about_request
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.provider import Tracing, is_fault, is_sampled
@@ -131,7 +131,7 @@ class EngineSpans:
                     _fail(span, code)
             span.end(self._tracing.nanos(end))
 
-    def _add_waits(self, phase: Span, within: Items[Event], events: Items[Event], now: float) -> None:
+    def _add_waits(self, phase: Span, within: Items[WaitEvent], events: Items[WaitEvent], now: float) -> None:
         for event in within:
             if event.what in WAITS:
                 told = {names.REASON: event.detail}

@@ -97,7 +97,9 @@ async def test_what_a_tenants_grammars_took_is_told_beside_what_its_requests_use
 
 def test_grammars_of_tenants_without_an_account_are_told_together():
     many = {f"t{number}": 1.0 for number in range(engine_costs.MAX_TENANTS + 10)}
-    own = engine_costs.Costs(engine_costs.Usage(), engine_costs.Usage(), {"t70": engine_costs.Usage()})
+    own = engine_costs.EngineCosts(
+        engine_costs.EngineUsage(), engine_costs.EngineUsage(), {"t70": engine_costs.EngineUsage()}
+    )
     compiled = costs_of(own, many).grammars
     assert sum(compiled.values()) == len(many)
     assert (compiled["t0"], compiled["t70"], compiled[engine_costs.OTHERS]) == (1.0, 1.0, 9.0)
@@ -146,8 +148,8 @@ async def test_migrated_request_counts_what_its_last_replica_did_for_it():
 
 
 def test_accounts_travel_in_seconds():
-    one = engine_costs.Usage
-    used = engine_costs.Costs(one(3 * 10**9, 10**22), one(10**9, 1), {"t": one(2, 3)})
+    one = engine_costs.EngineUsage
+    used = engine_costs.EngineCosts(one(3 * 10**9, 10**22), one(10**9, 1), {"t": one(2, 3)})
     assert costs_of(used) == ReplicaCosts(
         ResourceUsage(3.0, 1e13), ResourceUsage(1.0, 1e-9), {"t": ResourceUsage(2e-9, 3e-9)}
     )

@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.config import EngineConfig
+from engine.inputs.block_table import RankTable
 from engine.inputs.step_messages import PLAIN, StepReader, StepWriter
 from engine.report import StepInputs
-from parallel.channel import Message, pack, unpack
+from parallel.channel import ChannelMessage, pack, unpack
 from parallel.errors import ChannelError
 from tests.engine.engine_driver import VOCAB
 from tests.engine.inputs.test_step_buffers import decode
@@ -19,7 +20,7 @@ from tests.fake_executor import FakeExecutor
 
 def ends(**values):
     config = EngineConfig("fake", **values)
-    return StepWriter(config), [StepReader(config) for _ in range(2)]
+    return StepWriter(RankTable.of(config)), [StepReader(RankTable.of(config)) for _ in range(2)]
 
 
 class GangOfReaders(FakeExecutor):
@@ -78,7 +79,7 @@ def test_a_step_without_slots_is_told_as_well():
 def test_what_is_no_step_is_refused(kind):
     _, readers = ends(max_model_len=64)
     with pytest.raises(ChannelError, match=f"message 5 of kind {kind} is no step"):
-        readers[0].read(unpack(pack(Message(kind, 5, {"input_ids": np.zeros(1, np.int32)}))))
+        readers[0].read(unpack(pack(ChannelMessage(kind, 5, {"input_ids": np.zeros(1, np.int32)}))))
 
 
 def test_every_array_of_a_step_is_told_but_what_rank_0_alone_needs():
