@@ -43,7 +43,7 @@ NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_k
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
 class ServedModelConfig(EngineConfig):
-    """What one model can be told: the engine's settings and those of its replicas.
+    """The settings of one model: the engine's, and those of its replicas.
 
     served_model_name: the ids that clients may use, the first of them in answers; None = the last part of `model`.
     replicas: copies of the tensor-parallel group.
@@ -119,12 +119,12 @@ class ServedModelConfig(EngineConfig):
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
 class ClusterConfig(ServedModelConfig):
-    """Everything that `squadron serve` can be told of an app with one model; of several see `cluster.app_config`.
+    """All settings of `squadron serve` for an app with one model; for several see `cluster.app_config`.
 
     routers: copies of the front end.
     ingress: what stands before the routers: `serve`, the proxy of Ray Serve, or `haproxy`, which Ray must be started
         with.
-    host / port: where the ingress listens for HTTP. Loopback unless told otherwise.
+    host / port: where the ingress listens for HTTP. Loopback by default.
     grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota,
         an admin's: it sees all.

@@ -1,4 +1,7 @@
-"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused."""
+"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused.
+
+The queue and the stream that it hands out share one file: each `enter` of the stream is answered by a `leave`.
+"""
 
 from __future__ import annotations
 

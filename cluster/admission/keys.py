@@ -95,7 +95,7 @@ class KeyRing:
     """Finds the tenant of a key. Never changes: another set of keys is another ring.
 
     Places in the table depend on a secret of this process and full digests are compared in constant time, so that
-    the time an answer takes tells nothing about any key.
+    the time of an answer reveals nothing about any key.
     """
 
     def __init__(self, entries: Iterable[KeyEntry], clock: Callable[[], float] = time.time) -> None:

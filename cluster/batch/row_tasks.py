@@ -52,7 +52,7 @@ class TaskMaker(Protocol):
         ...
 
     def task(self, row: SourceRow) -> Task:
-        """Return what the row asks for; what is wrong with it is told in the task."""
+        """Return what the row asks for; what is wrong with it is in the task."""
         ...
 
 

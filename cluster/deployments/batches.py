@@ -94,7 +94,7 @@ class Batches:
 
 
 def tenants_of(config: ClusterConfig) -> Callable[[str], Tenant]:
-    """Return what tells tenants by their names, as the routers do: on a server without keys all are one."""
+    """Return what finds tenants by their names, as the routers do: on a server without keys all are one."""
     return lambda name: Tenant(name) if config.keyed else OPEN
 
 

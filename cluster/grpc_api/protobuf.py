@@ -89,7 +89,7 @@ def embedding_fields(request: pb.EmbedRequest) -> Fields:
 
 
 def shown(request: pb.GenerateRequest | pb.ChatRequest) -> tuple[bool, bool]:
-    """Return whether text and whether token ids are told; raises `InvalidRequestError` for another wish."""
+    """Return whether text and whether token ids are returned; raises `InvalidRequestError` for another wish."""
     output = request.output or pb.OUTPUT_TEXT
     if output not in pb.Output.values():
         raise InvalidRequestError(
@@ -224,7 +224,7 @@ def _holds_messages(descriptor: Any) -> bool:
 
 
 class Responses(ABC):
-    """Makes the responses of one call. Deltas of a choice must come in order. text / tokens: what is told."""
+    """Makes the responses of one call. Deltas of a choice must come in order. text / tokens: what is returned."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, text: bool, tokens: bool) -> None:
         self._call = call

@@ -98,7 +98,7 @@ class Rpc:
         return self.client_id or self.id
 
     def names(self, error: str = "") -> dict[str, str]:
-        """Return what log lines tell of the call. error: code of the answer that is one."""
+        """Return the fields of the call's log lines. error: code of the answer that is one."""
         trace_id = "" if self.trace is None else self.trace.trace_id
         known = {"id": self.id, "client_id": self.client_id, "tenant": self.tenant, "model": self.model}
         return {**known, "error": error, "trace_id": trace_id}

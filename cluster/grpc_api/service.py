@@ -46,7 +46,7 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrpcServices:
-    """What the service shares with the HTTP app, and what it tells of the cluster.
+    """What the service shares with the HTTP app, and what it reports of the cluster.
 
     answered: hears of each answer, by method, status and model. traced: begins the trace of a call; None = no traces.
     """
@@ -208,7 +208,7 @@ class _LiveCall:
 
 
 class LiveCalls:
-    """Calls by the request id that their first response told. Used on one event loop."""
+    """Calls by the request id of their first response. Used on one event loop."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _LiveCall] = {}
@@ -267,7 +267,7 @@ async def _stream(
 
 
 def _read(kind: _Kind, body: bytes) -> tuple[Mapping[str, Any], tuple[bool, bool]]:
-    """Return a request's fields, and whether text and token ids are told."""
+    """Return a request's fields, and whether text and token ids are returned."""
     message: Any = parsed(kind.request, body)
     told = shown(message)
     return kind.fields(message), told

@@ -41,7 +41,7 @@ class IngressCheck:
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-            if marks == [TELLS_TAKEN]:  # one of an earlier version tells nothing
+            if marks == [TELLS_TAKEN]:  # one of an earlier version reports nothing
                 scope.setdefault("state", {})[WINDOWED] = True
                 window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartRecord(msgspec.Struct, frozen=True):
-    """One start of one replica, as it last told of itself. Times are seconds since the epoch, of its node's clock.
+    """One start of one replica, as it last reported. Times are seconds since the epoch, of its node's clock.
 
     actor: the name by which Ray knows it. state: `waiting` (held back after failures, until `next_try`), `starting`
     (in `phase`), `ready` or `failed` (`reason`). since: when the state or phase began. failures: failed starts in a

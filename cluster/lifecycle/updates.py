@@ -81,7 +81,7 @@ class StartupWait:
 
 
 async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None) -> None:
-    """Call `act` once Serve has told the replica to stop. told: as of `stop_flag`; None = that is never known."""
+    """Call `act` once Serve stops the replica. told: as of `stop_flag`; None = that is never known."""
     if told is None:
         logger.warning("this Ray Serve does not tell when a replica is to stop: routers hear of it from Serve alone")
         return
@@ -91,7 +91,7 @@ async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None)
 
 
 def stop_flag() -> Callable[[], bool] | None:
-    """Return what tells whether Serve has told this process's replica to stop, None where it keeps that elsewhere."""
+    """Return the flag by which Serve stops this process's replica, None where it keeps that elsewhere."""
     process = getattr(getattr(ray, "_private", None), "worker", None)
     actors = getattr(getattr(process, "global_worker", None), "actors", {})
     for actor in actors.values():

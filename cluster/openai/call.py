@@ -55,8 +55,8 @@ class Call:
     request_id: made by the server. client_id: the `request_id` of the client, "" without; only echoed.
     seed: the client's, or a random one. prompts: of a completion; conversation: of a chat. Choices of the answer are
     numbered prompt by prompt: `prompt index x params.n + choice`.
-    prompt_logprobs: alternatives of each prompt token that the client is told, None = nothing of them.
-    continuous_usage: every chunk tells usage. echo: the prompt comes before the output; echo_only: nothing but the
+    prompt_logprobs: alternatives of each prompt token in the answer, None = no log-probabilities.
+    continuous_usage: every chunk has the usage. echo: the prompt comes before the output; echo_only: nothing but the
     prompt was asked for, so the one token that the engine draws is neither shown nor counted.
     structured_param: the client's field that `params.structured` came from. tool_use: how tools are used, None = not
     at all; thinking: parser of what comes before the answer, None = nothing does. created: seconds since 1970.

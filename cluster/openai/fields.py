@@ -263,7 +263,7 @@ def _arguments(value: Any) -> str:
         if isinstance(from_json(value or "{}"), dict):
             return value or "{}"
     except ValueError:
-        pass  # told below: it is no JSON object either way
+        pass  # reported below: it is no JSON object either way
     raise PydanticCustomError("arguments_json", "must be a string that holds a JSON object")
 
 

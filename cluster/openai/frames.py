@@ -107,7 +107,7 @@ class Frames(ABC):
         return extras
 
     def _prompt_extras(self, number: int) -> dict[str, Any]:
-        """Fields that tell of the prompt, where the request asks for them."""
+        """Fields about the prompt, where the request asks for them."""
         extras: dict[str, Any] = {}
         if self._call.prompt_logprobs is not None:
             extras["prompt_logprobs"] = self._prompt_scores(number, self._call.prompt_logprobs)
@@ -159,7 +159,7 @@ class CompletionFrames(Frames):
 
 
 class ChatFrames(Frames):
-    """`chat.completion` and `chat.completion.chunk` objects. A choice's first frame tells its role."""
+    """`chat.completion` and `chat.completion.chunk` objects. A choice's first frame has its role."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -196,7 +196,7 @@ class ChatFrames(Frames):
         return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": whole.finish_reason}
 
     def _introduction(self, opening: bytes) -> bytes:
-        """The first frame of a choice; the first of the call tells of the prompt as well."""
+        """The first frame of a choice; the first of the call has the prompt's fields as well."""
         closing = b"]" + self._opening_tail
         if self._tells_ids and not self._heads:
             closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._opening_tail

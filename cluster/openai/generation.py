@@ -73,7 +73,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were found in a prefix cache, told to the client or not."""
+        """Tokens of the prompts that were found in a prefix cache, whether reported to the client or not."""
         return sum(self._cached)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -143,7 +143,7 @@ async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[D
 
 
 def _num_logprobs(call: Call, usage: TokenUsage) -> int:
-    """Tokens of a whole answer whose log-probabilities are told, at least."""
+    """Tokens of a whole answer whose log-probabilities are returned, at least."""
     output = usage.completion_tokens if call.params.logprobs is not None else 0
     return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 

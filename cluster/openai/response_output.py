@@ -204,7 +204,7 @@ class MessageItem(TextItem):
         super().__init__(emit, index)
 
     def add(self, text: str, placed: Sequence[PlacedLogprob]) -> None:
-        """Add text, and the log-probabilities of its tokens where they are told."""
+        """Add text, and the log-probabilities of its tokens where they are wanted."""
         entries = self._logprobs(placed) if placed else []
         self._texts.append(text)
         self._entries += entries

@@ -117,7 +117,7 @@ def _sampling_params(checked: GenerationFields, hints: Hints, **more: Any) -> Sa
 def _common(
     prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel, hints: Hints
 ) -> dict[str, Any]:
-    """What calls of all kinds hold; the last step, for it tells which hints were found on the way."""
+    """What calls of all kinds hold; the last step, since it notes which hints were found on the way."""
     options = checked.stream_options
     _check_stream(checked, hints)
     check_priority(checked.priority, model)

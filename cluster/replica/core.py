@@ -251,7 +251,7 @@ class ReplicaCore:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
 
     def _submit(self, session: RouterSession, submit: Submit) -> None:
-        """Begin what a router asks for, or tell it why not."""
+        """Start a submitted request, or refuse it."""
         if submit.stream <= session.highest_stream:
             return  # said before: it runs, or has ended
         session.highest_stream = submit.stream
@@ -279,7 +279,7 @@ class ReplicaCore:
         self._refuse(session, _rejection(stream, error))
 
     def _break_off(self, run: Run) -> None:
-        """End a run whose share of a step could not be put together, and tell its router with the same report."""
+        """End a run whose share of a step could not be put together, and report that with the same step."""
         for lane in run.lanes.values():
             message = "its tokens could not be told"
             run.session.finishes.append(FinishRow(lane.key, FinishReason.ERROR.value, lane.count, message))

@@ -119,7 +119,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _publish(self, outcome: Command) -> None:
-        """Have the listener told, on the event loop."""
+        """Call the listener on the event loop."""
 
     def _begin(self, requests: list[Request]) -> None:
         """Tell what the step at hand begins, before it is run."""

@@ -58,7 +58,7 @@ class Lane:
 class RouterSession:
     """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`.
 
-    num_block_updates: changes of the prefix cache that were told. highest_stream: of the submits that came, or can
+    num_block_updates: changes of the prefix cache that were sent. highest_stream: of the submits that came, or can
     come no more.
     """
 
@@ -215,7 +215,7 @@ class Runs:
         return self._runs_of(broken)
 
     def _distribute_rest(self, report: StepReport, broken: dict[Sequence, Exception]) -> None:
-        """Put in what is not told for each token. broken: gains the sequences that this fails for."""
+        """Put in what does not come with each token. broken: gains the sequences that this fails for."""
         tell: list[tuple[Sequence, Callable[[], None]]] = [
             *[(one.sequence, partial(self._add_prompt_logprobs, one)) for one in report.prompt_logprobs],
             *[(sequence, partial(self._add_pooled, sequence, state)) for sequence, state in report.pooled],

@@ -59,7 +59,7 @@ class ReplicaFacts:
 class ReplicaTimes:
     """Times in seconds.
 
-    heartbeat: how often a router is told that all is well, and what runs here for it. router_timeout: silence of a
+    heartbeat: how often a router gets a heartbeat, with what runs here for it. router_timeout: silence of a
     router after which it is taken for dead and its requests are ended. costs: between two looks of a router at the
     accounts.
     """

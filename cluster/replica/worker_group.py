@@ -245,7 +245,7 @@ class StartedGroup:
 
 
 def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
-    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: names it in figures and logs.
+    """Load the model on all ranks. on_phase: called as each phase begins. replica_id: its name in metrics and logs.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """

@@ -247,7 +247,7 @@ class ReplicaDirectory:
 
     @property
     def _patience(self) -> float:
-        """Each new call is told to Serve's controller at once where there is no replica."""
+        """Serve's controller hears of each new call at once where there is no replica."""
         return LEASE_PATIENCE if self._members or not self._on_demand else COLD_PATIENCE
 
     def _forget(self, replica_id: str) -> None:

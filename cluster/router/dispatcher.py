@@ -272,7 +272,7 @@ class Dispatcher:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
 
     def queue(self) -> QueueState:
-        """Return what waits, here for a replica and in front of this; replicas are told."""
+        """Return what waits, here for a replica and in front of this. Sent to replicas too."""
         return together([self._queue_before(), self._placement.queue()])
 
     def _waits_for_replica(self) -> None:

@@ -27,7 +27,7 @@ class ModelFront:
     """One model as the ingresses see it.
 
     admission: the queue through which its tokens come. metrics: under its name. ready: whether requests that come now
-    are served. replicas: a snapshot. ask_router: tells what a request waited for in the router and on replicas.
+    are served. replicas: a snapshot. ask_router: returns what a request waited for in the router and on replicas.
     """
 
     model: ServedModel

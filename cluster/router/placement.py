@@ -1,4 +1,7 @@
-"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move."""
+"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move.
+
+Waiting and attempts share one file: every end of an attempt may let a waiting request in, or make its own wait.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica has which KV block in its prefix cache, as its block events tell, and which blocks a prompt has."""
+"""Which replica has which KV block in its prefix cache, as its block events say, and which blocks a prompt has."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Overlap:
 
 
 class PrefixIndex:
-    """Exact as long as every update of a replica arrives; `update` and `is_complete` tell when one did not.
+    """Exact as long as every update of a replica arrives; `update` and `is_complete` return when one did not.
 
     Wrong entries only cost time: the replica compares token ids before it uses a block.
 
@@ -240,7 +240,7 @@ def _forget_oldest(entries: dict[int, int], count: int) -> None:
 
 
 class CacheReports:
-    """Feeds the index of one router with what replicas tell, and asks anew where some of it is missing.
+    """Feeds the index of one router with the replicas' updates, and asks for all anew where one is missing.
 
     ask: has a replica, by its id, tell all that its prefix cache holds. interval: seconds between two such wishes.
     num_resyncs: wishes so far.

@@ -32,7 +32,7 @@ class Blame:
     """Blames a replica's death on the requests that it computed, and that had brought no token there.
 
     What waited there, or decoded, is not blamed; neither is a request whose replica fell silent, was damaged
-    or took its leave. Where several suspects ran together, their next attempts tell which it was. Used by one router.
+    or took its leave. Where several suspects ran together, their next attempts show which it was. Used by one router.
 
     needed: deaths after which a request is taken for their cause. doubt_time: seconds after which a silent replica is
     no longer taken for one that may have died. clock: seconds.

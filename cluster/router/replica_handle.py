@@ -193,7 +193,7 @@ class ReplicaHandle:
         return said if said > ours else ours
 
     def note(self, said: Report | Heartbeat) -> None:
-        """Take in what the replica says of itself: its figures, and its accounts where it tells them."""
+        """Take in what the replica says of itself: its figures, and its accounts where they are included."""
         self.num_of_others = said.others
         self.load = said.load
         self.kv_usage = said.load.kv_usage
@@ -281,7 +281,7 @@ class ReplicaHandle:
             if choice is None:
                 continue
             if len(row.top_ids) != len(row.top_logprobs):
-                del choice.tokens[report.indices[row.row] :]  # never told without them
+                del choice.tokens[report.indices[row.row] :]  # never passed on without them
                 wrong.append((choice, "the log-probabilities of a token cannot be read"))
                 continue
             top = tuple(zip(row.top_ids, row.top_logprobs, strict=True))

@@ -29,7 +29,7 @@ MESSAGES_PER_TURN = 16
 class ReplicaView:
     """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
 
-    costs: None until it has told them.
+    costs: None before its first report of them.
     """
 
     replica_id: str

@@ -42,7 +42,7 @@ Ask = Callable[[str, str | None], Awaitable[Explanation]]
 
 
 class Inquiries:
-    """Those under way. Used on one event loop. send: tells a replica something."""
+    """The questions under way. Used on one event loop. send: sends a message to a replica."""
 
     def __init__(self, send: Callable[[ReplicaHandle, Up], None]) -> None:
         self._send = send
@@ -52,7 +52,7 @@ class Inquiries:
     async def ask(
         self, replicas: Sequence[ReplicaHandle], name: str, tenant: str | None = None
     ) -> dict[str, Sequence[Waited] | None]:
-        """Return what each replica tells of the request, None for one that does not within `PATIENCE`.
+        """Return what each replica knows of the request, None for one that does not answer within `PATIENCE`.
 
         tenant: the request must be this tenant's; None = any.
         """
@@ -77,9 +77,9 @@ class Inquiries:
 
 
 def explanation(own: Sequence[Waited], told: Mapping[str, Sequence[Waited] | None]) -> Explanation:
-    """Put together what the router knows and what replicas told.
+    """Put together what the router and the replicas know.
 
-    A router tells the replica with each attempt what went before, so of a request that another router took in, the
+    A router sends with each attempt what went before, so of a request that another router took in, the
     last replica that ran it knows most.
     """
     answers = {replica: events for replica, events in told.items() if events is not None}
@@ -107,7 +107,7 @@ async def why(
 
     clock: seconds since 1970.
 
-    Who does not run the server is not told how much of others' work went before, nor how many blocks are free.
+    Only an operator sees how much of others' work went before, and how many blocks are free.
     Raises `ApiError` (404) where nothing is known: it did not have to wait, or that was long ago, or there is none.
     One of another tenant looks the same.
     """

@@ -127,7 +127,7 @@ class Metrics:
         self.families.answers.labels(route=route, status=str(status), model_name=self.label(model_name)).inc()
 
     def register(self, collector: Collector) -> None:
-        """Show another collector's metrics with these. Several may tell of the same family, each of its own model."""
+        """Show another collector's metrics with these. Several may have the same family, each of its own model."""
         self._collectors.all.append(collector)
 
 
@@ -173,7 +173,7 @@ class ModelMetrics:
     def track(self, requests: Sequence[Request], on_output: Callable[[int], None] | None = None) -> RequestTrack:
         """Start to follow a call, whose choices are those of its requests, in order.
 
-        on_output: told the tokens of each choice, whichever way it ends.
+        on_output: called with the tokens of each choice, whichever way it ends.
         """
         return RequestTrack(self, requests, on_output)
 
@@ -278,7 +278,7 @@ class _ReplicaCollector(Collector):
         self._started = started
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what replicas told, one sample for each, and what the router knows of them and of itself."""
+        """Yield what replicas reported, one sample for each, and what the router knows of them and of itself."""
         stats, model = self._stats(), self._model_name
         yield from engine_metrics(model, {one.replica: one.stats for one in stats.replicas})
         ready = sum(1 for one in stats.replicas if one.ready)

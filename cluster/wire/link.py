@@ -152,7 +152,7 @@ class Link(ABC, Generic[Out, In]):
 
     @abstractmethod
     def close(self, code: str = CLOSED, message: str = "") -> None:
-        """End the link and tell the peer why, after what was sent, if it takes it soon. Can be called twice."""
+        """End the link; the peer gets the reason after what was sent, if it reads soon. Can be called twice."""
 
     @property
     @abstractmethod
@@ -208,7 +208,7 @@ class FrameTransport(Protocol):
         ...
 
     def close(self, code: str, message: str) -> None:
-        """End the stream, and tell the peer why after what was sent."""
+        """End the stream; the peer gets the reason after what was sent."""
 
 
 class FrameLink(Link[Out, In]):

@@ -91,7 +91,7 @@ class ReplicaCosts(Packed, frozen=True):
 class FinishRow(Packed, frozen=True):
     """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
 
-    code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
+    code: of an error that its client gets as it is: the request itself caused it, ran out of time, or was shed
     by a step without memory. "" = of any other end, of an error inside among them. used: by this attempt.
     """
 
@@ -140,7 +140,7 @@ class PooledRow(Packed, frozen=True):
 class BlockUpdate(Packed, frozen=True):
     """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
 
-    `sequence` counts the updates of one link from 0: after a gap the router asks to be told all anew (`Resync`).
+    `sequence` counts the updates of one link from 0: after a gap the router asks for all keys (`Resync`).
     """
 
     sequence: Count

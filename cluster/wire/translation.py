@@ -107,7 +107,7 @@ def prompt_row(stream: int, told: PromptLogprobs) -> PromptRow:
 
 
 def prompt_logprobs(row: PromptRow, prompt: tuple[int, ...]) -> list[TokenLogprob]:
-    """Return what a replica told of the tokens of `prompt`; fewer than told if the prompt ends before."""
+    """Return a replica's log-probabilities of the tokens of `prompt`; fewer if the prompt ends before."""
     tokens = prompt[row.first : row.first + len(row.logprobs)]
     return [
         TokenLogprob(token, value, tuple(zip(ids, values, strict=True)), rank)
@@ -123,7 +123,7 @@ def pooled_row(stream: int, state: Floats) -> PooledRow:
 
 
 def pooled_state(row: PooledRow) -> tuple[float, ...]:
-    """Return the pooled state that a replica told."""
+    """Return the pooled state that a replica sent."""
     return tuple(np.frombuffer(row.state, "<f4").tolist())
 
 

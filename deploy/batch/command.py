@@ -72,7 +72,7 @@ class BatchOptions:
 def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
     """Run a batch to its end, on replicas of its own or those of an app.
 
-    Raises `SquadronError`, and `SystemExit` where it was told to stop.
+    Raises `SquadronError`, and `SystemExit` where it was stopped.
     """
     console = Console(highlight=False, soft_wrap=True)
     phases = PhaseLog(console)

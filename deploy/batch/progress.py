@@ -62,7 +62,7 @@ class ProgressDisplay:
             self._print(progress)
 
     def texts(self, progress: BatchProgress) -> dict[str, str]:
-        """Return what is told of the latest progress, by what it is about."""
+        """Return the text of the latest progress, by its subject."""
         share = progress.cached / progress.prefilled if progress.prefilled else 0.0
         running = f"running {progress.running} on {progress.replicas}" if progress.replicas else "starting replicas"
         texts = {

@@ -125,7 +125,7 @@ class AppReplicas(ReplicaProvider):
         self.config = self._model.config
 
     def connect(self) -> None:
-        """It is done: the app told its settings."""
+        """It is done: the app returned its settings."""
 
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:

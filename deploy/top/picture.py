@@ -71,7 +71,7 @@ class ModelPicture:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPicture:
-    """One replica: its state and load as /ready tells them, and tokens a second."""
+    """One replica: its state and load as /ready shows them, and tokens a second."""
 
     line: ReplicaLine
     prompt_tokens: float | None = None
@@ -177,7 +177,7 @@ def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelPictu
 
 
 def _replica(line: ReplicaLine, window: Window) -> ReplicaPicture:
-    """All routers are told the same of a replica, so one of them is asked."""
+    """All routers have the same figures of a replica, so one of them is asked."""
     if not any(window.new.values(ENGINE_TOKENS, replica=line.name)):
         return ReplicaPicture(line)
     return ReplicaPicture(

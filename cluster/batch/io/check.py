@@ -1,4 +1,4 @@
-"""The pass over an input before any work: how many rows, which, and whether they can be told apart."""
+"""The pass over an input before any work: how many rows, which, and whether their ids are distinct."""
 
 from __future__ import annotations
 

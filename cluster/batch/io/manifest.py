@@ -61,7 +61,7 @@ class OutputSpec:
 
     @property
     def format(self) -> str:
-        """The suffix that tells the format, in lower case."""
+        """The suffix that names the format, in lower case."""
         name = PurePosixPath(self.target)
         return (name.with_suffix("") if self.compression else name).suffix.lower()
 

@@ -198,7 +198,7 @@ def _moves(path: Path, lease: float) -> bool:
 
 
 def boot_id() -> str:
-    """Return what tells this start of the machine from all others, "" where the system does not say."""
+    """Return the id of this boot of the machine, "" where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

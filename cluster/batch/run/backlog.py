@@ -131,7 +131,7 @@ class Backlog:
         self._tokens += entry.tokens
 
     def _give_up(self, entry: _Entry, priority: int) -> None:
-        """A row waits no longer: its batch was told to stop."""
+        """A row waits no longer: its batch was stopped."""
         if entry in self._inside:
             self.leave(entry, 0)
         else:
@@ -187,7 +187,7 @@ class BatchBacklog:
         return self._backlog.expected(prepared)
 
     def close(self) -> None:
-        """Let all rows leave: the batch has ended, or was told to stop."""
+        """Let all rows leave: the batch has ended, or was stopped."""
         for row in list(self._rows):
             self.leave(row, 0)
 

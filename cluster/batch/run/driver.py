@@ -80,7 +80,7 @@ def refuse_cost(work: BatchWork) -> None:
     try:
         prepared = work.preparer.prepare(work.task_of(left))
     except (ApiError, InvalidRequestError):
-        return  # the run tells: it costs nothing
+        return  # the run reports it at no cost
     if cost.is_beyond(prepared):
         raise cost.refusal(prepared)
 

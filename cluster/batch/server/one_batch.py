@@ -73,7 +73,7 @@ ModelOf = Callable[[str | None], BatchModel]
 
 
 class EndpointRows(OpenAIRows):
-    """Rows of one endpoint: others are told so."""
+    """Rows of one endpoint; rows of others are refused."""
 
     def __init__(self, model: str, endpoint: str) -> None:
         super().__init__(model)

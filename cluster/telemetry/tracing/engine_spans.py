@@ -1,4 +1,4 @@
-"""A replica's spans: the phases of each attempt, made when it has ended, from times that the engine tells."""
+"""A replica's spans: the phases of each attempt, made when it has ended, from the engine's times."""
 
 from __future__ import annotations
 
