@@ -34,7 +34,7 @@ class ReplicaScaling:
 
 
 def autoscaling_config(settings: ScalingSettings, initial_replicas: int) -> AutoscalingConfig:
-    """Return Serve's autoscaling settings. Serve starts the first replica of none by itself, when a call waits for one.
+    """Return Serve's autoscaling settings. Serve starts the first replica itself when a call waits for one.
 
     A number to start with holds for each update anew, which would then begin with the replicas of a quiet hour. So it
     is left out where it is what Serve comes to anyway.
