@@ -114,6 +114,12 @@ class SamplingInputs:
         """Whether every row takes the most likely token."""
         return not self.temperature.any()
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a rule of any row changes its logits: bias, bans, masks, penalties."""
+        sets = self.forbidden or self.biases or self.allowed
+        return bool(sets) or len(self.endings) > 0 or self.masks is not None or self.prompt_ids is not None
+
 
 @dataclass(slots=True)
 class Logprobs:

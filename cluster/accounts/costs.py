@@ -85,7 +85,7 @@ class CostMeter:
         self._left: list[tuple[Sequence, int]] = []  # and the slot that each had
         self._used: WeakKeyDictionary[Sequence, EngineUsage] = WeakKeyDictionary()
         self._accounts: dict[str, _Account] = {}
-        self._payers: dict[int, str] = {}  # of the blocks that are held
+        self._payers: list[str | None] = []  # [blocks]  None of those that are not held
         self._held: dict[str, int] = {}  # blocks by payer; those that hold none are left out
         self._idle = EngineUsage()
         self._batch: Shares | None = None  # as of the last step
@@ -96,6 +96,7 @@ class CostMeter:
     def begin(self, event: Began) -> None:
         """Begin to charge."""
         self._devices, self._num_blocks = event.num_devices, event.num_blocks
+        self._payers = [None] * (event.num_blocks + 1)
         self._began = self._until = _nanos(event.at)
 
     def took(self, event: BlocksTaken) -> None:
@@ -104,12 +105,15 @@ class CostMeter:
         payers = [sequence.request.tenant for sequence in event.sequences]
         for payer in payers:
             held[payer] = held.get(payer, 0) + count
-        self._payers.update(zip(event.blocks, payers * count, strict=True))
+        for block, payer in zip(event.blocks, payers * count, strict=True):
+            self._payers[block] = payer
 
     def left(self, event: Left) -> None:
         """Note that a sequence has left its slot, and that no tenant pays for the blocks it freed any more."""
         self._left.append((event.sequence, event.slot))
-        payers = [self._payers.pop(block) for block in event.freed]
+        payers = [payer for block in event.freed if (payer := self._payers[block]) is not None]
+        for block in event.freed:
+            self._payers[block] = None
         for payer in set(payers):
             self._held[payer] -= payers.count(payer)
             if not self._held[payer]:
@@ -170,7 +174,7 @@ class CostMeter:
         charged = EngineUsage(sum(one.device_ns for one in accounts), sum(one.block_ns for one in accounts))
         if charged != total or self._idle.block_ns < 0:
             raise IntegrityError(f"{charged} was charged of {total}, {self._idle} of it idle")
-        if (held := Counter(self._payers.values())) != self._held:
+        if (held := Counter(payer for payer in self._payers if payer is not None)) != self._held:
             raise IntegrityError(f"payers hold {dict(held)} blocks, {dict(self._held)} are counted")
 
     def _charge_left(self, event: Ran, spent: int) -> int:
