@@ -1,4 +1,7 @@
-"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused."""
+"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused.
+
+The queue and the stream that it hands out share one file: each `enter` of the stream is answered by a `leave`.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ class AdmissionConfig:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds after which nobody waits any more while there is a replica."""
+        """Seconds that a request may wait at most while there is a replica."""
         return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
 
 
@@ -58,7 +61,7 @@ class AdmissionQueue:
 
     bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
     and expected output. A request may go over either, so that a large one is never passed over for ever. While there
-    is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
+    is room for more, no request waits. work_done: tokens of prompts and output that `source` has done, a counter, by
     which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether there is a
     replica at all: time without one says nothing about the rate. Who came while there was one keeps the patience that
     it was promised when there is none for a while; who comes meanwhile has its own (`AdmissionConfig.absent_wait`).
@@ -112,7 +115,7 @@ class AdmissionQueue:
     def waits_for(self, name: str, tenant: str | None = None) -> list[tuple[float, str]]:
         """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what.
 
-        tenant: whose they must be, None = anybody's.
+        tenant: the requests must be this tenant's; None = any.
         """
         now = asyncio.get_running_loop().time()
         named = [queued for queued in self._queue.items() if is_of(queued.request.request_id, name)]
@@ -153,10 +156,10 @@ class AdmissionQueue:
             self._lengths.seen(tokens)
 
     async def enter(self, queued: QueuedRequest) -> None:
-        """Return when `queued` may go in; whoever went in must `leave`."""
+        """Return when `queued` may go in; it must `leave` afterwards."""
         queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
         self._let_in()
-        # Where there is room still, whoever waits does so for a compiler, and is in nobody's way.
+        # Where there is room still, those that wait do so for a compiler, and block no other request.
         if self._inflight.has_room() and self._inflight.may_enter(queued):
             self._queue.pass_by(queued.tenant, queued.cost)
             self._inflight.enter(queued)
@@ -207,7 +210,7 @@ class AdmissionQueue:
         return absent if queued.came_to_none and not serving else max(longest, absent)
 
     def _check_wait(self, queued: QueuedRequest) -> None:
-        """Refuse at once whom waiting would not help; raises `ApiError`."""
+        """Refuse at once a request that waiting would not help; raises `ApiError`."""
         self._note_drain(queued.since)
         most = self._config.longest_wait
         if queued.came_to_none:  # the queue may move again in a moment, and then it has as long as the others

@@ -16,7 +16,7 @@ _SHARE_ASIDE, _ALL_ASIDE, _LEAST_ASIDE = 8, 2, 4
 class QueuedRequest:
     """One request before it goes in, and inside.
 
-    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
+    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, an estimate.
     held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
     came_to_none: whether there was no replica then. compiles: whether what its output must match may have to be
     compiled first, in the replica. aside: whether it went in and takes up no room yet, since that may be so.

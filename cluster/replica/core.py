@@ -22,7 +22,6 @@ from cluster.wire.messages import (
     MAX_NAME,
     Abort,
     Begun,
-    Costs,
     DamagedSubmitError,
     Explain,
     Explained,
@@ -31,6 +30,7 @@ from cluster.wire.messages import (
     Load,
     Ping,
     Rejected,
+    ReplicaCosts,
     Resync,
     Submit,
     Up,
@@ -92,7 +92,7 @@ class ReplicaCore:
         return self._engine.stats
 
     @property
-    def costs(self) -> Costs:
+    def costs(self) -> ReplicaCosts:
         """Who has used what, as of a moment ago."""
         return costs_of(self._engine.costs, self._grammars.spent())
 
@@ -104,7 +104,7 @@ class ReplicaCore:
 
     @property
     def num_unwanted(self) -> int:
-        """Tokens that were dropped, since nobody wants them any more."""
+        """Tokens that were dropped because their request had ended."""
         return self._runs.num_unwanted
 
     @property
@@ -134,7 +134,7 @@ class ReplicaCore:
     def drain(self) -> None:
         """Tell all routers, those that come later too, that this replica is to go. What runs goes on.
 
-        What they send nonetheless is run: it was on its way, or they have nobody else who speaks their tokens.
+        What they send nonetheless is run: it was on its way, or no other replica has their vocabulary.
         """
         logger.info("replica %s is to go: %d routers are told", self.facts.replica_id, len(self._sessions))
         self._sessions.drain()
@@ -201,7 +201,7 @@ class ReplicaCore:
     def on_dead(self, reason: str) -> None:
         """End all links with the reason, so that the routers go elsewhere at once. Only the first call counts.
 
-        Called by the engine thread's outcome, and by whoever else learns that the tensor-parallel group is gone.
+        Called by the engine thread, and by the watchers of the tensor-parallel group.
         """
         if self.dead_reason is not None:
             return
@@ -251,7 +251,7 @@ class ReplicaCore:
                 session.link.close(DAMAGED, f"a {type(message).__name__} is not expected here")
 
     def _submit(self, session: RouterSession, submit: Submit) -> None:
-        """Begin what a router asks for, or tell it why not."""
+        """Start a submitted request, or refuse it."""
         if submit.stream <= session.highest_stream:
             return  # said before: it runs, or has ended
         session.highest_stream = submit.stream
@@ -279,7 +279,7 @@ class ReplicaCore:
         self._refuse(session, _rejection(stream, error))
 
     def _break_off(self, run: Run) -> None:
-        """End a run whose share of a step could not be put together, and tell its router with the same report."""
+        """End a run whose share of a step could not be put together, and report that with the same step."""
         for lane in run.lanes.values():
             message = "its tokens could not be told"
             run.session.finishes.append(FinishRow(lane.key, FinishReason.ERROR.value, lane.count, message))

@@ -119,7 +119,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _publish(self, outcome: Command) -> None:
-        """Have the listener told, on the event loop."""
+        """Call the listener on the event loop."""
 
     def _begin(self, requests: list[Request]) -> None:
         """Tell what the step at hand begins, before it is run."""
@@ -281,7 +281,7 @@ class EngineThread(Engine):
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: nobody is left to run for.
+            # The loop is closed: no result can be delivered.
             logger.warning("the event loop is gone; the engine stops")
             self._stopping = True
 

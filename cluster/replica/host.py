@@ -1,4 +1,4 @@
-"""A replica in this process, whoever started it: its group, its engine, and the links that routers open."""
+"""A replica in this process, however it was started: its group, its engine, and the links that routers open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PREFIX = "squadron-flight-"
 class ReplicaHost:
     """Made on the process's event loop once the group has started; everything in it ends with any rank of it.
 
-    on_death: told the reason in a thread of its own, in the last moments of the process.
+    on_death: called with the reason in a thread of its own, in the last moments of the process.
     log_folder: where what requests waited for is written then; None = nowhere.
     """
 

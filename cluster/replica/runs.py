@@ -14,7 +14,6 @@ from cluster.telemetry.logs import about_request
 from cluster.wire.link import LinkClosedError, RouterLink
 from cluster.wire.messages import (
     BlockUpdate,
-    Costs,
     Down,
     FinishRow,
     Heartbeat,
@@ -22,6 +21,7 @@ from cluster.wire.messages import (
     LogprobRow,
     PooledRow,
     PromptRow,
+    ReplicaCosts,
     Report,
 )
 from cluster.wire.translation import clipped, pooled_row, prompt_row, usage_of
@@ -58,7 +58,7 @@ class Lane:
 class RouterSession:
     """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`.
 
-    num_block_updates: changes of the prefix cache that were told. highest_stream: of the submits that came, or can
+    num_block_updates: changes of the prefix cache that were sent. highest_stream: of the submits that came, or can
     come no more.
     """
 
@@ -100,7 +100,7 @@ class RouterSession:
         load: Load,
         others: int,
         blocks: Changes | None = None,
-        costs: Costs | None = None,
+        costs: ReplicaCosts | None = None,
     ) -> None:
         """Send what was gathered as one report.
 
@@ -133,7 +133,7 @@ class RouterSession:
         self.prompts, self.pooled = [], []
         self.send(report)
 
-    def beat(self, load: Load, now: float, others: int, costs: Costs | None = None) -> None:
+    def beat(self, load: Load, now: float, others: int, costs: ReplicaCosts | None = None) -> None:
         """Say that all is well, and what runs here for this router. Arguments as of `flush`."""
         self.last_beat = now
         running = [lane.key for run in self.runs.values() for lane in run.lanes.values()]
@@ -141,7 +141,7 @@ class RouterSession:
         self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running))
 
     def send(self, message: Down) -> None:
-        """Send `message`. On a link that is over nothing is sent: whoever reads the link hears of its end."""
+        """Send `message`. On a link that is over nothing is sent: the task that reads the link handles its end."""
         if not self.link.closed:
             try:
                 self.link.send(message)
@@ -152,8 +152,8 @@ class RouterSession:
 class Runs:
     """The requests that run on a replica and have not ended, over all routers. Used on one event loop.
 
-    used: says what a sequence has used that has ended. num_unwanted: tokens of those that were dropped before, for
-        which nobody was left.
+    used: says what a sequence has used that has ended. num_unwanted: tokens that came for requests which
+        were dropped before.
     """
 
     def __init__(self, used: Callable[[Sequence], EngineUsage]) -> None:
@@ -166,11 +166,6 @@ class Runs:
 
     def __len__(self) -> int:
         return len(self._by_id)
-
-    @property
-    def num_lanes(self) -> int:
-        """Choices that have reported a token and have not ended."""
-        return len(self._lanes)
 
     def get(self, engine_id: str) -> Run | None:
         """Return a run by the id that the engine knows it by."""
@@ -220,7 +215,7 @@ class Runs:
         return self._runs_of(broken)
 
     def _distribute_rest(self, report: StepReport, broken: dict[Sequence, Exception]) -> None:
-        """Put in what is not told for each token. broken: gains the sequences that this fails for."""
+        """Put in what does not come with each token. broken: gains the sequences that this fails for."""
         tell: list[tuple[Sequence, Callable[[], None]]] = [
             *[(one.sequence, partial(self._add_prompt_logprobs, one)) for one in report.prompt_logprobs],
             *[(sequence, partial(self._add_pooled, sequence, state)) for sequence, state in report.pooled],
@@ -258,7 +253,7 @@ class Runs:
             del self._lanes[lane.sequence]
 
     def drop(self, run: Run) -> None:
-        """Forget a run: what the engine still says of it is nobody's."""
+        """Forget a run: what the engine still reports of it is dropped."""
         for lane in list(run.lanes.values()):
             self.drop_lane(lane)
         run.session.runs.pop(run.stream, None)
@@ -267,7 +262,7 @@ class Runs:
             self._quiet.set()
 
     def _lane(self, sequence: Sequence) -> Lane | None:
-        """Return the lane of a sequence that is heard of for the first time; None if nobody wants it any more."""
+        """Return the lane of a sequence that reports for the first time; None if its run was dropped."""
         run = self._by_id.get(sequence.request.request_id)
         lane = run.lanes.get(sequence.index) if run is not None else None
         if lane is not None:

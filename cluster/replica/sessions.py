@@ -12,7 +12,7 @@ from cluster.admission.capacity import QueueState, together
 from cluster.replica.runs import Changes, RouterSession, Run
 from cluster.telemetry.logs import BestEffort
 from cluster.wire.link import DAMAGED, SILENT, SUPERSEDED, RouterLink
-from cluster.wire.messages import Costs, Draining, Load, Welcome
+from cluster.wire.messages import Draining, Load, ReplicaCosts, Welcome
 from cluster.wire.translation import block_key
 from engine.errors import redacted
 from engine.report import BlockEvents, StepReport
@@ -59,7 +59,7 @@ class ReplicaFacts:
 class ReplicaTimes:
     """Times in seconds.
 
-    heartbeat: how often a router is told that all is well, and what runs here for it. router_timeout: silence of a
+    heartbeat: how often a router gets a heartbeat, with what runs here for it. router_timeout: silence of a
     router after which it is taken for dead and its requests are ended. costs: between two looks of a router at the
     accounts.
     """
@@ -111,7 +111,7 @@ class RouterSessions:
         incarnation: int,
         times: ReplicaTimes,
         load: Callable[[], Load],
-        costs: Callable[[], Costs],
+        costs: Callable[[], ReplicaCosts],
         runs: Sized,
         abort: Callable[[Run], None],
     ) -> None:
@@ -205,7 +205,7 @@ class RouterSessions:
         """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
         return len(self._runs) - len(session.runs)
 
-    def _costs_for(self, session: RouterSession, now: float) -> Costs | None:
+    def _costs_for(self, session: RouterSession, now: float) -> ReplicaCosts | None:
         """Return the accounts where they are due."""
         if now < session.costs_due:
             return None

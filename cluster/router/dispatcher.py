@@ -140,7 +140,7 @@ class Dispatcher:
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
 
-        name: as its client knows it. tenant: whose it must be, None = anybody's.
+        name: as its client knows it. tenant: the request must be this tenant's; None = any.
         """
         now = self._loop.time()
         own = [waited(event, now) for event in self._flight.of(name, tenant)]
@@ -272,7 +272,7 @@ class Dispatcher:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
 
     def queue(self) -> QueueState:
-        """Return what waits, here for a replica and in front of this; replicas are told."""
+        """Return what waits, here for a replica and in front of this. Sent to replicas too."""
         return together([self._queue_before(), self._placement.queue()])
 
     def _waits_for_replica(self) -> None:

@@ -150,7 +150,7 @@ log = logging.getLogger(__name__)
 
 
 class LoggedSource:
-    """A token source that logs each request before it passes it on. Prompts are told only where that is asked for.
+    """A token source that logs each request before it passes it on. Prompts are logged only where that is configured.
 
     model: its id. max_len: characters of each prompt that are shown; 0 = none.
     """

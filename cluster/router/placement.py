@@ -1,4 +1,7 @@
-"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move."""
+"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move.
+
+Waiting and attempts share one file: every end of an attempt may let a waiting request in, or make its own wait.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,7 @@ class Placement:
         except OverflowError as error:
             self.fail(live, ApiError("invalid_request", f"the request cannot be sent: {error}", param="prompt"))
         except LinkClosedError:
-            return False  # whoever reads the link gives it up
+            return False  # the link's reader task gives it up
         else:
             self._waiting.leave(live)
             if story:
@@ -166,7 +169,7 @@ class Placement:
         return True
 
     def _parts(self, live: LiveRequest, replica: ReplicaHandle) -> None:
-        """Tell of a stream that goes on where its tokens are rounded otherwise, as `stream_migration` allows."""
+        """Log that a stream goes on where its tokens are rounded otherwise, as `stream_migration` allows."""
         told = f"replica {replica.replica_id} may round otherwise: the rest may differ from what would have come"
         logger.warning("request %s: %s", live.request_id, told, extra=about_request(live.request_id))
         self._note(live, Wait.MIGRATION, told)
@@ -340,5 +343,5 @@ class Placement:
         """Give those that wait another try: a replica has computed what it was spared for."""
         if len(self._waiting) and not self._retries:
             self._retries = True
-            # Later, not now: whoever is moving requests about should finish first.
+            # Later, not now: the caller may be in the middle of moving requests.
             self._loop.call_soon(self.place_waiting)

@@ -15,7 +15,7 @@ from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.selection import Absent, Chooser, Selection
 from cluster.telemetry.logs import BestEffort
 from cluster.wire.link import DAMAGED, DRAINED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
-from cluster.wire.messages import BlockUpdate, Costs, Down, Heartbeat, Load, Ping, Rejected, Report, Resync, Up
+from cluster.wire.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Rejected, ReplicaCosts, Report, Resync, Up
 from engine.errors import redacted
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ MESSAGES_PER_TURN = 16
 class ReplicaView:
     """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
 
-    costs: None until it has told them.
+    costs: None before its first report of them.
     """
 
     replica_id: str
@@ -39,7 +39,7 @@ class ReplicaView:
     num_requests: int
     age: float
     load: Load
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class ReplicaSet:
                 self._best_effort.do(self._attend, replica, now, ping)
 
     def _lose_overdue(self, now: float) -> None:
-        """Give up whoever is silent or does not move for too long."""
+        """Give up replicas that are silent, or make no progress, for too long."""
         silent, stuck = self._config.stall_timeout, self._config.progress_timeout
         ends = []
         for replica in self._linked.values():

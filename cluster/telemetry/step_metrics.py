@@ -61,7 +61,7 @@ class StepMetrics:
             self._seconds.observe(report.seconds)
             self._host.observe(report.seconds - report.executed)
             self._device.observe(report.executed - report.channel)
-            if report.channel:  # a rank alone has nobody to tell
+            if report.channel:  # 0 for a group of one rank
                 self._channel.observe(report.channel)
         for finish in report.finished:
             self._note_end(finish)
@@ -87,7 +87,7 @@ class StepMetrics:
                 histogram.observe(value)
 
     def collect(self, unwanted: int) -> Iterable[Metric]:
-        """Yield all families. unwanted: tokens that nobody wanted."""
+        """Yield all families. unwanted: tokens dropped because their request had ended."""
         model = self._model_name
         for name, histogram in self._histograms.items():
             yield histogram_of(name, (model,), histogram)

@@ -1,6 +1,6 @@
 """The records of a ledger: the job it belongs to, rows that are done, tokens of rows that are not.
 
-A job holds all that decides its output; two jobs are compared in words for whoever runs a command again.
+A job holds all that decides its output; two jobs are compared in words when a command is run again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A replica's spans: the phases of each attempt, made when it has ended, from times that the engine tells."""
+"""A replica's spans: the phases of each attempt, made when it has ended, from the engine's times."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class EngineSpans:
         try:
             self._end(attempt, flight)
         except Exception:
-            # Whoever hands out the step's report would take the replica for broken.
+            # An exception here would make the caller treat the replica as broken.
             request_id = attempt.request.request_id
             log.exception("request %s: its spans could not be made", request_id, extra=about_request(request_id))
 

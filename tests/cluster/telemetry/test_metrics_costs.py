@@ -15,7 +15,7 @@ from cluster.admission.tenants import Tenancy
 from cluster.replica.sessions import ReplicaTimes
 from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from cluster.wire.translation import costs_of
 from engine.request import Request
 from tests.cluster.cluster_lab import Lab, long_request, until
@@ -35,7 +35,7 @@ def of(found: dict, name: str, **labels: str) -> float:
     return found[(f"squadron_{name}", *sorted({"model_name": "demo", **labels}.items()))]
 
 
-def told(lab: Lab) -> dict[str, Costs]:
+def told(lab: Lab) -> dict[str, ReplicaCosts]:
     return {view.replica_id: view.costs for view in lab.dispatcher.replicas() if view.costs is not None}
 
 
@@ -138,7 +138,10 @@ async def test_migrated_request_counts_what_its_last_replica_did_for_it():
             pass
         counters = lab.dispatcher.counters
         await until(
-            lambda: told(lab)["b"].tenants.get("t", Usage()).device_seconds >= counters.device_seconds.total - 1e-9
+            lambda: (
+                told(lab)["b"].tenants.get("t", ResourceUsage()).device_seconds
+                >= counters.device_seconds.total - 1e-9
+            )
         )
         assert counters.migrations == 1
         assert 0 < counters.device_seconds.total == pytest.approx(told(lab)["b"].tenants["t"].device_seconds)
@@ -147,4 +150,6 @@ async def test_migrated_request_counts_what_its_last_replica_did_for_it():
 def test_accounts_travel_in_seconds():
     one = engine_costs.EngineUsage
     used = engine_costs.EngineCosts(one(3 * 10**9, 10**22), one(10**9, 1), {"t": one(2, 3)})
-    assert costs_of(used) == Costs(Usage(3.0, 1e13), Usage(1.0, 1e-9), {"t": Usage(2e-9, 3e-9)})
+    assert costs_of(used) == ReplicaCosts(
+        ResourceUsage(3.0, 1e13), ResourceUsage(1.0, 1e-9), {"t": ResourceUsage(2e-9, 3e-9)}
+    )

@@ -187,6 +187,13 @@ def test_a_copy_that_failed_is_made_good(monkeypatch):
     assert buffers.load(step)[0].block_tables[0, :2].tolist() == [4, 6]
 
 
+def test_buffers_that_are_made_anew_hold_what_the_rank_knows():
+    known, step = RankTable(4, 16), decode([1], [2], [[4, 5]], [1])
+    for _ in range(2):  # as after waking up
+        buffers = StepBuffers(8, known, CPU, WatchedCopies())
+        assert buffers.load(step)[0].block_tables[0, :3].tolist() == [4, 5, 0]
+
+
 def test_forks_and_their_copies_arrive():
     shape = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     executor = BufferedExecutor(64, 4, sizes_of(shape, 64), graphs=(1, 2, 4))
