@@ -120,6 +120,13 @@ def test_a_last_token_that_only_the_device_knows_counts_like_the_others():
     assert not torch.equal(logits[0], logits_of(6))
 
 
+def test_a_ban_that_hangs_on_a_token_of_the_step_before_is_a_rule():
+    inputs = sampling(2)
+    assert not inputs.changes_logits
+    inputs.endings = np.array([(1, 1, 50, 9)], np.int32)
+    assert inputs.changes_logits
+
+
 def test_masks_are_filled_by_several_threads_and_a_late_token_is_taken_once():
     class Paired(GrammarState):
         """Fills its mask only while another thread fills another."""
