@@ -96,9 +96,8 @@ def test_a_batch_uses_the_replicas_of_a_running_app(head, work, quiet, tmp_path)
         flags = ("--log-interval", "0.5", "--app", "squadron")
         batch = BatchProcess(source, str(tmp_path / "beside.jsonl"), *flags, home=tmp_path, **joined(head))
         assert batch.wait() == 0, batch.text
-        wrong = BatchProcess(
-            source, str(tmp_path / "no.jsonl"), *flags, "--model", "x", home=tmp_path, **joined(head)
-        )
+        flags = (*flags, "--model", "x")
+        wrong = BatchProcess(source, str(tmp_path / "no.jsonl"), *flags, home=tmp_path, **joined(head))
         assert wrong.wait() == 1
         assert "name one of the models of squadron with --model: demo" in wrong.text
         assert server.ctrl_c() == 0
