@@ -19,7 +19,7 @@ WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients p
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
 # Tests start hundreds of processes: each would compile this repository anew where bytecode is not kept.
-export PYTHONDONTWRITEBYTECODE :=
+test test-long: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install serve test test-long lint docs bench soak fuzz-http advisories clean
 .DEFAULT_GOAL := install
