@@ -33,7 +33,7 @@ BATCHES = "Batches"
 # Serve's own limits must never be what holds a request back: admission is the router's job.
 UNLIMITED_REQUESTS = 100_000
 # Seconds without an answer that count as one failed check; Serve replaces a replica after three in a row. What takes
-# long keeps nobody from answering: loading and warm-up come before the first check, and a step, however long, runs in
+# long delays no answer: loading and warm-up come before the first check, and a step, however long, runs in
 # a thread of its own that lets go of the interpreter while the device computes. So this bounds how long the event
 # loop may stand still: only a process that is stopped, or swapped out, is silent for three times as long.
 REPLICA_ANSWER = 3.0

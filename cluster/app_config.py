@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from cluster.config import ClusterConfig, ModelConfig, parse_config, refuse_unknown
+from cluster.config import ClusterConfig, ServedModelConfig, parse_config, refuse_unknown
 from engine.errors import ConfigError
 
-PER_MODEL = tuple(f.name for f in fields(ModelConfig))
+PER_MODEL = tuple(f.name for f in fields(ServedModelConfig))
 APP_WIDE = tuple(f.name for f in fields(ClusterConfig) if f.name not in PER_MODEL)
 OF_ONE = ("model", "served_model_name")  # what models cannot share
 

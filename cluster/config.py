@@ -29,12 +29,12 @@ from cluster.config_values import (
     ScalingSettings,
     Seconds,
     Sizes,
-    check_policy,
     checked_endpoint,
     one_of,
     some_key,
 )
 from cluster.model_names import resolve_model
+from cluster.routing_policies import policy_named
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
 
@@ -42,8 +42,8 @@ NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_k
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
-class ModelConfig(EngineConfig):
-    """What one model can be told: the engine's settings and those of its replicas.
+class ServedModelConfig(EngineConfig):
+    """The settings of one model: the engine's, and those of its replicas.
 
     served_model_name: the ids that clients may use, the first of them in answers; None = the last part of `model`.
     replicas: copies of the tensor-parallel group.
@@ -98,7 +98,7 @@ class ModelConfig(EngineConfig):
 
     @property
     def scales_to_zero(self) -> bool:
-        """Whether there may be none while nobody asks."""
+        """Whether the last replica stops when there are no requests."""
         return self.max_replicas is not None and self.min_replicas == 0
 
     @property
@@ -118,13 +118,13 @@ class ModelConfig(EngineConfig):
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=False))
-class ClusterConfig(ModelConfig):
-    """Everything that `squadron serve` can be told of an app with one model; of several see `cluster.app_config`.
+class ClusterConfig(ServedModelConfig):
+    """All settings of `squadron serve` for an app with one model; for several see `cluster.app_config`.
 
     routers: copies of the front end.
     ingress: what stands before the routers: `serve`, the proxy of Ray Serve, or `haproxy`, which Ray must be started
         with.
-    host / port: where the ingress listens for HTTP. Loopback unless told otherwise.
+    host / port: where the ingress listens for HTTP. Loopback by default.
     grpc_port: where each router listens for gRPC, on `host` of its own node, where routers share it. None = not.
     api_key: required as a bearer token on every route but /health when set; of the tenant "default", without quota,
         an admin's: it sees all.
@@ -211,7 +211,7 @@ def parse_config(values: Mapping[str, Any]) -> ClusterConfig:
     return config
 
 
-def scaling_settings(config: ModelConfig) -> ScalingSettings | None:
+def scaling_settings(config: ServedModelConfig) -> ScalingSettings | None:
     """Return what the autoscaling policy goes by, None for a fixed number of replicas.
 
     Raises `ConfigError` where the settings contradict each other.
@@ -258,7 +258,7 @@ def _check_names(config: ClusterConfig) -> None:
         TOOL_PARSERS.load(config.tool_call_parser)
     if config.reasoning_parser is not None:
         REASONING_PARSERS.load(config.reasoning_parser)
-    check_policy(config.routing_policy)
+    policy_named(config.routing_policy)
 
 
 def _check_metrics_key(config: ClusterConfig) -> None:

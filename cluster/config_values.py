@@ -27,7 +27,6 @@ MAX_FILE_BYTES = 200 * 1024 * 1024  # OpenAI's limit for the input of a batch
 FAILURE_ACTIONS = ("rollback", "pause")
 METRICS_COMPATS = ("vllm",)
 LOG_FORMATS = ("text", "json")
-ROUTING_POLICIES = ("kv_aware", "power_of_two", "round_robin", "session", "least_tokens")
 # Where the same code computes with the same weights in the same way; or where only rounding may differ.
 EXACT, SAME_WEIGHTS = MIGRATIONS = ("exact", "same-weights")
 ANY = "*"  # host, or site
@@ -153,13 +152,6 @@ def file_of(url: str) -> Path | None:
     """Return the file that a checked endpoint names, None for a collector."""
     parts = urlsplit(url)
     return Path(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-def check_policy(name: str) -> None:
-    """Raise `ConfigError` that names the routing policies there are unless `name` is one."""
-    if name not in ROUTING_POLICIES:
-        known = ", ".join(ROUTING_POLICIES)
-        raise ConfigError(f"routing_policy must be one of {known}, not {name!r}", "routing_policy")
 
 
 @dataclass(frozen=True, slots=True)

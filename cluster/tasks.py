@@ -1,4 +1,4 @@
-"""What asyncio leaves to its users: who was cancelled, and which error of many to tell."""
+"""Helpers for asyncio tasks: whether the running task was cancelled, and one error of an exception group."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 def is_cancelled() -> bool:
-    """Whether somebody ended the running task, and not only what it waited for."""
+    """Whether the running task itself was cancelled, and not only what it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

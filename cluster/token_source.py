@@ -34,8 +34,8 @@ class TokenChunk:
     embedding: tuple[float, ...] | None = None
 
 
-def nobody() -> None:
-    """Nobody wants to know."""
+def do_nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CallContext:
     session_id: what requests of one conversation share (`x-session-id`), "" without.
     waited: seconds that it has stood in line before it was handed on. patience: seconds that it may still wait where
     no replica is there; None = as long as any new request may. fingerprint: of the model that alone may run it, as
-    replicas tell theirs; None = any that is there. trace: of the call, None where it is not traced.
+    replicas report theirs; None = any that is there. trace: of the call, None where it is not traced.
     on_begin: called once a replica computes something for it, perhaps more than once.
     on_end: called once the request needs no replica any more, though what it brought may still wait to be taken;
     perhaps more than once.
@@ -56,8 +56,8 @@ class CallContext:
     patience: float | None = None
     fingerprint: str | None = None
     trace: CallTrace | None = None
-    on_begin: Callable[[], None] = nobody
-    on_end: Callable[[], None] = nobody
+    on_begin: Callable[[], None] = do_nothing
+    on_end: Callable[[], None] = do_nothing
 
 
 NO_CONTEXT = CallContext()

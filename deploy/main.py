@@ -90,11 +90,7 @@ def serve(
     environment = Environment.read()
     if model is not None:
         chosen["model"] = model
-    if environment.api_key is not None:
-        chosen.setdefault("api_key", environment.api_key)
-    if environment.metrics_key is not None:
-        chosen.setdefault("metrics_key", environment.metrics_key)
-    settings = merge_settings(config, chosen)
+    settings = merge_settings(config, _keys_of(environment) | chosen)
     with_keys = with_key_file(_with_batch_dir(settings), local=environment.ray_address is None)
     if dry_run:
         from deploy.cli.dry_run import describe_plans, make_plans
@@ -111,6 +107,12 @@ def serve(
     finally:
         if haproxy is not None:
             haproxy.remove()
+
+
+def _keys_of(environment: Environment) -> dict[str, Any]:
+    """Return the settings of keys that the environment gives; flags override them."""
+    keys = {"api_key": environment.api_key, "metrics_key": environment.metrics_key}
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 def _with_batch_dir(app: AppConfig) -> AppConfig:

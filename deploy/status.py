@@ -49,7 +49,7 @@ class ReplicaLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class StatusReport:
     """One server. `notice`: what is wrong, in a sentence. queued: requests that wait in the router that answered."""
 
     address: str
@@ -85,15 +85,15 @@ class Report:
         return asdict(self) | {"condition": self.condition.name.lower()}
 
 
-def read_report(address: str, ready: Mapping[str, Any], metrics: str) -> Report:
+def read_report(address: str, ready: Mapping[str, Any], metrics: str) -> StatusReport:
     """Return the report of a server that answered with these bodies; `metrics` may be empty."""
     condition = Condition.READY if ready.get("ready") else Condition.NOT_READY
     if "states" not in ready and "replicas" not in ready:
-        return Report(address, condition, notice=FOR_ADMINS)
+        return StatusReport(address, condition, notice=FOR_ADMINS)
     app = ready.get("app") or {}
     deployments = dict(ready.get("deployments") or {})
     sums = _sums(metrics)
-    return Report(
+    return StatusReport(
         address=address,
         condition=condition,
         models=_models(ready),
@@ -151,7 +151,7 @@ HEADS = {
 BAR = 6  # columns of the KV cache's bar
 
 
-def table(report: Report) -> RenderableType:
+def table(report: StatusReport) -> RenderableType:
     """Return the report for a terminal."""
     word, style = HEADS[report.condition]
     version = f"squadron {report.version}" if report.version else ""
@@ -168,7 +168,7 @@ def table(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def lines(report: Report) -> list[str]:
+def lines(report: StatusReport) -> list[str]:
     """Return the report as one line for the server and one for each replica, `name=value` after the first words."""
     word = HEADS[report.condition][0].lower().replace(" ", "-")
     values = {
@@ -202,7 +202,7 @@ def detail(replica: ReplicaLine) -> str:
     return ", ".join(words)
 
 
-def _summary(report: Report) -> str:
+def _summary(report: StatusReport) -> str:
     parts = [f"app {report.app} {report.app_status}"]
     if report.routers is not None:
         parts.append(f"{report.routers} router{'' if report.routers == 1 else 's'}")
@@ -274,12 +274,12 @@ def _quoted(value: str) -> str:
 WATCH_SECONDS = 1.0
 
 
-def fetch(client: httpx.Client) -> Report:
+def fetch(client: httpx.Client) -> StatusReport:
     """Ask the server that `client` is for. A server that cannot be asked is a report too."""
     return fetch_with_metrics(client)[0]
 
 
-def fetch_with_metrics(client: httpx.Client) -> tuple[Report, str]:
+def fetch_with_metrics(client: httpx.Client) -> tuple[StatusReport, str]:
     """Return `fetch`'s report, and the text of /metrics where a router of ours gave it whole, else ""."""
     address = str(client.base_url).rstrip("/")
     try:
@@ -293,7 +293,7 @@ def fetch_with_metrics(client: httpx.Client) -> tuple[Report, str]:
         return _unreachable(address, f"no server answers there ({error or type(error).__name__}); {hint}"), ""
     except ValueError:
         notice = "Serve answers there, but no router of the app does yet"
-        return Report(address, Condition.NOT_READY, notice=notice), ""
+        return StatusReport(address, Condition.NOT_READY, notice=notice), ""
     if not isinstance(body, dict) or "ready" not in body:
         return _unreachable(address, "what answers there is no squadron server"), ""
     text = metrics.text if metrics.status_code == 200 else ""
@@ -315,7 +315,7 @@ def show_status(address: str, api_key: str | None, as_json: bool, watch: bool) -
             return fetch(client).condition.value
 
 
-def _watch(client: httpx.Client, report: Report, console: Console, as_json: bool) -> int:
+def _watch(client: httpx.Client, report: StatusReport, console: Console, as_json: bool) -> int:
     if as_json or not console.is_terminal:
         while True:
             _print(report, console, as_json)
@@ -327,7 +327,7 @@ def _watch(client: httpx.Client, report: Report, console: Console, as_json: bool
             live.update(table(fetch(client)), refresh=True)
 
 
-def _print(report: Report, console: Console, as_json: bool) -> None:
+def _print(report: StatusReport, console: Console, as_json: bool) -> None:
     if as_json:
         print(json.dumps(report.public()), flush=True)
     elif console.is_terminal:
@@ -336,5 +336,5 @@ def _print(report: Report, console: Console, as_json: bool) -> None:
         print("\n".join(lines(report)), flush=True)
 
 
-def _unreachable(address: str, notice: str) -> Report:
-    return Report(address, Condition.UNREACHABLE, notice=notice)
+def _unreachable(address: str, notice: str) -> StatusReport:
+    return StatusReport(address, Condition.UNREACHABLE, notice=notice)

@@ -76,10 +76,10 @@ class EngineCore:
         params = SamplingTable(config.max_num_seqs)
         self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
-        self._events = Events()
-        slots = Slots(tables, params, self._blocks, stops, self._events.tell)
+        self._events = Events(lambda event: None)  # until there is a listener
+        slots = Slots(tables, params, self._blocks, stops, self._events)
         draws = executor.most_draws
-        self._scheduler = Scheduler(config, slots, self._admission, self._events.tell, clock(), draws)
+        self._scheduler = Scheduler(config, slots, self._admission, self._events, clock(), draws)
         self._in_flight = InFlight(vocab_size, clock)
         self._masks = MaskMaker(config.max_num_seqs, vocab_size, self._in_flight.tokens)
         inputs = InputBuilder(tables, params, self._masks, config.block_size, config.max_num_batched_tokens)
@@ -98,25 +98,25 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a step would bring something: a token, or an end that is not reported yet."""
+        """Whether a step would report something: a token, or an end that is not reported yet."""
         return self._unreported is not None or self._scheduler.has_unfinished
 
     def call_on_begin(self, listener: OnBegin) -> None:
-        """Have `listener` called with the requests that a step computes something for, and none before it did.
+        """Have `listener` called with the requests that a step is the first to compute something for.
 
-        Just before it is run: so what it was run for is known even if nobody lives to report it.
+        It is called just before the step runs, so that they are known even if the process dies in it.
         """
         self._launcher.on_begin = listener
 
     def call_on_event(self, listener: OnEvent) -> None:
         """Have `listener` called with each event (`engine.events`) as it happens, on the engine's thread."""
-        self._events.listener = listener
+        self._events.emit = listener
         listener(self._began)
 
     def emit_time(self) -> None:
-        """Tell of the time that passed until now without a step; nothing while one runs."""
+        """Emit that time passed until now without a step; nothing while one runs."""
         if not self._in_flight.is_wanted:
-            self._events.tell(Idle(self.clock()))
+            self._events.emit(Idle(self.clock()))
 
     def add(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         """Accept a request; it starts with the next step that has room.
@@ -138,13 +138,14 @@ class EngineCore:
             raise
 
     def abort(self, request_id: str) -> bool:
-        """End a request now and free what it holds; the next report tells of it. False if it is not live."""
+        """End a request now and free what it holds; the next report says so. False if it is not live."""
         return self._scheduler.abort(request_id)
 
     def finish_choice(self, request_id: str, choice: int) -> bool:
-        """End one choice whose text is complete (a stop string); the request's others go on, the next report tells.
+        """End one choice whose text is complete (a stop string); the request's other choices go on.
 
-        Only a choice that has drawn a token can be ended alone; False otherwise, or if it is not live.
+        The next report says so. Only a choice that has drawn a token can be ended alone; False otherwise, or if it is
+        not live.
         """
         return self._scheduler.finish_choice(request_id, choice)
 
@@ -157,10 +158,9 @@ class EngineCore:
         engine is then of no more use.
         """
         self._check_alive()
-        told = self._unreported
-        if told is not None:
+        if (report := self._unreported) is not None:
             self._unreported = None
-            return told
+            return report
         try:
             return self._step()
         except IntegrityError as error:
@@ -176,12 +176,12 @@ class EngineCore:
         return self._collect(step)
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the KV cache and of the weights, until `wake_up`.
+        """Free the memory of the KV cache and of the weights, until `wake_up`.
 
         level: 1 keeps the weights in the host's memory; 2 keeps them nowhere and reads them from the model's folder
         at waking, which may hold others by then. What runs goes back to wait, its tokens kept; cached prefixes are
-        forgotten. Meanwhile requests are taken and wait, and a step computes nothing; the first tells what the step
-        brought that was on its way. An engine that sleeps already as deeply goes on sleeping.
+        forgotten. Meanwhile requests are taken and wait, and a step computes nothing; the first one reports the
+        results of the step that was in flight. An engine that sleeps already as deeply goes on sleeping.
 
         Raises `ConfigError` for another level, or where it would have to wake up before; `StepMemoryError` where the
         host has no room for the weights, after which an engine that is no group goes on; and `EngineDeadError`.
@@ -235,7 +235,7 @@ class EngineCore:
         self._executor.close()
 
     def _pause(self) -> None:
-        """Take in the step in flight, send all that runs back to wait and forget what is cached."""
+        """Collect the step in flight, preempt all running sequences and clear the prefix cache."""
         self._begin(self.clock())
         step, self._in_flight.step = self._in_flight.step, None
         if step is not None:
@@ -244,15 +244,15 @@ class EngineCore:
         self._blocks.clear_cache()
 
     def _begin(self, now: float) -> None:
-        """End what ran out of time, and let the step in flight go by if nobody wants it any more."""
+        """End requests whose deadline passed, and drop the step in flight if all its sequences have left."""
         self._scheduler.now = now
         step = self._in_flight.step
         if not self._in_flight.is_wanted:
-            self._events.tell(Idle(now))
+            self._events.emit(Idle(now))
         self._scheduler.expire(now)
         if step is not None and step.schedule.is_unwanted:
             self._results(step)
-            self._events.tell(Idle(self._in_flight.ran_at))
+            self._events.emit(Idle(self._in_flight.ran_at))
             self._scheduler.drop(step.schedule)
             self._in_flight.step = None
 
@@ -266,7 +266,7 @@ class EngineCore:
             raise
 
     def _collect(self, step: Launched) -> StepReport:
-        """Wait for a step's results, take them in and report them."""
+        """Wait for a step's results, update the sequences and report."""
         schedule, scheduler = step.schedule, self._scheduler
         outputs = self._results(step)
         self._emit_ran(schedule)
@@ -277,7 +277,7 @@ class EngineCore:
             self._clear_cache()  # whatever made the logits bad may sit in blocks that others would find
         elif step.tainted:
             self._blocks.clear_cache()
-        scheduler.note_births(self._in_flight.ran_at)
+        scheduler.note_first_tokens(self._in_flight.ran_at)
         self._num_steps += 1
         report = StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
         report.num_tokens = schedule.num_tokens
@@ -290,7 +290,7 @@ class EngineCore:
         return report
 
     def _emit_ran(self, schedule: Schedule) -> None:
-        """Tell that a step ran, and for whom unless that is as it was."""
+        """Emit that a step ran, and for which sequences unless they are those of the last event."""
         running, slots = self._scheduler.running()
         left = self._scheduler.unreported(schedule)
         shares = None
@@ -299,11 +299,11 @@ class EngineCore:
             tokens = _tokens(schedule, running)
             shares = Shares(running, slots, tokens, self._tables.num_blocks)
             self._shares = schedule.version, running
-        gone = zip(left, _tokens(schedule, left).tolist(), strict=True) if left else ()
-        self._events.tell(Ran(self._in_flight.ran_at, shares, tuple(gone)))
+        their_tokens = zip(left, _tokens(schedule, left).tolist(), strict=True) if left else ()
+        self._events.emit(Ran(self._in_flight.ran_at, shares, tuple(their_tokens)))
 
     def _time(self, report: StepReport, step: Launched) -> None:
-        """Note how long a step took: from when it began, or the one before it was done with, until now."""
+        """Note how long a step took: from when it began, or the one before it was collected, until now."""
         now = self.clock()
         report.seconds = now - max(step.planned_at, self._collected_at)
         began = max(step.launched_at, step.ran_before)
@@ -343,7 +343,7 @@ class EngineCore:
             raise self._broken(broken) from error
 
     def _broken(self, error: Exception) -> EngineDeadError:
-        """Note that nothing here can be trusted any more; return what to raise."""
+        """Note that the engine's state is broken; return what to raise."""
         found = str(error) if isinstance(error, IntegrityError) else type(error).__name__
         self._dead = f"its state is broken: {found}"
         return EngineDeadError(f"the engine's state is broken: {found}")
@@ -353,12 +353,12 @@ class EngineCore:
             raise EngineDeadError(f"the engine takes nothing more: {self._dead}")
 
     def _report(self, report: StepReport | None = None) -> StepReport:
-        """Complete the report of a step; without one, tell what happened although none was computed."""
+        """Complete the report of a step; without one, report what happened although none was computed."""
         report = report or StepReport(self._num_steps, [], [], {}, [], NO_EVENTS, NO_STATS)
         report.finished = self._scheduler.take_finished()
         for finish in report.finished:
             finish.sequence.ended_at = self._in_flight.ran_at
-            self._events.tell(Ended(finish))
+            self._events.emit(Ended(finish))
         report.events = self._blocks.take_events()
         report.stats = self._scheduler.stats()
         return report

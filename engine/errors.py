@@ -76,18 +76,20 @@ class GrammarError(SquadronError):
 class StepMemoryError(SquadronError):
     """There was no memory for a step; nothing of it was kept, and a smaller one may be run.
 
-    code: stable. told: what the client of the request that is shed for it gets to read.
+    code: stable. client_message: what the client of the request that is shed for it reads.
     """
 
     code = "out_of_memory"
-    told = "there was no memory to go on with this request beside the others; it may be sent again"
+    client_message = "there was no memory to go on with this request beside the others; it may be sent again"
 
 
 class ScoresMemoryError(StepMemoryError):
     """There was no memory for the log-probabilities of one request's prompt: that request ends for good."""
 
     code = "prompt_logprobs_out_of_memory"
-    told = "there was no memory for the log-probabilities of this prompt; ask for none, or send a shorter prompt"
+    client_message = (
+        "there was no memory for the log-probabilities of this prompt; ask for none, or send a shorter prompt"
+    )
 
 
 class PoisonedLogitsError(SquadronError):

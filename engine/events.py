@@ -1,7 +1,7 @@
-"""What the engine does beside drawing tokens: who waits, runs and ends, and who takes and gives back KV blocks.
+"""Events of the engine: sequences wait, run and end, and take and free KV blocks.
 
-The engine draws no conclusions. Whoever explains waits or accounts for what requests use is told of each event as it
-happens (`EngineCore.call_on_event`). Times are seconds on the engine's clock.
+The engine explains no waits and keeps no accounts: a listener is called with each event as it happens
+(`EngineCore.call_on_event`). Times are seconds on the engine's clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.request import Request, Sequence
 
 
 class Lack(StrEnum):
-    """What the first of those that wait cannot start without."""
+    """What the first waiting sequence lacks to start."""
 
     BUDGET = "budget"  # tokens of a step: those of others use all of them up
     SLOTS = "slots"  # a place among `max_num_seqs`
@@ -28,7 +28,7 @@ class Lack(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The engine is there, with so many devices and KV blocks (the null block excluded). The first event."""
+    """The engine exists, with so many devices and KV blocks (the null block excluded). The first event."""
 
     at: float
     num_devices: int
@@ -45,7 +45,7 @@ class Added:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The first of those that wait cannot start. Told once for each reason, but perhaps again."""
+    """The first waiting request cannot start. Emitted when the request or the reason changes."""
 
     request: Request
     at: float
@@ -55,7 +55,7 @@ class Stalled:
 
 @dataclass(frozen=True, slots=True)
 class Crowded:
-    """A step was scheduled and left somebody waiting."""
+    """A step was scheduled and some sequences still wait."""
 
     at: float
 
@@ -78,7 +78,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Starved:
-    """These run and get no token of the step at hand; of those told of before, all others get some again."""
+    """These run and compute nothing in this step; all others of the last `Starved` compute again."""
 
     requests: tuple[Request, ...]
     at: float
@@ -86,14 +86,14 @@ class Starved:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A sequence has ended, and the report at hand says so."""
+    """A sequence has ended, and the report of this step says so."""
 
     finish: Finish
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksTaken:
-    """Each of `sequences` took the block of its place, which nobody held."""
+    """Sequences took blocks that no sequence held: each the block at its place, or a single one all of them."""
 
     sequences: Items[Sequence]
     blocks: Items[int]
@@ -101,7 +101,7 @@ class BlocksTaken:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A sequence gave up its slot. freed: those of its blocks that nobody holds any more."""
+    """A sequence gave up its slot. freed: those of its blocks that no sequence holds any more."""
 
     sequence: Sequence
     slot: int
@@ -117,7 +117,7 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who holds blocks while a step runs. num_tokens: what each computes in it.
+    """The sequences that hold blocks while a step runs. num_tokens: what each computes in it.
 
     num_blocks: blocks that the sequence in each slot holds, as they are whenever the array is read.
     """
@@ -130,10 +130,10 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A step ran since the last `Idle` or `Ran`; told before anybody gives blocks back because of it.
+    """A step ran since the last `Idle` or `Ran`; emitted before any blocks are freed because of it.
 
-    shares: None = those of the last `Ran`. left: who left meanwhile and whose end is still to be told, with the
-    tokens that each had in the step.
+    shares: None = those of the last `Ran`. left: sequences that left meanwhile and whose end is not reported yet,
+    with the tokens that each computed in the step.
     """
 
     until: float
@@ -141,17 +141,14 @@ class Ran:
     left: tuple[tuple[Sequence, int], ...] = ()
 
 
-Event = Began | Added | Stalled | Crowded | Started | Preempted | Starved | Ended | BlocksTaken | Left | Idle | Ran
-OnEvent = Callable[[Event], None]
+EngineEvent = (
+    Began | Added | Stalled | Crowded | Started | Preempted | Starved | Ended | BlocksTaken | Left | Idle | Ran
+)
+OnEvent = Callable[[EngineEvent], None]
 
 
 class Events:
-    """Hands events on to the one who listens, if anybody does."""
+    """Where the events of one engine go: all that emit them share this, and `emit` may be replaced."""
 
-    def __init__(self) -> None:
-        self.listener: OnEvent | None = None
-
-    def tell(self, event: Event) -> None:
-        """Tell the listener of an event."""
-        if self.listener is not None:
-            self.listener(event)
+    def __init__(self, emit: OnEvent) -> None:
+        self.emit = emit

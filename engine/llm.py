@@ -143,15 +143,10 @@ class LLM:
             **more,
         )
         self.tokenizer = Tokenizer(config.tokenizer or config.model)
-        executor, info = build_executor(config)
-        self.info: ModelInfo = info
-        try:
-            self._core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
-        except BaseException:
-            executor.close()
-            raise
-        vocabulary = partial(self.tokenizer.vocabulary, info.vocab_size)  # a closure here would keep this LLM alive
-        self._grammars = GrammarService(vocabulary, info.eos_token_ids)
+        self._core, self.info = _engine(config)
+        # A closure here would keep this LLM alive.
+        vocabulary = partial(self.tokenizer.vocabulary, self.info.vocab_size)
+        self._grammars = GrammarService(vocabulary, self.info.eos_token_ids)
         self._num_requests = 0
 
     def generate(
@@ -209,7 +204,7 @@ class LLM:
         return [_embedding(run, request, text, number) for number, ((text, _), request) in places]
 
     def sleep(self, level: int = 1) -> None:
-        """Give the memory of weights and KV cache back until `wake_up`, for whoever needs it meanwhile.
+        """Give the memory of weights and KV cache back until `wake_up`, for other programs.
 
         level: 1 keeps the weights in the host's memory (on a CPU they are there anyway and stay); 2 keeps them
         nowhere and reads them from the model's folder again, which may hold newer ones by then. Cached prefixes are
@@ -278,7 +273,7 @@ class LLM:
     def _step(self, run: BatchRun) -> None:
         try:
             run.step()
-        except BaseException:  # in the middle of a step nobody knows where things stand
+        except BaseException:  # in the middle of a step its state is not known
             self.close()
             raise
 
@@ -296,6 +291,17 @@ class LLM:
         self._num_requests += 1
         seed = _derived_seed(self.info.config.seed, number) if params.seed is None else params.seed
         return Request(f"offline-{number}", tuple(token_ids), params, seed=seed)
+
+
+def _engine(config: EngineConfig) -> tuple[EngineCore, ModelInfo]:
+    """Return a running engine, and what it runs."""
+    executor, info = build_executor(config)
+    try:
+        core = EngineCore(info.config, executor, info.eos_token_ids, info.vocab_size, info.num_kv_blocks)
+    except BaseException:
+        executor.close()
+        raise
+    return core, info
 
 
 def _embedding(run: BatchRun, request: Request, text: str | None, number: int) -> EmbeddingOutput:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,13 +40,15 @@ class StepInputs:
     logits_indices: Ints  # [num_logits]  rows of the hidden states whose logits are wanted, ascending
     copy_blocks: Ints  # [num_copies, 2]  (source, destination): copy-on-write, done before anything is stored
     pooled: Ints = field(default_factory=lambda: NO_PAIRS)
-    # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; rank 0 alone is told
+    # [num_pooled, 2]  (first, beyond last) rows of hidden states to be summed, ascending; given to rank 0 only
     draws: Ints = field(default_factory=lambda: NO_DRAWS)
     # [num_logits, 5]  how each rank draws from its share of the vocabulary (`sharded_draw`); [0, 5] = from all
     carried: Ints = field(default_factory=lambda: NO_PAIRS)
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...
+    table_changes: Ints | None = None
+    # [2, num_changes]  places in that table, flat, and their new values (`RankTable`); None = not compared yet
 
     @property
     def num_tokens(self) -> int:
@@ -56,16 +59,6 @@ class StepInputs:
     def num_reqs(self) -> int:
         """Sequences in this step."""
         return len(self.seq_lens)
-
-    @property
-    def max_query_len(self) -> int:
-        """Longest query of the step."""
-        return int(np.diff(self.query_start_loc).max(initial=0))
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest key range of the step."""
-        return int(self.seq_lens.max(initial=0))
 
 
 @dataclass(slots=True)
@@ -120,6 +113,12 @@ class SamplingInputs:
     def all_greedy(self) -> bool:
         """Whether every row takes the most likely token."""
         return not self.temperature.any()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a rule of any row changes its logits: bias, bans, masks, penalties."""
+        sets = self.forbidden or self.biases or self.allowed
+        return bool(sets) or len(self.endings) > 0 or self.masks is not None or self.prompt_ids is not None
 
 
 @dataclass(slots=True)
@@ -182,8 +181,7 @@ class BlockEvents:
     cleared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(NamedTuple):
     """Figures of the engine after a step. Blocks exclude the null block."""
 
     num_running: int = 0
@@ -198,7 +196,7 @@ class EngineStats:
     generated_tokens: int = 0
     outstanding_tokens: int = 0  # prompt tokens still to compute, over all waiting and running sequences
     steps_ahead: int = 0  # launched before the results of the step before were known; counter since start
-    steps_held: int = 0  # that had to wait for them (`engine.scheduler.scheduler.Hold`)
+    steps_held: int = 0  # that had to wait for them (`engine.scheduler.schedule.Hold`)
     waits_since: float | None = None  # when the sequence that waits longest began to, on the engine's clock
 
     @property
@@ -212,8 +210,8 @@ class EngineStats:
 class Finish:
     """The end of one sequence.
 
-    code: of an ERROR that its client is told as it is: the request itself caused it, ran out of time, or was shed by
-    a step without memory. "" for any other end.
+    code: of an ERROR that its client sees as it is: the request itself caused it, its deadline passed, or a step
+    without memory shed it. "" for any other end.
     """
 
     sequence: Sequence
@@ -224,7 +222,7 @@ class Finish:
 
 @dataclass(slots=True)
 class StepReport:
-    """What one engine step brought. `sequences`, `token_ids` (and `logprobs` where wanted) are parallel.
+    """The results of one engine step. `sequences`, `token_ids` (and `logprobs` where wanted) are parallel.
 
     A sequence that drew several tokens stands there once for each, one after another. One that ended with a stop
     token or its length has that last token in this report as well.

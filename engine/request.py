@@ -72,9 +72,9 @@ class Request:
     arrival_time: seconds on the engine's clock; None = when it is added.
     cache_salt: secret that separates prefix caches (tenant); equal salts share blocks.
     pooling: instead of tokens, return the final hidden state of the last prompt token, or the mean over all of them.
-    num_scored_tokens: prompt tokens whose log-probabilities were told when it ran elsewhere before.
+    num_scored_tokens: prompt tokens whose log-probabilities were reported when it ran elsewhere before.
     deadline: monotonic seconds, on the clock of the process that holds it, after which it is ended; None = never.
-    tenant: whose request it is; decides no token.
+    tenant: the tenant that sent it; decides no token.
     retried: whether it is not the first attempt to run it, with `resume` or without; decides no token either.
     """
 
@@ -95,8 +95,8 @@ class Request:
     def reusable_tokens(self, num_outputs: int, num_scored: int) -> int:
         """Return how many tokens need not be computed if the cache has them, of the prompt and `num_outputs` known.
 
-        num_scored: prompt tokens whose log-probabilities were told. The last token is always computed: its logits are
-        wanted.
+        num_scored: prompt tokens whose log-probabilities were reported. The last token is always computed: its logits
+        are wanted.
         """
         most = len(self.prompt_token_ids) + num_outputs - 1
         if self.pooling == "mean":
@@ -107,7 +107,7 @@ class Request:
 
 
 class TokenCounts(Protocol):
-    """What the tables of the running sequences say of a slot."""
+    """The columns of the running sequences' tables that a sequence reads."""
 
     num_tokens: NDArray[np.int32]
     num_computed: NDArray[np.int32]
@@ -145,7 +145,7 @@ class Sequence:
     num_cached_tokens: prompt tokens that its request found in the prefix cache; 0 for all choices but the first.
     resume_tokens: output tokens known when the sequence is (re)admitted: the log of a preempted or migrated choice.
     stop_token: the end-of-sequence or stop id that ended it, None for any other end.
-    num_scored_tokens: prompt tokens whose log-probabilities are told, where they are wanted.
+    num_scored_tokens: prompt tokens whose log-probabilities were reported, where they are wanted.
     pooled: sum of the hidden states that are to be averaged, [hidden] in fp64; None before the first.
     grammar: where its output stands in the grammar that it must match, of which it has taken `num_matched` tokens.
     mismatch: why it could not take the last of them, or say what may come next.
@@ -197,7 +197,7 @@ class Sequence:
 
     @property
     def phases(self) -> PhaseTimes | None:
-        """Its phases once it has ended; None before, and of one that brought nothing."""
+        """Its phases once it has ended; None before, and of one that drew no token."""
         started, first, ended = self.started_at, self.first_token_at, self.ended_at
         if started is None or first is None or ended is None:
             return None

@@ -29,8 +29,8 @@ from engine.report import (
     TokenLogprob,
 )
 from engine.request import Request, Sequence
-from engine.scheduler.schedule import Schedule
-from engine.scheduler.scheduler import Hold, Scheduler
+from engine.scheduler.schedule import Hold, Schedule
+from engine.scheduler.scheduler import Scheduler
 from engine.worker.executor import Executor, Pending
 
 Fail = Callable[[Sequence, Exception], None]
@@ -45,7 +45,7 @@ def is_poisoned(outputs: StepOutputs) -> bool:
 
 
 def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[PromptLogprobs]:
-    """Return the log-probabilities that the step brought, by sequence; `fail` gets those that are NaN or missing.
+    """Return the step's prompt log-probabilities by sequence; `fail` gets those that are NaN or missing.
 
     Call once per step, before the step's sequences are updated.
     """
@@ -55,7 +55,7 @@ def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -
             if sequence not in schedule.gone:
                 fail(sequence, ScoresMemoryError("there was no memory for the log-probabilities of its prompt"))
         return []
-    told: list[PromptLogprobs] = []
+    scored: list[PromptLogprobs] = []
     start = 0
     for sequence, first, beyond in schedule.scores:
         rows = range(start, start + beyond - first)
@@ -63,10 +63,10 @@ def take_prompt_logprobs(schedule: Schedule, outputs: StepOutputs, fail: Fail) -
         if sequence in schedule.gone:
             continue
         try:
-            told.append(_prompt_logprobs(sequence, first, beyond, found, rows))
+            scored.append(_prompt_logprobs(sequence, first, beyond, found, rows))
         except Exception as error:
             fail(sequence, error)
-    return told
+    return scored
 
 
 def take_pooled(schedule: Schedule, outputs: StepOutputs, fail: Fail) -> list[tuple[Sequence, Floats]]:
@@ -225,13 +225,13 @@ class InFlight:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the device has a step that somebody waits for."""
+        """Whether the device has a step with a sequence that has not left."""
         return self.step is not None and not self.step.schedule.is_unwanted
 
     def tokens(self) -> Ints:
         """Wait for the tokens of the step. Raises `EngineDeadError` as `results` does."""
         if self.step is None:
-            raise IntegrityError("tokens are wanted of a step that nobody launched")
+            raise IntegrityError("tokens are wanted of a step that was not launched")
         return self.results(self.step).token_ids
 
     def results(self, launched: Launched) -> StepOutputs:
@@ -258,7 +258,7 @@ class InFlight:
 class Launcher:
     """Schedules steps, prepares their inputs and gives them to the executor.
 
-    on_begin: told the requests that a step computes something for, and none before it did, before it is run.
+    on_begin: called, before a step runs, with the requests that it is the first to compute something for.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class ChannelMessage:
     """What the driver tells its workers: what kind of message, its number, and arrays by name.
 
     kind: 0 to 65,535, given meaning by the sender. number: int64, such as the step's.
@@ -56,7 +56,7 @@ class Message:
     arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
-def pack(message: Message) -> bytearray:
+def pack(message: ChannelMessage) -> bytearray:
     """Return `message` as one buffer.
 
     Raises `ValueError` for an array whose dtype is not in `DTYPES` or whose name has a space or a comma.
@@ -79,7 +79,7 @@ def pack(message: Message) -> bytearray:
     return bytearray().join(parts)
 
 
-def unpack(buffer: Buffer) -> Message:
+def unpack(buffer: Buffer) -> ChannelMessage:
     """Return the message in `buffer`; its arrays are views of the buffer and live only as long as that is not reused.
 
     Raises `ChannelError` when the buffer is short, damaged or from another version.
@@ -96,7 +96,7 @@ def unpack(buffer: Buffer) -> Message:
             raise ChannelError(f"array {name!r} of shape {shape} does not fit a message of {len(view)} bytes")
         arrays[name] = np.ndarray(shape, dtype, view, offset)
         offset = end + -end % ALIGNMENT
-    return Message(kind, number, arrays)
+    return ChannelMessage(kind, number, arrays)
 
 
 def _open(view: memoryview) -> tuple[int, int, Schema, tuple[int, ...], int]:
@@ -212,7 +212,7 @@ class BroadcastChannel(Channel):
             return
         self._closed = True
         if self._group.rank == 0:
-            # Where the workers are gone already there is nobody left to tell.
+            # Where the workers are gone already none is left to hear it.
             with suppress(ChannelError):
                 self._send_first(_END, torch.empty(0), CLOSING)
 

@@ -42,8 +42,8 @@ class Group(ABC):
     def transfer(self, x: Tensor, src: int, dst: int) -> Tensor:
         """Send `x` of rank `src` to rank `dst`, which receives it in place of its own `x`; return `x`.
 
-        All ranks call it with tensors of one shape; those that are neither keep theirs, and wait for nobody where the
-        two have a way of their own.
+        All ranks call it with tensors of one shape; those that are neither keep theirs, and do not wait where the two
+        have a way of their own.
         """
         self.broadcast(x if self.rank in (src, dst) else x.clone(), src)
         return x

@@ -1,8 +1,8 @@
 """Collectives between CPU ranks: over TCP, and on one host through shared memory, several times faster.
 
 Over TCP each rank is connected with rank 0, which sums, joins and passes on: for ranks on several hosts, and for
-what the driver tells ranks on GPUs. Torch's gloo is not used: it takes whoever calls a rank's port first and names a
-number counted from 0 for that rank, and knows no secret.
+what the driver sends ranks on GPUs. Torch's gloo is not used: it takes any caller of a rank's port that names the
+right small number for that rank, and knows no secret.
 
 In shared memory each rank owns a segment with one word and two halves. For its n-th exchange it writes its data into
 half n mod 2, sets the word to n, and waits until every peer's word has reached n; then everybody's data can be read.
@@ -288,7 +288,7 @@ class HostGroup(Group):
 def through_shared_memory(group: Group, notes: Notes, timeout: float) -> Group:
     """Return `group` with its hot collectives moved to shared memory, or as it is when the ranks share none.
 
-    notes: where the ranks tell each other their segments, used by nobody else. timeout: seconds for one exchange.
+    notes: where the ranks tell each other their segments, used for nothing else. timeout: seconds for one exchange.
     """
     segments: list[Segment] = []
     try:

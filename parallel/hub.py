@@ -210,7 +210,7 @@ class Hub:
             except TimeoutError:
                 continue
             except OSError as error:
-                if not self._closed:  # out of file descriptors, say: whoever calls waits meanwhile
+                if not self._closed:  # out of file descriptors, say: callers wait meanwhile
                     logger.warning("a rank could not be taken in: %s", error)
                     time.sleep(_LOOK)
                 continue
@@ -228,7 +228,7 @@ class Hub:
             wanted = json.loads(receive_frame(connection, deadline))
             host = connection.getpeername()[0]
         except (ChannelError, RendezvousError, OSError, ValueError) as error:
-            # One line for all of them: whoever knocks must not fill the log.
+            # One line for all of them: strangers must not fill the log.
             logger.log(logging.DEBUG if self._turned_away else logging.WARNING, _STRANGER, error)
             self._turned_away = True
             wanted = None
@@ -272,6 +272,6 @@ class Hub:
 
 
 def _shut(connection: socket.socket) -> None:
-    """Wake whoever waits on a socket: closing alone does not."""
+    """Wake those who wait on a socket: closing alone does not."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -94,7 +94,7 @@ class ParallelLinear(nn.Module):
 class MergedColumnParallelLinear(ParallelLinear):
     """Several projections of one input in one product (gate and up); parts are loaded by index.
 
-    Each rank's output holds its share of every projection, one after another: `output_sizes`.
+    Each rank's output holds its share of every projection, one after another.
 
     Raises `ShardingError` when one of `out_features` does not divide by the group's size.
     """
@@ -104,7 +104,6 @@ class MergedColumnParallelLinear(ParallelLinear):
     ) -> None:
         pieces = even_pieces(out_features, group.rank, group.size, "out_features")
         super().__init__(*_column_parameters(in_features, pieces, bias, group, dtype), group)
-        self.output_sizes = [piece.size for piece in pieces]
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):

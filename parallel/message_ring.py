@@ -2,7 +2,7 @@
 
 Memory: one cache line of head and geometry, one line per reader, then the slots. The head counts slots written (and
 holds the closed mark in its lowest bit), each reader's tail those it is done with; a slot is free again when all
-tails have passed it. Whoever waits looks for a short time, then parks in the kernel until that word changes.
+tails have passed it. A waiting process looks for a short time, then parks in the kernel until that word changes.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SharedMemoryRing(Channel):
 
 
 def _no_check() -> None:
-    """Workers' deaths are noticed by whoever started them, not by the ring."""
+    """Workers' deaths are noticed by their starter, not by the ring."""
 
 
 def _size(readers: int, slots: int, slot_bytes: int) -> int:

@@ -23,20 +23,6 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSource:
-    """A tensor in memory as a `WeightSource`: for tests and weights that are made, not read."""
-
-    tensor: Tensor
-
-    def get_shape(self) -> Sequence[int]:
-        """Return the tensor's shape."""
-        return tuple(self.tensor.shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensor[index]
-
-
-@dataclass(frozen=True, slots=True)
 class Transfer:
     """A part of a tensor on disk and where it goes.
 

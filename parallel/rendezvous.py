@@ -128,7 +128,7 @@ class Notes:
         """Return a note, once somebody has written it. Raises `RendezvousError` when it does not come in time."""
         value = self._notes.get(f"{self._name}/{key}", self._timeout)
         if value is None:
-            raise RendezvousError(f"nobody left the note {key!r} of {self._name!r} within {self._timeout:g} s")
+            raise RendezvousError(f"no rank left the note {key!r} of {self._name!r} within {self._timeout:g} s")
         return value
 
     def check(self, key: str) -> bool:

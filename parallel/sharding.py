@@ -66,12 +66,6 @@ def padded_vocab(vocab: int, size: int, multiple: int = 1) -> int:
     return -(-vocab // step) * step
 
 
-def shard_ranges(total: int, size: int, name: str) -> list[tuple[int, int]]:
-    """Return each rank's half-open range of an evenly split dimension, in rank order."""
-    share = divide(total, size, name)
-    return [(rank * share, (rank + 1) * share) for rank in range(size)]
-
-
 def vocab_range(vocab: int, rank: int, size: int, multiple: int = 1) -> tuple[int, int]:
     """Return the half-open range of real token ids that `rank` holds; empty where it holds padding only."""
     share = padded_vocab(vocab, size, multiple) // size

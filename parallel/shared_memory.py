@@ -1,10 +1,10 @@
-"""Memory shared by the processes of one host, freed whoever dies, and words in it that say when its bytes are ready.
+"""Memory shared by the processes of one host, freed however they end, and words that say when its bytes are ready.
 
 A segment is a file in /dev/shm (or the temporary folder), locked by its owner: the kernel drops the lock when the
 owner ends, however it ends, so anyone can tell a dead owner from a live one. Python's own `SharedMemory` is not used
 because its resource tracker unlinks segments that other processes use, or complains of them, before Python 3.13.
 
-Whoever waits for a word to change takes a short look, then parks in the kernel by futex (sleeps where there is
+A process that waits for a word to change takes a short look, then parks in the kernel by futex (sleeps where there is
 none). Processors such as Arm's may show another process the word before the bytes that it tells of, or read the
 bytes first: so a word orders all that its owner read and wrote before it was published, and all that its reader does
 after having read it.
@@ -145,8 +145,8 @@ NEWBORN = 60.0  # seconds within which a segment may not be locked yet by the pr
 class Segment:
     """Shared memory with a name. The owner's end unlinks the name on `close`, on collection and at exit.
 
-    name: of the file in the folder of `shared_folder`, which nobody can guess; the file is this user's alone.
-    `memory` stays usable after `close` for whoever still holds views of it.
+    name: of the file in the folder of `shared_folder`, which cannot be guessed; the file is this user's alone.
+    `memory` stays usable after `close` for those who still hold views of it.
     """
 
     def __init__(self, descriptor: int, path: Path, owner: bool) -> None:
@@ -181,7 +181,7 @@ class Segment:
     def attach(cls, name: str) -> Segment:
         """Map the segment that another process of this user made.
 
-        Raises `ChannelError` when it is gone, and for what is no segment of this user alone, whoever names it.
+        Raises `ChannelError` when it is gone, and for what is no segment of this user alone.
         """
         if not _NAME.fullmatch(name):
             raise ChannelError(f"{name!r} is no name of shared memory")
@@ -238,7 +238,7 @@ def _is_ours(facts: os.stat_result) -> bool:
 def _sweep() -> None:
     """Remove segments of processes that were killed before their readers had attached.
 
-    Everybody may write to the folder: what is not ours, or changes meanwhile, is left, and harms nobody.
+    All users may write to the folder: what is not ours, or changes meanwhile, is left, and does no harm.
     """
     for path in Path(shared_folder()).glob(f"{PREFIX}*"):
         with suppress(OSError):

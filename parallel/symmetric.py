@@ -128,7 +128,7 @@ def through_symmetric_memory(
 ) -> Group:
     """Return `group` with its small sums in one shot, or as it is when one of the ranks cannot: all ranks alike.
 
-    store: where the ranks agree, used by nobody else. make, here: stand-ins for torch's kernels and `where` in tests.
+    store: where the ranks agree, for this alone. make, here: stand-ins for torch's kernels and `where` in tests.
     """
     agreed = _Agreement(group, store)
     reason = agreed.first(_why_not(group, make is None)) or agreed.one_host((here or where)(group.device))
@@ -165,8 +165,8 @@ class _Agreement:
 
     def first(self, problem: str | None) -> str | None:
         """Return the first rank's problem of this round, None when none has any; the same on all ranks."""
-        told = self._exchange(problem or _FINE)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(told) if text != _FINE), None)
+        found = self._exchange(problem or _FINE)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(found) if text != _FINE), None)
 
     def one_host(self, place: str) -> str | None:
         """Return None where the ranks are on one host's different GPUs. place: this rank's, from `where`."""
@@ -199,7 +199,7 @@ def _why_not(group: Group, with_torch: bool) -> str | None:
 
 
 def _failure(act: Callable[[], None]) -> str | None:
-    """Return what `act` fails with, whatever it is: the other ranks must be told, or they would wait."""
+    """Return what `act` fails with, whatever it is: the other ranks must hear of it, or they would wait."""
     try:
         act()
     except Exception as error:

@@ -151,7 +151,7 @@ class TorchGroup(Group):
 def _abort(process_group: Any) -> None:
     """End NCCL's kernels and free its communicators. Its shutdown would wait for peers, who may be gone.
 
-    Whoever captured collectives in graphs must have dropped those: NCCL waits for them as long as they live.
+    Graphs that captured collectives must be dropped before: NCCL waits for them as long as they live.
     """
     ending = Thread(target=process_group.abort, name="nccl-abort", daemon=True)
     ending.start()
@@ -193,23 +193,44 @@ def connect(
     if isinstance(rendezvous, RendezvousAddress):
         rendezvous = Rendezvous.join(rendezvous, timeout)
     limit = timeout if collective_timeout is None else collective_timeout
-    joined: StarGroup | TorchGroup
     try:
         if device.type == "cuda":
-            store = TorchStore(rendezvous, name, rank, size, timeout)
-            joined = TorchGroup(_nccl(store, rank, size, device, timeout), rank, size, device, timeout, store)
-            joined.barrier()
-            group = through_symmetric_memory(joined, store.view("symmetric"), fixed_order)
-        else:
-            joined = StarGroup(rendezvous.connections(name, rank, size, timeout), rank, size, timeout)
-            joined.barrier()
-            group = joined
-            if shared_memory:
-                group = through_shared_memory(joined, rendezvous.store(f"{name}/segments", timeout), limit)
+            return _on_gpus(rendezvous, name, rank, size, device, timeout, limit, fixed_order)
+        return _on_cpus(rendezvous, name, rank, size, timeout, limit, shared_memory)
     except (RuntimeError, ParallelError) as error:
         raise RendezvousError(
             f"rank {rank} of {size} did not meet the others at {rendezvous.address} within {timeout:g} s: {error}"
         ) from error
+
+
+def _on_gpus(
+    rendezvous: Rendezvous,
+    name: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout: float,
+    limit: float,
+    fixed_order: bool,
+) -> Group:
+    """Form a group over NCCL. limit: seconds for each collective once it is formed."""
+    store = TorchStore(rendezvous, name, rank, size, timeout)
+    joined = TorchGroup(_nccl(store, rank, size, device, timeout), rank, size, device, timeout, store)
+    joined.barrier()
+    group = through_symmetric_memory(joined, store.view("symmetric"), fixed_order)
+    joined.limit(limit)
+    return group
+
+
+def _on_cpus(
+    rendezvous: Rendezvous, name: str, rank: int, size: int, timeout: float, limit: float, shared_memory: bool
+) -> Group:
+    """Form a group over sockets, or through memory where all ranks share a host."""
+    joined = StarGroup(rendezvous.connections(name, rank, size, timeout), rank, size, timeout)
+    joined.barrier()
+    group: Group = joined
+    if shared_memory:
+        group = through_shared_memory(joined, rendezvous.store(f"{name}/segments", timeout), limit)
     joined.limit(limit)
     return group
 

@@ -122,7 +122,7 @@ class PrivateFolder:
 
     @classmethod
     def create(cls) -> PrivateFolder:
-        """Make one with a name that nobody can guess. Raises `ChannelError` where none can be made."""
+        """Make one with a name that cannot be guessed. Raises `ChannelError` where none can be made."""
         _sweep()
         path = Path(shared_folder()) / f"{PREFIX}{secrets.token_hex(16)}"
         try:
@@ -171,8 +171,8 @@ def hear_only(listener: socket.socket, hosts: Iterable[str]) -> None:
     program = b"".join(_passes(socket.inet_pton(family, host), family) for host in sorted(set(hosts)))
     program += _instruction(_RETURN, _DROP)
     memory = ctypes.create_string_buffer(program, len(program))
-    told = struct.pack("HL", len(program) // 8, ctypes.addressof(memory))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, told)
+    attached = struct.pack("HL", len(program) // 8, ctypes.addressof(memory))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, attached)
 
 
 def _passes(address: bytes, family: int) -> bytes:

@@ -15,10 +15,21 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from engine.report import Floats, Logprobs, PromptScores, SamplingInputs, StepInputs, StepOutputs
-from engine.worker.executor import Done, Executor, Pending
+from engine.worker.executor import Executor, Pending
 from engine.worker.sleep import KV_CACHE
 
 Words = NDArray[np.uint64]
+
+
+class Done(Pending):
+    """A step that ran while it was launched."""
+
+    def __init__(self, outputs: StepOutputs) -> None:
+        self._outputs = outputs
+
+    @override
+    def result(self) -> StepOutputs:
+        return self._outputs
 
 
 class FakeExecutor(Executor):
@@ -114,7 +125,7 @@ class FakeExecutor(Executor):
 
     def _attend(self, inputs: StepInputs) -> Words:
         """Return one word per request that depends on everything in its cache."""
-        positions = np.arange(inputs.max_seq_len)
+        positions = np.arange(inputs.seq_lens.max(initial=0))
         words = self._read(inputs, np.broadcast_to(positions, (inputs.num_reqs, len(positions))))
         return _weighted(words, positions, positions < inputs.seq_lens[:, None])
 

@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.capacity import UNBOUNDED
 from cluster.admission.keys import FixedKeys
 from cluster.admission.tenants import Tenancy
 from cluster.http.app import build_app
@@ -50,7 +51,7 @@ def front_for(
     """A model whose tokens come from `source`."""
     given = {"ready": lambda: True} | changes
     return ModelFront(
-        model, admission or AdmissionQueue.unbounded(source), metrics.of(model.model_id, figures), **given
+        model, admission or AdmissionQueue(source, lambda: UNBOUNDED), metrics.of(model.model_id, figures), **given
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import promql_parser
 
 from cluster.telemetry.families import PREFIX, RAY_PREFIX, TABLE, VLLM_RAY, Family, Kind
-from deploy.observability.promql import CLUSTER, OF_SERVE
+from deploy.observability.promql import CLUSTER, SERVE_HEALTHY, SERVE_STATUS, SERVE_WANTED
 
 ENDINGS = {Kind.COUNTER: ("",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
 SERVE_LABELS = frozenset({"deployment", "application"})
@@ -83,7 +83,7 @@ def family_of(metric: str) -> Family | None:
 def _known() -> Iterator[tuple[str, frozenset[str]]]:
     for metric, family in _by_metric():
         yield metric, frozenset(family.ray_labels) | ({"le"} if metric.endswith("_bucket") else set())
-    yield from ((metric, SERVE_LABELS) for metric in OF_SERVE)
+    yield from ((metric, SERVE_LABELS) for metric in (SERVE_HEALTHY, SERVE_WANTED, SERVE_STATUS))
 
 
 def _by_metric() -> Iterator[tuple[str, Family]]:

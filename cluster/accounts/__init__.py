@@ -1,1 +1,1 @@
-"""What requests waited for and what they used: made from the events of an engine, and of a router."""
+"""What requests waited for and what they used, from the events of an engine and of a router."""

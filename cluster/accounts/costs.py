@@ -1,4 +1,4 @@
-"""Who used the devices and the KV blocks: whole nanoseconds, so that all accounts add up to the time that passed."""
+"""Use of devices and KV blocks by tenant, in whole nanoseconds: all accounts add up to the time that passed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.request import Sequence
 
 NANOS = 10**9
 MAX_TENANTS = 64  # that have an account of their own
-OTHERS = "other"  # the account of those who came later
+OTHERS = "other"  # the account of all later ones
 
 Weights = NDArray[np.int64]
 Index = NDArray[np.intp]
 
 
 @dataclass(slots=True)
-class Usage:
+class EngineUsage:
     """Nanoseconds of a device, and of a KV block."""
 
     device_ns: int = 0
@@ -31,27 +31,27 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
-    """Usage since the engine was made: `total` = `idle` + all `tenants`, to the nanosecond.
+class EngineCosts:
+    """EngineUsage since the engine was made: `total` = `idle` + all `tenants`, to the nanosecond.
 
     total: every device and every block (the null block excluded) for the time that passed.
     """
 
-    total: Usage = field(default_factory=Usage)
-    idle: Usage = field(default_factory=Usage)
-    tenants: Mapping[str, Usage] = field(default_factory=dict)
+    total: EngineUsage = field(default_factory=EngineUsage)
+    idle: EngineUsage = field(default_factory=EngineUsage)
+    tenants: Mapping[str, EngineUsage] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Account:
     """One tenant's usage. due: the part of it that is not yet divided among its requests."""
 
-    usage: Usage = field(default_factory=Usage)
-    due: Usage = field(default_factory=Usage)
+    usage: EngineUsage = field(default_factory=EngineUsage)
+    due: EngineUsage = field(default_factory=EngineUsage)
 
 
 @dataclass(slots=True)
-class _Share:
+class _TenantShare:
     """A tenant's part in the batch that runs."""
 
     account: _Account
@@ -67,51 +67,55 @@ class CostMeter:
     Language Models", OSDI 2024, with one weight for both). What is found in the prefix cache costs nothing, what is
     computed again after a preemption costs again. All other time is idle, the host's between two steps included.
     Where steps overlap, one begins when the one before it has run. What a step computes for a sequence whose end is
-    reported already is nobody's: the others pay for it, and where there are none it is idle.
+    reported already is charged to the others; where there are none it is idle.
 
     *Blocks.* A tenant is charged for the blocks that it holds, a shared one once (its first holder pays),
     as they are while the model runs and as they are when the next step begins for the time between the two. Blocks
     that are free or only cached are idle. A tenant's part is divided among its running sequences by the length of
     their block tables.
 
-    Tenants are charged at every step, the slots of their sequences when the batch changes and whenever somebody asks,
+    Tenants are charged at every step, the slots of their sequences when the batch changes and when costs are read,
     so that steps of an unchanging batch cost next to nothing. A sequence has its part once it has left its slot and
     `settle` was called.
     """
 
     def __init__(self) -> None:
         self._devices = self._num_blocks = self._began = self._until = 0
-        self._slots = np.zeros((2, 0), np.int64)  # [2, S]  device and block nanoseconds of who is there
+        self._slots = np.zeros((2, 0), np.int64)  # [2, S]  device and block nanoseconds of its sequence
         self._left: list[tuple[Sequence, int]] = []  # and the slot that each had
-        self._used: WeakKeyDictionary[Sequence, Usage] = WeakKeyDictionary()
+        self._used: WeakKeyDictionary[Sequence, EngineUsage] = WeakKeyDictionary()
         self._accounts: dict[str, _Account] = {}
-        self._payers: dict[int, str] = {}  # of the blocks that are held
+        self._payers: list[str | None] = []  # [blocks]  None of those that are not held
         self._held: dict[str, int] = {}  # blocks by payer; those that hold none are left out
-        self._idle = Usage()
+        self._idle = EngineUsage()
         self._batch: Shares | None = None  # as of the last step
-        self._shares: list[_Share] = []
+        self._shares: list[_TenantShare] = []
         self._tokens: Weights = np.zeros(0, np.int64)  # [shares]
         self._num_tokens = 0  # of all shares
 
     def begin(self, event: Began) -> None:
         """Begin to charge."""
         self._devices, self._num_blocks = event.num_devices, event.num_blocks
+        self._payers = [None] * (event.num_blocks + 1)
         self._began = self._until = _nanos(event.at)
 
     def took(self, event: BlocksTaken) -> None:
-        """Note who pays for blocks."""
-        held = self._held
-        for sequence, block in zip(event.sequences, event.blocks, strict=True):
-            payer = sequence.request.tenant
+        """Note which tenants pay for blocks."""
+        held, count = self._held, len(event.blocks) if len(event.sequences) == 1 else 1
+        payers = [sequence.request.tenant for sequence in event.sequences]
+        for payer in payers:
+            held[payer] = held.get(payer, 0) + count
+        for block, payer in zip(event.blocks, payers * count, strict=True):
             self._payers[block] = payer
-            held[payer] = held.get(payer, 0) + 1
 
     def left(self, event: Left) -> None:
-        """Note that a sequence has left its slot, and that nobody pays for these blocks any more."""
+        """Note that a sequence has left its slot, and that no tenant pays for the blocks it freed any more."""
         self._left.append((event.sequence, event.slot))
+        payers = [payer for block in event.freed if (payer := self._payers[block]) is not None]
         for block in event.freed:
-            payer = self._payers.pop(block)
-            self._held[payer] -= 1
+            self._payers[block] = None
+        for payer in set(payers):
+            self._held[payer] -= payers.count(payer)
             if not self._held[payer]:
                 del self._held[payer]
 
@@ -132,15 +136,16 @@ class CostMeter:
         if not self._num_tokens:
             self._idle.device_ns += spent
             return
-        for share, part in zip(self._shares, split(spent, self._tokens).tolist(), strict=True):
+        parts = [spent] if len(self._shares) == 1 else split(spent, self._tokens).tolist()
+        for share, part in zip(self._shares, parts, strict=True):
             share.account.usage.device_ns += part
             share.account.due.device_ns += part
 
     def settle(self) -> None:
-        """Divide what tenants were charged among their slots, and tell those that have left theirs."""
+        """Divide what tenants were charged among their slots, and move it to sequences that have left theirs."""
         devices, blocks = self._slots
         for share in self._shares:
-            due, share.account.due = share.account.due, Usage()
+            due, share.account.due = share.account.due, EngineUsage()
             tokens, held = share.weights
             devices[share.slots] += split(due.device_ns, tokens)
             blocks[share.slots] += split(due.block_ns, held)
@@ -153,27 +158,27 @@ class CostMeter:
         self._left.clear()
         self._shares = []
 
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Return all accounts until the last event that passed time."""
         self.settle()
         tenants = {name: _copy(account.usage) for name, account in self._accounts.items()}
-        return Costs(self._total(), _copy(self._idle), tenants)
+        return EngineCosts(self._total(), _copy(self._idle), tenants)
 
-    def used(self, sequence: Sequence) -> Usage:
+    def used(self, sequence: Sequence) -> EngineUsage:
         """Return what a sequence has used, once that is settled. From any thread."""
-        return self._used.get(sequence) or Usage()
+        return self._used.get(sequence) or EngineUsage()
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` unless accounts add up to the time that passed, and payers to the blocks held."""
         total, accounts = self._total(), [self._idle, *(account.usage for account in self._accounts.values())]
-        charged = Usage(sum(one.device_ns for one in accounts), sum(one.block_ns for one in accounts))
+        charged = EngineUsage(sum(one.device_ns for one in accounts), sum(one.block_ns for one in accounts))
         if charged != total or self._idle.block_ns < 0:
             raise IntegrityError(f"{charged} was charged of {total}, {self._idle} of it idle")
-        if (held := Counter(self._payers.values())) != self._held:
+        if (held := Counter(payer for payer in self._payers if payer is not None)) != self._held:
             raise IntegrityError(f"payers hold {dict(held)} blocks, {dict(self._held)} are counted")
 
     def _charge_left(self, event: Ran, spent: int) -> int:
-        """Charge those who have left for their part of a step; return what is left of it for the others."""
+        """Charge sequences that have left for their part of a step; return the rest, for the others."""
         weights = np.array([*(tokens for _, tokens in event.left), self._num_tokens], np.int64)
         parts = split(spent, weights).tolist() if weights[:-1].any() else []
         for (sequence, _), part in zip(event.left, parts, strict=False):
@@ -181,12 +186,12 @@ class CostMeter:
             self._usage(sequence).device_ns += part
         return parts[-1] if parts else spent
 
-    def _usage(self, sequence: Sequence) -> Usage:
-        return self._used.setdefault(sequence, Usage())
+    def _usage(self, sequence: Sequence) -> EngineUsage:
+        return self._used.setdefault(sequence, EngineUsage())
 
-    def _total(self) -> Usage:
+    def _total(self) -> EngineUsage:
         passed = self._until - self._began
-        return Usage(self._devices * passed, self._num_blocks * passed)
+        return EngineUsage(self._devices * passed, self._num_blocks * passed)
 
     def _pass(self, now: float) -> int:
         """Charge the blocks as they are held until `now`; return the nanoseconds that passed."""
@@ -216,12 +221,14 @@ class CostMeter:
             self._slots = np.pad(self._slots, ((0, 0), (0, missing)))
         weights = np.array([batch.num_tokens, batch.num_blocks[slots]], np.int64)
         if len(self._held) == 1:  # every sequence has a block of its own
-            self._shares = [_Share(self._account(running[0].request.tenant), slots, weights)]
+            self._shares = [_TenantShare(self._account(running[0].request.tenant), slots, weights)]
         else:
             rows: dict[str, list[int]] = {}
             for row, sequence in enumerate(running):
                 rows.setdefault(self._name(sequence.request.tenant), []).append(row)
-            self._shares = [_Share(self._account(name), slots[own], weights[:, own]) for name, own in rows.items()]
+            self._shares = [
+                _TenantShare(self._account(name), slots[own], weights[:, own]) for name, own in rows.items()
+            ]
         self._tokens = np.array([share.weights[0].sum() for share in self._shares], np.int64)
         self._num_tokens = int(self._tokens.sum())
 
@@ -249,5 +256,5 @@ def _nanos(seconds: float) -> int:
     return round(seconds * NANOS)
 
 
-def _copy(usage: Usage) -> Usage:
-    return Usage(usage.device_ns, usage.block_ns)
+def _copy(usage: EngineUsage) -> EngineUsage:
+    return EngineUsage(usage.device_ns, usage.block_ns)

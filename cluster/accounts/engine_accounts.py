@@ -1,11 +1,11 @@
-"""What the events of an engine say of its requests: what they waited for, and who used the devices and the blocks."""
+"""From the events of an engine: what its requests waited for, and their use of devices and blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from cluster.accounts.costs import CostMeter, Costs, Usage
+from cluster.accounts.costs import CostMeter, EngineCosts, EngineUsage
 from cluster.accounts.flight_recorder import BEHIND, FlightRecorder, Wait
 from engine.events import (
     Added,
@@ -13,7 +13,7 @@ from engine.events import (
     BlocksTaken,
     Crowded,
     Ended,
-    Event,
+    EngineEvent,
     Idle,
     Left,
     Preempted,
@@ -35,10 +35,10 @@ class EngineAccounts:
         self.flight = FlightRecorder(clock)
         self._meter = CostMeter()
         self._stalled: tuple[str, Wait] | None = None  # the first of the queue, as it was noted last
-        self._crowded = float("-inf")  # when a step last left somebody in the queue
+        self._crowded = float("-inf")  # when a step last left a request in the queue
         self._new: dict[str, tuple[Request, float]] = {}  # came since, with their arrivals
         self._starved: dict[str, str] = {}  # id -> tenant
-        self._handlers: dict[type[Event], Callable[[Any], None]] = {
+        self._handlers: dict[type[EngineEvent], Callable[[Any], None]] = {
             Began: self._meter.begin,
             Idle: self._meter.idle,
             Ran: self._meter.ran,
@@ -53,16 +53,16 @@ class EngineAccounts:
             Ended: self._ended,
         }
 
-    def note(self, event: Event) -> None:
+    def note(self, event: EngineEvent) -> None:
         """Take in an event, in the order in which they happen."""
         self._handlers[type(event)](event)
 
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Return all accounts until the last `Idle` or `Ran`."""
         return self._meter.costs()
 
-    def used(self, sequence: Sequence) -> Usage:
-        """Return what a sequence has used whose end was told."""
+    def used(self, sequence: Sequence) -> EngineUsage:
+        """Return what a sequence has used whose `Ended` was noted."""
         return self._meter.used(sequence)
 
     def check_integrity(self) -> None:
@@ -70,7 +70,7 @@ class EngineAccounts:
         self._meter.check_integrity()
 
     def _added(self, event: Added) -> None:
-        """Whether it has to wait the next step shows."""
+        """Keep it until the next step shows whether it has to wait."""
         self._new[event.request.request_id] = event.request, event.at
 
     def _on_stalled(self, event: Stalled) -> None:
@@ -81,7 +81,7 @@ class EngineAccounts:
             self.flight.note(request.request_id, what, event.detail, event.at, request.tenant)
 
     def _on_crowded(self, event: Crowded) -> None:
-        """Those who came and did not start wait behind the first."""
+        """Requests that came and did not start wait behind the first."""
         self._crowded = event.at
         for request, arrival in self._new.values():
             self.flight.note(request.request_id, Wait.QUEUE, BEHIND, arrival, request.tenant)

@@ -35,7 +35,7 @@ class Wait(StrEnum):
     ENDED = "ended"
 
 
-class Event(NamedTuple):
+class WaitEvent(NamedTuple):
     """Seconds on the recorder's clock, what began then, and more in words."""
 
     at: float
@@ -43,7 +43,7 @@ class Event(NamedTuple):
     detail: str = ""
 
 
-_Plain = tuple[float, Wait, str]  # an `Event`, which takes longer to make
+_Plain = tuple[float, Wait, str]  # an `WaitEvent`, which takes longer to make
 
 
 class _Story(NamedTuple):
@@ -73,7 +73,7 @@ class FlightRecorder:
     def note(self, request_id: str, what: Wait, detail: str = "", at: float | None = None, tenant: str = "") -> None:
         """Note what a request waits for, or that it waits no more. at: unless it is now.
 
-        tenant: whose request it is, for its first event.
+        tenant: that sent the request, for its first event.
         """
         event = (self.clock() if at is None else at, what, detail)
         with self._lock:
@@ -87,33 +87,33 @@ class FlightRecorder:
                     del story.events[self._max_events // 2]
                 story.events.append(event)
 
-    def story(self, request_id: str) -> Sequence[Event]:
+    def story(self, request_id: str) -> Sequence[WaitEvent]:
         """Return the events of one request, none where it did not wait."""
         if request_id not in self._stories:
             return ()
         with self._lock:
             story = self._stories.get(request_id)
-            return () if story is None else [Event(*event) for event in story.events]
+            return () if story is None else [WaitEvent(*event) for event in story.events]
 
-    def of(self, name: str, tenant: str | None = None) -> list[Event]:
+    def of(self, name: str, tenant: str | None = None) -> list[WaitEvent]:
         """Return the events of a tenant's requests of a name (`is_of`), the last of them where there are very many.
 
-        tenant: None = whosever they are.
+        tenant: None = of any.
         """
         with self._lock:
             stories = [story for key, story in self._stories.items() if is_of(key, name)]
-            found = [Event(*one) for owner, events in stories if tenant in (None, owner) for one in events]
+            found = [WaitEvent(*one) for owner, events in stories if tenant in (None, owner) for one in events]
         return sorted(found, key=lambda event: event.at)[-MAX_TOLD:]
 
-    def everything(self) -> Mapping[str, Sequence[Event]]:
+    def everything(self) -> Mapping[str, Sequence[WaitEvent]]:
         """Return a copy of all that is known, for a dump."""
         with self._lock:
-            return {key: [Event(*event) for event in story.events] for key, story in self._stories.items()}
+            return {key: [WaitEvent(*event) for event in story.events] for key, story in self._stories.items()}
 
 
 def is_of(key: str, name: str) -> bool:
     """Whether the request `key` is (a part of, or an attempt at) the one that its client knows as `name`.
 
-    The beginning of a name is none: nobody is to find requests whose names he was not told.
+    The beginning of a name does not match: a client finds only requests whose whole names it knows.
     """
     return key.startswith(name) and _PART.fullmatch(key, len(name)) is not None

@@ -1,19 +1,23 @@
-"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused."""
+"""In front of the replicas: bounded work goes in, the rest waits until its tenant's turn comes, or is refused.
+
+The queue and the stream that it hands out share one file: each `enter` of the stream is answered by a `leave`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from cluster.accounts.flight_recorder import is_of
 from cluster.admission.capacity import UNBOUNDED, DrainRate, OutputLength, QueueState, RecentRefusals
 from cluster.admission.deadline import deadline_exceeded
 from cluster.admission.fair_queue import FairQueue
+from cluster.admission.inflight import Inflight, QueuedRequest
 from cluster.errors import ApiError
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk, TokenSource
 from engine.errors import ConfigError
@@ -22,9 +26,6 @@ from engine.request import Request
 _LAST_WAIT = 1.0  # seconds that one has at least for a replica that is let in, if it came while there was one
 _CHECK_AGAIN = 0.5  # seconds after which the bounds are asked anew while requests wait: replicas come and go
 _LONGEST_RETRY = 600  # seconds
-# Of the bound, the share of one tenant's and of all requests that may be in a replica without taking up room, since
-# what their output must match may have to be compiled there; and how many of one tenant's may in any case.
-_SHARE_ASIDE, _ALL_ASIDE, _LEAST_ASIDE = 8, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class AdmissionConfig:
 
     @property
     def longest_wait(self) -> float:
-        """Seconds after which nobody waits any more while there is a replica."""
+        """Seconds that a request may wait at most while there is a replica."""
         return self.max_wait if self.target_ttft is None else min(self.max_wait, self.target_ttft)
 
 
@@ -60,12 +61,12 @@ class AdmissionQueue:
 
     bound: sequences that may be inside at once, asked for each request; token_bound: the same in tokens of prompts
     and expected output. A request may go over either, so that a large one is never passed over for ever. While there
-    is room for more, nobody waits. work_done: tokens of prompts and output that `source` has got done, a counter, by
+    is room for more, no request waits. work_done: tokens of prompts and output that `source` has done, a counter, by
     which the queue's drain rate is measured; None = the work of requests that have ended. serving: whether there is a
     replica at all: time without one says nothing about the rate. Who came while there was one keeps the patience that
     it was promised when there is none for a while; who comes meanwhile has its own (`AdmissionConfig.absent_wait`).
 
-    on_turned_away: told each request that waited and did not get in, how many seconds, and the code of its end.
+    on_turned_away: called with each request that waited and did not get in, the seconds, and the code of its end.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class AdmissionQueue:
         token_bound: Callable[[], int] = lambda: UNBOUNDED,
         work_done: Callable[[], int] | None = None,
         serving: Callable[[], bool] = lambda: True,
+        on_turned_away: Callable[[Request, float, str], None] = lambda *_: None,
     ) -> None:
         self.source = source
-        self.on_turned_away: Callable[[Request, float, str], None] = lambda *_: None
+        self.on_turned_away = on_turned_away
         self.shed: Counter[str] = Counter()  # tenant -> requests that were refused because too many wait, or too long
-        self._bound = bound
-        self._token_bound = token_bound
+        self._inflight = Inflight(bound, token_bound)
         self._config = config or AdmissionConfig()
         self._queue: FairQueue[QueuedRequest] = FairQueue()
         self._lengths = OutputLength()
@@ -90,25 +91,17 @@ class AdmissionQueue:
         self._ended_work = 0
         self._serving = serving
         self._work_done = work_done or (lambda: self._ended_work)
-        self._inside = 0
-        self._tokens = 0
-        self._aside: Counter[str] = Counter()  # tenant -> its requests inside that take up no room yet
         self._check_timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def unbounded(cls, source: TokenSource) -> AdmissionQueue:
-        """Return one that lets in as many requests at a time as come."""
-        return cls(source, lambda: UNBOUNDED)
 
     @property
     def num_inside(self) -> int:
         """Sequences that were handed on and have not ended, without those that may wait for a compiler."""
-        return self._inside
+        return self._inflight.sequences
 
     @property
     def tokens_inside(self) -> int:
         """Tokens of prompts and expected output of what was handed on, without what was found in prefix caches."""
-        return self._tokens
+        return self._inflight.tokens
 
     @property
     def num_waiting(self) -> int:
@@ -122,7 +115,7 @@ class AdmissionQueue:
     def waits_for(self, name: str, tenant: str | None = None) -> list[tuple[float, str]]:
         """Return, of the requests that their client knows as `name` and that wait: seconds so far, and for what.
 
-        tenant: whose they must be, None = anybody's.
+        tenant: the requests must be this tenant's; None = any.
         """
         now = asyncio.get_running_loop().time()
         named = [queued for queued in self._queue.items() if is_of(queued.request.request_id, name)]
@@ -154,7 +147,7 @@ class AdmissionQueue:
         Raises `ApiError`: `overloaded` (429) where too many of the tenant wait, or it would wait too long, or has;
         `no_replica` (503) where that is so, or will be, since there is no replica; `deadline_exceeded` (504).
         """
-        return QueuedRequest(self, tenant, request, context)
+        return QueuedStream(self, QueuedRequest(tenant, request), context)
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Count one choice's generated tokens as used by a tenant, so that its later turns come later."""
@@ -163,13 +156,13 @@ class AdmissionQueue:
             self._lengths.seen(tokens)
 
     async def enter(self, queued: QueuedRequest) -> None:
-        """Return when `queued` may go in; whoever went in must `leave`."""
+        """Return when `queued` may go in; it must `leave` afterwards."""
         queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
         self._let_in()
-        # Where there is room still, whoever waits does so for a compiler, and is in nobody's way.
-        if self._has_room() and self._may_enter(queued):
+        # Where there is room still, those that wait do so for a compiler, and block no other request.
+        if self._inflight.has_room() and self._inflight.may_enter(queued):
             self._queue.pass_by(queued.tenant, queued.cost)
-            self._take_in(queued)
+            self._inflight.enter(queued)
             return
         loop = asyncio.get_running_loop()
         queued.came_to_none = not self._serving()
@@ -182,66 +175,26 @@ class AdmissionQueue:
         await self._until_called(queued, queued.called)
 
     def leave(self, queued: QueuedRequest) -> None:
-        """Take note that a request has ended."""
-        queued.inside = False
-        if queued.aside:
-            self._no_more_aside(queued)
-        else:
-            self._inside -= queued.sequences
-            self._tokens -= queued.held
+        """Take note that a request has ended; once for each that went in."""
+        if not queued.inside:
+            return
+        self._inflight.leave(queued)
         self._ended_work += queued.work
         self._let_in()
-        if not self._inside and not self._aside and not self._queue:
+        if self._inflight.is_empty() and not self._queue:
             self._queue.forget()
 
     def begun(self, queued: QueuedRequest) -> None:
         """Take note that a replica computes something for a request: from now on it takes up its room."""
         if queued.aside:
-            self._no_more_aside(queued)
-            self._inside += queued.sequences
-            self._tokens += queued.held
+            self._inflight.begun(queued)
             self._let_in()
 
     def found_cached(self, queued: QueuedRequest, tokens: int) -> None:
         """Take note that so many tokens of a prompt need no room of their own."""
-        found = min(tokens, queued.held)
-        queued.held -= found
-        self._tokens -= found
-        self._let_in()
-
-    def _has_room(self) -> bool:
-        return self._inside < self._bound() and self._tokens < self._token_bound()
-
-    def _is_full(self) -> bool:
-        return bool(self._queue) and not self._has_room()
-
-    def _may_enter(self, queued: QueuedRequest) -> bool:
-        """Whether a turn may go in where there is room: those that a compiler may keep waiting are few at a time.
-
-        They take up no room meanwhile, or a tenant's slow grammars would keep everybody out; and once they do, they
-        go over the bound by no more than so many.
-        """
-        if not queued.compiles:
-            return True
-        bound = self._bound()
-        most = max(_LEAST_ASIDE, bound // _SHARE_ASIDE)
-        return self._aside[queued.tenant] < most and self._aside.total() < max(most, bound // _ALL_ASIDE)
-
-    def _no_more_aside(self, queued: QueuedRequest) -> None:
-        queued.aside = False
-        self._aside[queued.tenant] -= 1
-        if not self._aside[queued.tenant]:
-            del self._aside[queued.tenant]
-
-    def _take_in(self, queued: QueuedRequest) -> None:
-        queued.inside = True
-        queued.held = queued.work
-        if queued.compiles:
-            queued.aside = True
-            self._aside[queued.tenant] += 1
-            return
-        self._inside += queued.sequences
-        self._tokens += queued.held
+        if queued.inside:
+            self._inflight.release(queued, tokens)
+            self._let_in()
 
     def patience(self, queued: QueuedRequest) -> float:
         """Return the seconds that one who has waited may still wait inside, where no replica is there."""
@@ -257,7 +210,7 @@ class AdmissionQueue:
         return absent if queued.came_to_none and not serving else max(longest, absent)
 
     def _check_wait(self, queued: QueuedRequest) -> None:
-        """Refuse at once whom waiting would not help; raises `ApiError`."""
+        """Refuse at once a request that waiting would not help; raises `ApiError`."""
         self._note_drain(queued.since)
         most = self._config.longest_wait
         if queued.came_to_none:  # the queue may move again in a moment, and then it has as long as the others
@@ -311,12 +264,12 @@ class AdmissionQueue:
         if not self._queue:
             return
         loop = asyncio.get_running_loop()
-        while self._queue and self._has_room():
-            queued = self._queue.pop_of(self._may_enter)
+        while self._queue and self._inflight.has_room():
+            queued = self._queue.pop_of(self._inflight.may_enter)
             if queued is None:
                 break
             queued.waits = False
-            self._take_in(queued)
+            self._inflight.enter(queued)
             if queued.called is not None and not queued.called.done():
                 queued.called.set_result(None)
         self._note_drain(loop.time())
@@ -328,7 +281,8 @@ class AdmissionQueue:
         self._let_in()
 
     def _note_drain(self, now: float) -> None:
-        self._drain.note(self._work_done(), now, waiting=self._is_full() and self._serving())
+        is_full = bool(self._queue) and not self._inflight.has_room()
+        self._drain.note(self._work_done(), now, waiting=is_full and self._serving())
 
     def _refusal(self, queued: QueuedRequest, reason: str) -> ApiError:
         """Return the error of one that would wait too long, or has: for others, or for want of a replica."""
@@ -347,33 +301,12 @@ class AdmissionQueue:
         return ApiError("overloaded", f"{reason}; try again in {seconds} s", retry_after=seconds)
 
 
-class QueuedRequest:
-    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token.
+class QueuedStream:
+    """The chunks of one request. Once inside, each is asked straight of the source: there is no cost per token."""
 
-    cost: what its tenant is charged when it goes in. work: tokens to be computed for it, as far as can be told.
-    held: tokens of room that it takes up inside. waits: whether it stands in the queue, since `since`.
-    came_to_none: whether there was no replica then. compiles: whether what its output must match may have to be
-    compiled first, in the replica. aside: whether it went in and takes up no room yet, since that may be so.
-    """
-
-    def __init__(self, queue: AdmissionQueue, tenant: str, request: Request, context: CallContext) -> None:
-        self.tenant = tenant
-        self.request = request
-        self.prompt = len(request.prompt_token_ids)
-        self.sequences = len(request.resume) if request.resume else request.params.n
-        self.cost = self.prompt + self.sequences
-        self.priority = request.priority
-        self.deadline = request.deadline
-        self.work = self.cost
-        self.held = 0
-        self.since = 0.0
-        self.called: asyncio.Future[None] | None = None
-        self.waits = False
-        self.came_to_none = False
-        self.inside = False
-        self.compiles = request.params.structured is not None
-        self.aside = False
+    def __init__(self, queue: AdmissionQueue, queued: QueuedRequest, context: CallContext) -> None:
         self._queue = queue
+        self._queued = queued
         self._context = context
         self._chunks: AsyncGenerator[TokenChunk, None] | None = None
         self._closed = False
@@ -393,57 +326,41 @@ class QueuedRequest:
             if self._chunks is not None:
                 await self._chunks.aclose()
         finally:
-            self._leave()
+            self._queue.leave(self._queued)
 
     def __del__(self) -> None:
         """A place must not be lost for good to a caller that forgot to close."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self.inside:
-            self._queue.leave(self)
-
-    def _begun(self) -> None:
-        if self.aside:
-            self._queue.begun(self)
+        self._queue.leave(self._queued)
 
     async def _first(self) -> TokenChunk:
         if self._closed:
             raise StopAsyncIteration
+        queue, queued = self._queue, self._queued
         try:
-            await self._queue.enter(self)
+            await queue.enter(queued)
         except BaseException as error:
             context = self._call_context()
             if context.waited:
                 outcome = error.code if isinstance(error, ApiError) else "aborted"
-                self._queue.on_turned_away(self.request, context.waited, outcome)
+                queue.on_turned_away(queued.request, context.waited, outcome)
                 if context.trace is not None:
-                    context.trace.turned_away(self.request, context.waited, error)
+                    context.trace.turned_away(queued.request, context.waited, error)
             raise
         # `TokenSource.generate` promises an iterator that can be closed.
-        chunks = self._queue.source.generate(self.request, self._call_context())
+        chunks = queue.source.generate(queued.request, self._call_context())
         self._chunks = cast("AsyncGenerator[TokenChunk, None]", chunks)
         chunk = await self._chunks.__anext__()
-        self._begun()
-        if chunk.num_cached_tokens and self.inside:
-            self._queue.found_cached(self, chunk.num_cached_tokens)
+        queue.begun(queued)
+        if chunk.num_cached_tokens:
+            queue.found_cached(queued, chunk.num_cached_tokens)
         return chunk
 
     def _call_context(self) -> CallContext:
-        # Its place is free once the replicas are done with it: a client that reads slowly must not keep it. The
-        # source holds no turn alive, or one that its caller dropped would never be known to be dropped.
-        queued = weakref.ref(self)
-
-        def on_begin() -> None:
-            if (begun := queued()) is not None:
-                begun._begun()
-
-        def on_end() -> None:
-            if (ended := queued()) is not None:
-                ended._leave()
-
-        context = replace(self._context, on_begin=on_begin, on_end=on_end)
-        if self.called is None:
+        # Its place is free once the replicas are done with it: a client that reads slowly must not keep it. These
+        # calls hold no reference to this stream, so that one which its caller dropped is collected at once.
+        queue, queued = self._queue, self._queued
+        context = replace(self._context, on_begin=partial(queue.begun, queued), on_end=partial(queue.leave, queued))
+        if queued.called is None:
             return context
-        waited = asyncio.get_running_loop().time() - self.since
-        return replace(context, waited=waited, patience=self._queue.patience(self))
+        waited = asyncio.get_running_loop().time() - queued.since
+        return replace(context, waited=waited, patience=queue.patience(queued))

@@ -21,7 +21,7 @@ _SHARE_AHEAD = 8  # of the sequences of a step, one in so many at least: replica
 _WINDOW = 1.0  # seconds over which ends are counted
 _FRESH = 0.02  # seconds that an answer of the replicas is good for
 _HALF_LIFE = 5.0  # seconds of waiting after which a measurement counts half
-_LEAST = 0.25  # seconds that must have been measured before a rate is told
+_LEAST = 0.25  # seconds that must have been measured before a rate is known
 _FIRST_GUESS = 256.0  # tokens, until answers were seen
 _WEIGHT = 0.05  # of the last answer in the mean
 _SECONDS = 3.0  # that a refusal is remembered: longer than between two reports of it
@@ -136,7 +136,7 @@ def together(queues: Iterable[QueueState]) -> QueueState:
 
 
 class DrainRate:
-    """Reads a counter of work that only rises. While nobody waits it says nothing about what the replicas could do.
+    """Reads a counter of work that only rises. While nothing waits it says nothing about what the replicas could do.
 
     What was measured in one busy time holds for the next, until that has its own.
     """
@@ -145,10 +145,10 @@ class DrainRate:
         self._work = 0.0
         self._seconds = 0.0
         self._total = 0
-        self._since: float | None = None  # the last look, if somebody has waited since
+        self._since: float | None = None  # the last look, if something has waited since
 
     def note(self, total: int, now: float, waiting: bool) -> None:
-        """Look at the counter. now: seconds, never backwards. waiting: whether somebody waits from now on."""
+        """Look at the counter. now: seconds, never backwards. waiting: whether something waits from now on."""
         if self._since is not None:
             passed = now - self._since
             keep = 0.5 ** (passed / _HALF_LIFE)

@@ -166,12 +166,12 @@ class FairQueue(Generic[T]):
         self._waiting[item] = None
 
     def peek(self) -> T:
-        """Return whose turn it is, and stays until somebody comes or goes; raises `IndexError` when nobody waits."""
+        """Return the item whose turn it is until another comes or goes; raises `IndexError` when nothing waits."""
         _, tenant = self._first()
         return self._flows[tenant].first()[1]
 
     def pop(self) -> T:
-        """Return whose turn it is; raises `IndexError` when nobody waits."""
+        """Take out the item whose turn it is; raises `IndexError` when nothing waits."""
         start, tenant = self._first()
         heappop(self._turns)
         flow = self._flows[tenant]
@@ -182,7 +182,7 @@ class FairQueue(Generic[T]):
         return item
 
     def pop_of(self, may: Callable[[T], bool]) -> T | None:
-        """Return whose turn it is of those who `may` go, None when nobody does.
+        """Take out the first item of those that `may` go, None when none does.
 
         Who may not keeps its place; those of its tenant who may pass it by. `may` is asked once for each kind.
         """
@@ -204,7 +204,7 @@ class FairQueue(Generic[T]):
         return None if found is None else found[1]
 
     def pass_by(self, tenant: str, cost: int) -> None:
-        """Note a turn of a tenant that need not wait, since nobody does."""
+        """Charge a turn to a tenant that need not wait, since nothing waits."""
         flow = self._flow(tenant)
         self._take(flow, max(self._now, flow.finish), cost)
 
@@ -226,7 +226,7 @@ class FairQueue(Generic[T]):
             flow.finish += tokens
 
     def forget(self) -> None:
-        """Begin anew, when nothing waits or runs: nobody is owed anything then. Raises `ValueError` otherwise."""
+        """Begin anew, when nothing waits or runs: no tenant has a claim then. Raises `ValueError` otherwise."""
         if self._waiting:
             raise ValueError(f"{len(self._waiting)} items wait")
         self._flows.clear()

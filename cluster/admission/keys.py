@@ -40,7 +40,7 @@ class Tenant:
     """Everybody who holds one of its keys. `name` is fit for logs, labels and metrics.
 
     shares_cache: the prefix cache is separated by the clients' own salts alone: for a server with no keys.
-    sees_all: whoever holds this key runs the server: all metrics, and what requests of other tenants waited for.
+    sees_all: an operator's key: shows all metrics, and what requests of other tenants waited for.
     scrapes: the key reads metrics, of all, and does nothing else.
     """
 
@@ -63,7 +63,7 @@ OPEN = Tenant(DEFAULT_TENANT, shares_cache=True, sees_all=True)
 class KeyEntry:
     """One key. digest: SHA-256 of the key [32 bytes]. expires: seconds since the epoch, None = never.
 
-    A fast hash is enough for keys of 128 random bits and more, which nobody can try through; it is not for passwords.
+    A fast hash is enough for keys of 128 random bits and more, which cannot be guessed; it is not for passwords.
     """
 
     digest: bytes
@@ -77,7 +77,7 @@ def hash_key(key: str) -> bytes:
 
 
 def admin_entry(key: str) -> KeyEntry:
-    """Return the entry of `--api-key`, which whoever starts the server has chosen."""
+    """Return the entry of `--api-key`, which the operator has chosen."""
     return KeyEntry(hash_key(key), Tenant(DEFAULT_TENANT, sees_all=True))
 
 
@@ -95,7 +95,7 @@ class KeyRing:
     """Finds the tenant of a key. Never changes: another set of keys is another ring.
 
     Places in the table depend on a secret of this process and full digests are compared in constant time, so that
-    the time an answer takes tells nothing about any key.
+    the time of an answer reveals nothing about any key.
     """
 
     def __init__(self, entries: Iterable[KeyEntry], clock: Callable[[], float] = time.time) -> None:
@@ -155,7 +155,7 @@ class FixedKeys:
 
     @classmethod
     def one(cls, key: str) -> FixedKeys:
-        """Return one key, of the default tenant, without quota or expiry. Whoever holds it sees all."""
+        """Return one key, of the default tenant, without quota or expiry, which sees all."""
         return cls(KeyRing([admin_entry(key)]))
 
     async def watch(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests and tokens per minute, over all routers that tell each other, and requests at a time on this one.
+"""Requests and tokens per minute, over all routers that share their counts, and requests at a time on this one.
 
 A sliding minute of the `limits` library: what was used in the whole clock minute before counts in proportion to how
 much of it still lies in the last sixty seconds. Its asyncio storage is used because the other one starts a thread
@@ -72,7 +72,7 @@ class Quotas:
         return self._running.get(tenant.name, 0)
 
     async def enter(self, tenant: Tenant) -> None:
-        """Count one request, whose end is told by `leave`.
+        """Count one request, which ends with `leave`.
 
         Raises `ApiError` (`rate_limit_exceeded`); nothing is counted then.
         """

@@ -13,7 +13,7 @@ class BatchError(SquadronError):
 
 
 class InputError(BatchError):
-    """The input as a whole cannot be used: not there, unreadable, or its rows cannot be told apart."""
+    """The input as a whole cannot be used: not there, unreadable, or its rows have no distinct ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RowFault:
 
 
 class RowFaultsError(InputError):
-    """Rows cannot be told apart, or not taken as they are. faults: the first of them; more: how many others."""
+    """Rows have no distinct ids, or are refused as they are. faults: the first of them; more: how many others."""
 
     def __init__(self, faults: Sequence[RowFault], more: int) -> None:
         rest = [f"and {more} more"] if more else []

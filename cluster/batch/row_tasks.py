@@ -52,7 +52,7 @@ class TaskMaker(Protocol):
         ...
 
     def task(self, row: SourceRow) -> Task:
-        """Return what the row asks for; what is wrong with it is told in the task."""
+        """Return what the row asks for; what is wrong with it is in the task."""
         ...
 
 
@@ -95,7 +95,7 @@ class OpenAIRows:
     """Tasks of requests. model: for bodies that name none."""
 
     has_ids = True
-    reports_places = False  # whoever made the custom_ids knows
+    reports_places = False  # custom_ids are the user's own
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -18,11 +18,11 @@ from ray.serve.handle import DeploymentHandle
 from cluster.admission.key_file import keys_for
 from cluster.admission.keys import OPEN, KeySource, Tenant
 from cluster.admission.quotas import Quotas
-from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
-from cluster.batch.driver import patient_config
 from cluster.batch.io.paths import is_url, local_path
 from cluster.batch.ledger.epoch import make_private
 from cluster.batch.ledger.records import answer_settings
+from cluster.batch.run.backlog import BackgroundBounds, Backlog, full_bounds
+from cluster.batch.run.driver import patient_config
 from cluster.batch.server.batch_runner import Runner, Sweeper, TenantTurns
 from cluster.batch.server.limits import CompletionWindows, RowQuotas
 from cluster.batch.server.one_batch import BatchModel, OneBatch
@@ -94,7 +94,7 @@ class Batches:
 
 
 def tenants_of(config: ClusterConfig) -> Callable[[str], Tenant]:
-    """Return what tells tenants by their names, as the routers do: on a server without keys all are one."""
+    """Return what finds tenants by their names, as the routers do: on a server without keys all are one."""
     return lambda name: Tenant(name) if config.keyed else OPEN
 
 

@@ -46,7 +46,7 @@ class Replica:
             raise ReplicaStartError.of(error, title) from error
         if self._config.metrics_compat is not None:
             show_to_dashboard()
-        # Routers are told at once and by the replica itself: Serve's word of it takes the way by its controller.
+        # The replica itself notifies routers at once: Serve's notice goes by way of its controller.
         notice = call_on_stop(self._host.core.drain, stop_flag())
         self._stop_notice = asyncio.get_running_loop().create_task(notice)
         start.ready()

@@ -190,7 +190,7 @@ class Router:
         return new
 
     def _rouse(self, config: ClusterConfig, deployment: str) -> bool:
-        """Whether to search for replicas although nobody asks: not where all were taken away since nobody did."""
+        """Whether to search for replicas without a request: not where all were stopped for lack of requests."""
         if not config.scales_to_zero or deployment in self._new:
             return True
         picture = self._watch.picture

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from cluster.errors import ApiError
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.call import Call
-from cluster.openai.choices import Delta, PlacedLogprob, Usage
+from cluster.openai.choices import Delta, PlacedLogprob, TokenUsage
 from engine.errors import InvalidRequestError
 from engine.text.tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def embedding_fields(request: pb.EmbedRequest) -> Fields:
 
 
 def shown(request: pb.GenerateRequest | pb.ChatRequest) -> tuple[bool, bool]:
-    """Return whether text and whether token ids are told; raises `InvalidRequestError` for another wish."""
+    """Return whether text and whether token ids are returned; raises `InvalidRequestError` for another wish."""
     output = request.output or pb.OUTPUT_TEXT
     if output not in pb.Output.values():
         raise InvalidRequestError(
@@ -224,7 +224,7 @@ def _holds_messages(descriptor: Any) -> bool:
 
 
 class Responses(ABC):
-    """Makes the responses of one call. Deltas of a choice must come in order. text / tokens: what is told."""
+    """Makes the responses of one call. Deltas of a choice must come in order. text / tokens: what is returned."""
 
     def __init__(self, call: Call, tokenizer: Tokenizer, text: bool, tokens: bool) -> None:
         self._call = call
@@ -241,7 +241,7 @@ class Responses(ABC):
         """Return the response for one delta, None when there is nothing to show yet."""
 
     @abstractmethod
-    def last(self, usage: Usage) -> Message:
+    def last(self, usage: TokenUsage) -> Message:
         """Return the response with the usage of the call."""
 
     def _ids(self, delta: Delta) -> Sequence[int]:
@@ -288,7 +288,7 @@ class GenerateResponses(Responses):
         )
         return pb.GenerateResponse(deltas=[one])
 
-    def last(self, usage: Usage) -> pb.GenerateResponse:
+    def last(self, usage: TokenUsage) -> pb.GenerateResponse:
         """See `Responses.last`."""
         return pb.GenerateResponse(usage=usage_message(usage))
 
@@ -320,12 +320,12 @@ class ChatResponses(Responses):
         )
         return pb.ChatResponse(deltas=[one])
 
-    def last(self, usage: Usage) -> pb.ChatResponse:
+    def last(self, usage: TokenUsage) -> pb.ChatResponse:
         """See `Responses.last`."""
         return pb.ChatResponse(usage=usage_message(usage))
 
 
-def usage_message(usage: Usage) -> pb.Usage:
+def usage_message(usage: TokenUsage) -> pb.Usage:
     """Return the usage of a call."""
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,

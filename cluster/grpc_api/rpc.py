@@ -98,7 +98,7 @@ class Rpc:
         return self.client_id or self.id
 
     def names(self, error: str = "") -> dict[str, str]:
-        """Return what log lines tell of the call. error: code of the answer that is one."""
+        """Return the fields of the call's log lines. error: code of the answer that is one."""
         trace_id = "" if self.trace is None else self.trace.trace_id
         known = {"id": self.id, "client_id": self.client_id, "tenant": self.tenant, "model": self.model}
         return {**known, "error": error, "trace_id": trace_id}
@@ -183,7 +183,7 @@ async def _fail(context: grpc.aio.ServicerContext, error: ApiError, rpc: Rpc, an
     told = rpc.id, rpc.client_id, code.name, error.code
     log.info("request %s (client id %r): %s %s", *told, extra=about(rpc.names(error.code)))
     _record(rpc, code, answered, error.code, failed=error.status >= 500)
-    with suppress(grpc.aio.InternalError):  # the client is gone: nobody is left to tell
+    with suppress(grpc.aio.InternalError):  # the client is gone
         told_last = (*trailing_metadata(error, rpc.shown_id), *rpc.traced())
         await context.abort(code, status_message(error), told_last)
 

@@ -27,7 +27,7 @@ from engine.errors import ConfigError
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"]
 # Calls that one connection may have open. A client that opens calls only to reset them (CVE-2023-44487)
-# fills the queue of calls that wait to be looked at no further than this; without a bound nobody else is answered for
+# fills the queue of calls that wait to be looked at no further than this; without a bound no other is answered for
 # as long as one such connection goes on. gRPC's clients hold further calls back until some have ended.
 MAX_CONNECTION_CALLS = 128
 HANDSHAKE_MS = 20_000  # a connection on which HTTP/2 has not begun by then is closed

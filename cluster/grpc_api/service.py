@@ -31,7 +31,7 @@ from cluster.grpc_api.protobuf import (
 from cluster.grpc_api.rpc import Answered, Rpc, Traced, exchange
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.openai.call import Call, build_requests
-from cluster.openai.choices import Usage
+from cluster.openai.choices import TokenUsage
 from cluster.openai.embeddings import EmbeddingCall, Vector, embedded, embedding_call, has_many
 from cluster.openai.generation import Generation
 from cluster.openai.served_model import ServedModel
@@ -46,7 +46,7 @@ from engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class GrpcServices:
-    """What the service shares with the HTTP app, and what it tells of the cluster.
+    """What the service shares with the HTTP app, and what it reports of the cluster.
 
     answered: hears of each answer, by method, status and model. traced: begins the trace of a call; None = no traces.
     """
@@ -208,7 +208,7 @@ class _LiveCall:
 
 
 class LiveCalls:
-    """Calls by the request id that their first response told. Used on one event loop."""
+    """Calls by the request id of their first response. Used on one event loop."""
 
     def __init__(self) -> None:
         self._calls: dict[str, _LiveCall] = {}
@@ -251,7 +251,7 @@ async def _stream(
     visit: Visit,
     context: grpc.aio.ServicerContext,
 ) -> None:
-    """Write what comes as it comes; a client that reads slowly holds up nobody but itself."""
+    """Write what comes as it comes; a client that reads slowly delays only itself."""
     track = front.metrics.track(requests, visit.charge_output)
     generation = Generation(call, requests, front.model.tokenizer, visit.source, track)
     try:
@@ -267,7 +267,7 @@ async def _stream(
 
 
 def _read(kind: _Kind, body: bytes) -> tuple[Mapping[str, Any], tuple[bool, bool]]:
-    """Return a request's fields, and whether text and token ids are told."""
+    """Return a request's fields, and whether text and token ids are returned."""
     message: Any = parsed(kind.request, body)
     told = shown(message)
     return kind.fields(message), told
@@ -283,7 +283,7 @@ def _embed_response(call: EmbeddingCall, vectors: Sequence[Vector]) -> pb.EmbedR
     return pb.EmbedResponse(
         request_id=call.request_id,
         embeddings=[pb.Embedding(values=vector.tolist()) for vector in vectors],
-        usage=usage_message(Usage(call.num_tokens, 0, 0)),
+        usage=usage_message(TokenUsage(call.num_tokens, 0, 0)),
     )
 
 

@@ -209,7 +209,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _inside_error(request: Request, _: Exception) -> Response:
-    """A failure that no endpoint expected; whoever runs the app is told of it as well, and logs it."""
+    """A failure that no endpoint expected; it is raised again, so that the ASGI server logs it."""
     return _error(request, ApiError("internal_error", "the server failed; its log has more"))
 
 

@@ -27,7 +27,7 @@ _EVENTS = (
 
 
 class ClientGone(Exception):
-    """The client hung up: there is nobody left to answer."""
+    """The client disconnected: no answer can be sent."""
 
 
 class ClientStalled(Exception):

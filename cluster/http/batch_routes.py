@@ -121,7 +121,7 @@ class FileRoutes:
         return [Route(path, ByMethod(self._stored, each), methods=list(each)) for path, each in acts.items()]
 
     async def _upload(self, call: StorageRequest) -> None:
-        """Take a file in. Whoever hangs up before the answer is there left a whole file, or none."""
+        """Store an upload. A client that disconnects before the answer has left a whole file, or none."""
         store, threads = self._stored.opened(), self._stored.threads
         headers = Headers(scope=call.scope)
         refuse_encoded(headers)

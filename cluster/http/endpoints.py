@@ -53,7 +53,7 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request whose model is known. num_bytes: of its body. exchange: its ids and names, as `Gate` tells."""
+    """A request whose model is known. num_bytes: of its body. exchange: its ids and names, as of `Gate`."""
 
     front: ModelFront
     fields: Mapping[str, Any]

@@ -24,7 +24,7 @@ _ENCODINGS = (b"", b"binary", b"8bit", b"7bit")
 
 
 def boundary_of(content_type: str) -> bytes:
-    """Return what parts are told apart by; raises `ApiError`: 415 for other types, 400 without a fit boundary."""
+    """Return the boundary between parts; raises `ApiError`: 415 for other types, 400 without a fit boundary."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
         shown = kind.decode("latin-1")[:100]

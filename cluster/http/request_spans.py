@@ -77,7 +77,7 @@ class TracedApp:
 
     def _closing(self, send: Send) -> Send:
         async def close_and_send(message: Message) -> None:
-            # The app is done then, and once this is sent nobody waits any more.
+            # The app is done then, and the client waits for nothing after this.
             if message["type"].startswith("lifespan.shutdown."):
                 await asyncio.to_thread(self._tracing.close)
             await send(message)

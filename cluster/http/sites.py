@@ -11,7 +11,7 @@ visitor can: this machine, the network of an office. So it must be seen in the r
 - A body must have a Content-Type. Browsers send some without asking first (a preflight): those are refused where JSON
   is wanted, and this is the one that is none.
 
-Allowed sites are told so by the headers of CORS.
+Allowed sites get the headers of CORS.
 Source: WHATWG Fetch, W3C Fetch Metadata, and the algorithm of Go's `http.CrossOriginProtection`.
 """
 
@@ -42,7 +42,7 @@ _READABLE = (b"access-control-expose-headers", b"*")
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """What a server was told of its names and of sites.
+    """The configured names of a server, and the sites that it allows.
 
     keyed: whether it has keys; then names and sites are looked at only where they are given. listens: the address or
     name that it listens on. hosts: names that it goes by beside the usual ones, `*.` before those that stand for all

@@ -68,7 +68,7 @@ class StorageRequest:
 
 
 @dataclass(slots=True)
-class _Share:
+class _TenantThreads:
     """The threads that one tenant may have at a time. users: who have one, or wait for it."""
 
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(FILE_THREADS // 2))
@@ -76,21 +76,21 @@ class _Share:
 
 
 class FileThreads:
-    """Threads that read and write files, so that a slow disk holds up nobody but who waits for it.
+    """Threads that read and write files, so that a slow disk delays only the requests that use it.
 
-    One tenant has half of them at most: whoever lists many files over and over holds up itself.
+    One tenant has half of them at most, so that many requests of one tenant delay only that tenant.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=FILE_THREADS, thread_name_prefix="files")
-        self._shares: dict[str, _Share] = {}
+        self._shares: dict[str, _TenantThreads] = {}
 
     async def run(self, work: Callable[[], T], tenant: str) -> T:
         """Return what `work` returns; raises `ApiError` where it raises `OSError`.
 
         Who is cancelled still waits for its end: no two threads are at one file.
         """
-        share = self._shares.setdefault(tenant, _Share())
+        share = self._shares.setdefault(tenant, _TenantThreads())
         share.users += 1
         try:
             async with share.free:

@@ -1,4 +1,4 @@
-"""ASGI middleware around Ray Serve's proxy: it tells clients of their router's death, and routers of slow clients.
+"""ASGI middleware around Ray Serve's proxy: it reports a router's death to clients, and slow clients to routers.
 
 Serve's proxy knows nothing of what it passes on. Where a router dies, a stream simply stops: a client of HTTP/1.1 may
 notice that the body lacks its last chunk, others (HTTP/1.0, and all behind a reverse proxy that speaks it) believe it
@@ -95,7 +95,7 @@ class _Exchange:
     """
 
     def __init__(self, receive: Receive, send: Send, learning: bool, named: bool) -> None:
-        self.over = False  # answered to the end, or nobody is left to answer
+        self.over = False  # answered to the end, or the client is gone
         self.shown_id: str | None = None
         self._named = named
         self._receive = receive
@@ -107,7 +107,7 @@ class _Exchange:
         self._last = b""
         self._loop = asyncio.get_running_loop()
         self._arriving: asyncio.Future[Message] | None = None  # what the client sends next
-        self._news = self._loop.create_future()  # done when the router is to be told something
+        self._news = self._loop.create_future()  # done when the router is to be notified
         self._stalled = False
         self._asked = False
         self._taken = self._told = 0

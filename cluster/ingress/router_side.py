@@ -41,17 +41,17 @@ class IngressCheck:
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-            if marks == [TELLS_TAKEN]:  # one of an earlier version tells nothing
+            if marks == [TELLS_TAKEN]:  # one of an earlier version reports nothing
                 scope.setdefault("state", {})[WINDOWED] = True
-                window = _Window(receive, send)
+                window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send
         await self._app(scope, receive, send)
 
 
-class _Window:
+class _SendWindow:
     """One exchange: sending waits while `WINDOW` bytes of the body are more than the client has taken.
 
-    The last message of a body does not wait, so that a stream can be ended whose client reads no more. Whoever sends
+    The last message of a body does not wait, so that a stream can be ended whose client reads no more. An app sending
     more than one message of body must receive meanwhile, as it must anyway to hear that the client has left.
     """
 
@@ -86,7 +86,7 @@ class _Window:
 
 
 def until_lost(receive: Receive) -> Receive:
-    """Return `receive` that tells of a disconnect where Ray cannot fetch more from the proxy: nobody is there.
+    """Return `receive` that reports a disconnect where Ray cannot fetch more from the proxy.
 
     Serve raises what its call to the proxy raised, when that has died, or has cancelled a request on whose client it
     has given up while its body was still on its way.

@@ -87,7 +87,7 @@ def app_state(name: str) -> AppState | None:
 
 
 def read_overview(overview: ApplicationStatusOverview) -> AppState:
-    """Return the part of Serve's overview that we tell on."""
+    """Return the part of Serve's overview that is shown."""
     deployments = {name: _deployment(one) for name, one in overview.deployments.items()}
     reason = one_line(overview.message)
     return AppState(overview.status.value, deployments, reason, overview.last_deployed_time_s)
@@ -139,7 +139,7 @@ def probe_app(app: str) -> AppPicture:
 class AppWatch:
     """Probes again and again, in a thread of its own: when Ray's head is gone its calls block for a minute.
 
-    observe: is told what Serve says after each probe, in that thread; may block as well.
+    observe: called with Serve's status after each probe, in that thread; may block as well.
     """
 
     def __init__(self, see: Callable[[], AppPicture], observe: Callable[[AppState], None] | None = None) -> None:

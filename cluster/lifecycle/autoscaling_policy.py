@@ -63,7 +63,7 @@ def needed(settings: ScalingSettings, replicas: Sequence[ReplicaLoad], queue: Qu
 
 
 class Scaler:
-    """Turns samples of the load into decisions. The time is told to it, monotonic seconds.
+    """Turns samples of the load into decisions. The time is an argument, monotonic seconds.
 
     Up goes what every sample of the last `upscale_delay_s` asked for; down goes what none of the last
     `downscale_delay_s` would have needed. Each decision begins these times anew, so they are the cool-down as well.
@@ -79,11 +79,11 @@ class Scaler:
     ) -> int:
         """Return how many replicas there should be.
 
-        target: how many were asked for before. replicas: those that run and told their metrics; missing: those that
+        target: how many were asked for before. replicas: those that run and reported metrics; missing: those that
         run and did not, because of which nothing is taken away.
         """
         settings = self._settings
-        if target != self._target:  # somebody else decided: Serve's own start from zero, a new deployment
+        if target != self._target:  # decided elsewhere: Serve's own start from zero, a new deployment
             self._target = target
             self._samples.clear()
         if not replicas:
@@ -150,7 +150,7 @@ def replica_stats(stats: EngineStats, max_num_seqs: int, prefill_wait: float, qu
 
 
 def read_stats(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> tuple[list[ReplicaLoad], QueueLoad]:
-    """Return the latest metrics of each replica that told any, and of the queues, of which all tell alike.
+    """Return the latest metrics of each replica that reported any, and of the queues, which all report alike.
 
     metrics: name -> replica -> its values of late, as in `AutoscalingContext.raw_metrics`.
     """

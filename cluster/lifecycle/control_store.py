@@ -171,5 +171,5 @@ def living_actors() -> set[str] | None:
 
 
 def version_of(settings: Mapping[str, Any]) -> str:
-    """Return a few characters that tell settings apart."""
+    """Return a short hash of settings."""
     return hashlib.blake2b(msgspec.json.encode(dict(sorted(settings.items()))), digest_size=4).hexdigest()

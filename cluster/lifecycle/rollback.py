@@ -74,7 +74,7 @@ class Rollback:
     again, so that two versions which both fail do not take turns for ever.
 
     notice: what became of the last update, if it failed. time_of_day: seconds since the epoch, which may jump; a
-    router that knows the app goes by `clock`, which nobody sets.
+    router that knows the app goes by `clock`, which is monotonic.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class AppMemory:
         control_store.put(self._prefix + "seen", str(at).encode())
 
     def is_first(self, deployment: str, version: str, who: str) -> bool:
-        """Return whether nobody but `who` has asked this before of the deployment in this version."""
+        """Return whether only `who` has asked this of the deployment in this version."""
         asked = f"{self._prefix}first/{deployment}/"
         first = control_store.create(asked + version, who.encode())
         for key in control_store.keys(asked):

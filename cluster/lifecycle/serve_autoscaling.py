@@ -1,4 +1,7 @@
-"""The policy as Ray Serve calls it, in its controller, some times a second."""
+"""The policy as Ray Serve calls it, in its controller, some times a second.
+
+A file of its own, so that the controller imports neither the app nor its deployments.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from cluster.config_values import ScalingSettings
 from cluster.lifecycle.autoscaling_policy import Scaler, read_stats
 
-REPORT_SECONDS = 2.0  # how often replicas and handles tell the controller what they measured
+REPORT_SECONDS = 2.0  # how often replicas and handles report to the controller
 LOOK_BACK = 5.0  # seconds that Serve keeps of it
 
 
@@ -31,7 +34,7 @@ class ReplicaScaling:
 
 
 def autoscaling_config(settings: ScalingSettings, initial_replicas: int) -> AutoscalingConfig:
-    """Return what Serve is told. Serve starts the first replica of none by itself, when a call waits for one.
+    """Return Serve's autoscaling settings. Serve starts the first replica itself when a call waits for one.
 
     A number to start with holds for each update anew, which would then begin with the replicas of a quiet hour. So it
     is left out where it is what Serve comes to anyway.

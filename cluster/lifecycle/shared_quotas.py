@@ -1,7 +1,7 @@
 """Quotas hold over all routers of an app and outlive each of them: what one lets through, all of them count.
 
 A router writes what was used at it to Ray's control store, and reads what the others wrote. What a router writes
-outlives it, so whoever comes in its place counts that as well.
+outlives it, so its successor counts that as well.
 """
 
 from __future__ import annotations

@@ -11,14 +11,14 @@ import msgspec
 
 # Seconds between being ready and death below which a life counts as a failed start: it died of what it is.
 SHORT_LIFE = 8.0
-FREE_FAILURES = 2  # in a row, before anybody waits
+FREE_FAILURES = 2  # in a row, before a start is delayed
 LONGEST_PAUSE = 60.0
 MAX_REASON = 400
 logger = logging.getLogger(__name__)
 
 
 class StartRecord(msgspec.Struct, frozen=True):
-    """One start of one replica, as it last told of itself. Times are seconds since the epoch, of its node's clock.
+    """One start of one replica, as it last reported. Times are seconds since the epoch, of its node's clock.
 
     actor: the name by which Ray knows it. state: `waiting` (held back after failures, until `next_try`), `starting`
     (in `phase`), `ready` or `failed` (`reason`). since: when the state or phase began. failures: failed starts in a
@@ -98,7 +98,7 @@ class Register(Protocol):
 class Start:
     """Tells `register` of the start of `replica_id`, which Ray knows as `actor`.
 
-    alive: returns the names of the actors that live, None where that is not known: then nobody is held back.
+    alive: returns the names of the actors that live, None where that is not known: then no start is delayed.
     clock: seconds since the epoch.
     """
 

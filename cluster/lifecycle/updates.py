@@ -30,7 +30,7 @@ class UpdateFailedError(SquadronError):
 
 
 class StartupWait:
-    """The app itself, whose start lasts until requests can be served or nobody else could serve them (ASGI).
+    """The app itself, whose start lasts until requests can be served, or no other app could serve them (ASGI).
 
     Serve stops an old router as soon as a new one has started. A new one that speaks another model's tokens than the
     replicas there are would refuse everything until theirs have been replaced.
@@ -74,14 +74,14 @@ class StartupWait:
                 except UpdateFailedError:
                     if loop.time() > deadline:
                         if ready:
-                            return  # one model that does not start keeps nobody from the others
+                            return  # one model that does not start does not block the others
                         raise
                 ask_at = loop.time() + ASK_SECONDS
             await asyncio.sleep(READY_POLL_SECONDS)
 
 
 async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None) -> None:
-    """Call `act` once Serve has told the replica to stop. told: as of `stop_flag`; None = that is never known."""
+    """Call `act` once Serve stops the replica. told: as of `stop_flag`; None = that is never known."""
     if told is None:
         logger.warning("this Ray Serve does not tell when a replica is to stop: routers hear of it from Serve alone")
         return
@@ -91,7 +91,7 @@ async def call_on_stop(act: Callable[[], None], told: Callable[[], bool] | None)
 
 
 def stop_flag() -> Callable[[], bool] | None:
-    """Return what tells whether Serve has told this process's replica to stop, None where it keeps that elsewhere."""
+    """Return the flag by which Serve stops this process's replica, None where it keeps that elsewhere."""
     process = getattr(getattr(ray, "_private", None), "worker", None)
     actors = getattr(getattr(process, "global_worker", None), "actors", {})
     for actor in actors.values():

@@ -15,7 +15,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import TextStream
 from engine.text.tokenizer import Tokenizer
 
-_PROMPT_END = 16  # tokens of a prompt that tell whether its answer starts with thinking
+_PROMPT_END = 16  # tokens of a prompt that show whether its answer starts with thinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """Tokens of a whole call, as it is billed: every token generated counts, shown or not.
 
-    cached_tokens: of the prompts, found in a prefix cache; None = not told. reasoning_tokens: those of the output
-    that were thinking; None where thinking is not told apart.
+    cached_tokens: of the prompts, found in a prefix cache; None = not reported. reasoning_tokens: those of the output
+    that were thinking; None where thinking is not parsed.
     """
 
     prompt_tokens: int

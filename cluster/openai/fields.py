@@ -263,7 +263,7 @@ def _arguments(value: Any) -> str:
         if isinstance(from_json(value or "{}"), dict):
             return value or "{}"
     except ValueError:
-        pass  # told below: it is no JSON object either way
+        pass  # reported below: it is no JSON object either way
     raise PydanticCustomError("arguments_json", "must be a string that holds a JSON object")
 
 
@@ -289,7 +289,7 @@ class ToolCall(Fields):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class Message(Fields):
+class ChatMessage(Fields):
     """One message of a conversation; `developer` is today's name of `system`.
 
     Clients send answers back as they came, so fields that are null or empty count as not sent. An assistant that
@@ -321,4 +321,4 @@ class Message(Fields):
         return value not in (None, [], {})
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")]
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")]

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Raw, json
 
 from cluster.openai.call import Call
-from cluster.openai.choices import Delta, PlacedLogprob, PromptResult, Usage
+from cluster.openai.choices import Delta, PlacedLogprob, PromptResult, TokenUsage
 from cluster.openai.parsers.reader import CallDelta, Parsed, joined
 from engine.report import TokenLogprob
 from engine.text.tokenizer import Tokenizer
@@ -66,16 +66,16 @@ class Frames(ABC):
     def choice(self, index: int, text: str, whole: Delta) -> dict[str, Any]:
         """Return one choice of an answer that is not streamed; `whole` has all its tokens, calls and logprobs."""
 
-    def report_usage(self, usage: Usage, before: Usage) -> None:
+    def report_usage(self, usage: TokenUsage, before: TokenUsage) -> None:
         """Put the usage so far into the frames that follow; into one without tokens that `before` them."""
         self._opening_tail = b',"usage":' + _encode(usage_body(before)) + b"}\n\n"
         self._set_tail(b',"usage":' + _encode(usage_body(usage)) + b"}\n\n")
 
-    def usage(self, usage: Usage) -> bytes:
+    def usage(self, usage: TokenUsage) -> bytes:
         """Return the frame with the usage of the call, which has no choices."""
         return self._opening + b'],"usage":' + _encode(usage_body(usage)) + b"}\n\n"
 
-    def body(self, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+    def body(self, choices: list[dict[str, Any]], usage: TokenUsage) -> bytes:
         """Return the JSON body of an answer that is not streamed."""
         named = {"id": self._call.request_id, "object": self.object_name, **self._head}
         return _encode({**named, "choices": choices, "usage": usage_body(usage), **self._whole_call()})
@@ -107,7 +107,7 @@ class Frames(ABC):
         return extras
 
     def _prompt_extras(self, number: int) -> dict[str, Any]:
-        """Fields that tell of the prompt, where the request asks for them."""
+        """Fields about the prompt, where the request asks for them."""
         extras: dict[str, Any] = {}
         if self._call.prompt_logprobs is not None:
             extras["prompt_logprobs"] = self._prompt_scores(number, self._call.prompt_logprobs)
@@ -159,7 +159,7 @@ class CompletionFrames(Frames):
 
 
 class ChatFrames(Frames):
-    """`chat.completion` and `chat.completion.chunk` objects. A choice's first frame tells its role."""
+    """`chat.completion` and `chat.completion.chunk` objects. A choice's first frame has its role."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
@@ -196,7 +196,7 @@ class ChatFrames(Frames):
         return {"index": index, "message": message, **self._whole_extras(whole), "finish_reason": whole.finish_reason}
 
     def _introduction(self, opening: bytes) -> bytes:
-        """The first frame of a choice; the first of the call tells of the prompt as well."""
+        """The first frame of a choice; the first of the call has the prompt's fields as well."""
         closing = b"]" + self._opening_tail
         if self._tells_ids and not self._heads:
             closing = b"]," + _encode(self._prompt_extras(0))[1:-1] + self._opening_tail
@@ -231,7 +231,7 @@ def error_frame(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: TokenUsage) -> dict[str, Any]:
     """Return the `usage` object of an answer."""
     body: dict[str, Any] = {
         "prompt_tokens": usage.prompt_tokens,

@@ -14,7 +14,7 @@ from cluster.openai.choices import (
     Collected,
     Delta,
     PromptResult,
-    Usage,
+    TokenUsage,
     answer_parser,
     openings,
 )
@@ -62,9 +62,9 @@ class Generation:
         return len(self._choices)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Usage so far; complete after the last delta."""
-        return Usage(
+        return TokenUsage(
             prompt_tokens=sum([len(request.prompt_token_ids) for request in self._requests]),
             completion_tokens=sum([choice.num_tokens for choice in self._choices]) if self._counted else 0,
             cached_tokens=self.cached_tokens if self._tells_cache else None,
@@ -73,7 +73,7 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompts that were found in a prefix cache, told to the client or not."""
+        """Tokens of the prompts that were found in a prefix cache, whether reported to the client or not."""
         return sum(self._cached)
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
@@ -142,8 +142,8 @@ async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[D
     return await asyncio.to_thread(body) if many else body()
 
 
-def _num_logprobs(call: Call, usage: Usage) -> int:
-    """Tokens of a whole answer whose log-probabilities are told, at least."""
+def _num_logprobs(call: Call, usage: TokenUsage) -> int:
+    """Tokens of a whole answer whose log-probabilities are returned, at least."""
     output = usage.completion_tokens if call.params.logprobs is not None else 0
     return output + (usage.prompt_tokens if call.params.prompt_logprobs is not None else 0)
 

@@ -58,7 +58,7 @@ OPENAI_CHAT: Mapping[str, Refusal] = {
     "verbosity": Refusal(("medium",), "ask for it in a message", ("low", "high")),
     "web_search_options": Refusal(),
 }
-# What vLLM and SGLang know, or knew: a client that moves here is told the new name.
+# What vLLM and SGLang know, or knew: the refusal names the new name.
 EXTENSIONS: Mapping[str, Refusal] = {
     "guided_json": _use("structured_outputs={'json': ...} or response_format"),
     "guided_regex": _use("structured_outputs={'regex': ...}"),

@@ -210,7 +210,7 @@ def _choice(choices: tuple[str, ...]) -> StructuredOutput:
 
 
 def _structured(kind: GrammarKind, text: str, param: str) -> StructuredOutput:
-    """The engine's own check, told by the client's name of the field."""
+    """The engine's own check, with the client's name of the field."""
     if not text:
         raise InvalidRequestError(f"{param} must not be empty", param)
     try:
@@ -220,7 +220,7 @@ def _structured(kind: GrammarKind, text: str, param: str) -> StructuredOutput:
 
 
 class StreamOptions(Fields):
-    """How a stream tells usage."""
+    """How a stream reports usage."""
 
     include_usage: bool = note("one more chunk before [DONE], with empty choices and the usage", default=False)
     continuous_usage_stats: bool = note("usage so far in every chunk; only with include_usage", default=False)

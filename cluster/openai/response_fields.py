@@ -117,7 +117,7 @@ class TextOptions(Fields):
 
 
 class ReasoningOptions(Fields):
-    """How much the model is to think; thoughts are told as they are, so that a summary has no use."""
+    """How much the model is to think; thoughts are returned as they are, so that a summary has no use."""
 
     effort: ReasoningEffort | None = None
     summary: Summary | None = None

@@ -15,7 +15,7 @@ from msgspec import DecodeError, Raw, json
 from typing_extensions import override
 
 from cluster.errors import ApiError
-from cluster.openai.choices import Delta, PlacedLogprob, Usage
+from cluster.openai.choices import Delta, PlacedLogprob, TokenUsage
 from cluster.openai.frames import chat_logprobs
 from cluster.openai.parsers.reader import CallDelta
 from cluster.openai.response_input import ResponseCall
@@ -65,7 +65,7 @@ class ResponseWriter:
         for call in delta.calls:
             self._call(call)
 
-    def end(self, usage: Usage) -> dict[str, Any]:
+    def end(self, usage: TokenUsage) -> dict[str, Any]:
         """Complete the response and return its body."""
         if self._open is None:
             self._message()  # there is always something to show, if only an empty text
@@ -204,7 +204,7 @@ class MessageItem(TextItem):
         super().__init__(emit, index)
 
     def add(self, text: str, placed: Sequence[PlacedLogprob]) -> None:
-        """Add text, and the log-probabilities of its tokens where they are told."""
+        """Add text, and the log-probabilities of its tokens where they are wanted."""
         entries = self._logprobs(placed) if placed else []
         self._texts.append(text)
         self._entries += entries
@@ -339,7 +339,7 @@ class ResponseBody:
         }
 
 
-def usage_body(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+def usage_body(usage: TokenUsage, reasoning_tokens: int) -> dict[str, Any]:
     """Return the usage of a response. Nothing is billed for what is written to the cache, so it is told as 0."""
     return {
         "input_tokens": usage.prompt_tokens,

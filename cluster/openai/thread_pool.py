@@ -24,7 +24,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _Line:
+class _TenantQueue:
     """What one tenant has to do. waiting: done when their turn has come. num_bytes: of the requests that wait."""
 
     waiting: deque[_Turn] = field(default_factory=deque)
@@ -32,7 +32,7 @@ class _Line:
     running: int = 0
 
     def next(self) -> _Turn | None:
-        """Return who waits longest, None where nobody does."""
+        """Return the task that waits longest, None where none does."""
         while self.waiting and self.waiting[0].came.cancelled():
             self.leave(self.waiting[0])
         return self.waiting[0] if self.waiting else None
@@ -56,7 +56,7 @@ class FairThreadPool:
         self._free = threads
         self._most = max(threads - 1, 1)
         self._max_waiting = max_waiting
-        self._lines: dict[str, _Line] = {}  # by tenant; the first one's turn is next
+        self._lines: dict[str, _TenantQueue] = {}  # by tenant; the first one's turn is next
 
     async def run(self, num_bytes: int, work: Callable[[], T], tenant: str = "") -> T:
         """Return what `work` returns for a request of `num_bytes`; raises `ApiError` where too many of them wait."""
@@ -64,13 +64,13 @@ class FairThreadPool:
             return work()
         loop = asyncio.get_running_loop()
         await self._turn(num_bytes, tenant, loop)
-        task = self._threads.submit(work)  # which goes on in its thread if nobody waits for it any more
+        task = self._threads.submit(work)  # which goes on in its thread if its request is cancelled
         task.add_done_callback(lambda _: self._ended(tenant, loop))
         return await asyncio.wrap_future(task)
 
     async def _turn(self, num_bytes: int, tenant: str, loop: asyncio.AbstractEventLoop) -> None:
         """Wait for a thread, which then is the caller's."""
-        line = self._lines.setdefault(tenant, _Line())
+        line = self._lines.setdefault(tenant, _TenantQueue())
         if line.num_bytes + num_bytes > self._max_waiting and line.waiting:
             raise ApiError("overloaded", "too many long requests wait to be read; send it again in a moment")
         turn = _Turn(loop.create_future(), num_bytes)
@@ -105,7 +105,7 @@ class FairThreadPool:
         """Called by the thread."""
         try:
             loop.call_soon_threadsafe(self._release, tenant)
-        except RuntimeError:  # the loop is closed, and nobody waits on it
+        except RuntimeError:  # the loop is closed
             self._release(tenant)
 
     def _release(self, tenant: str) -> None:

@@ -61,7 +61,7 @@ def parse_completion(fields: Mapping[str, Any], model: ServedModel) -> Call:
     more: dict[str, Any] = {"logprobs": checked.logprobs}
     echo_only = checked.echo and checked.max_tokens == 0
     if echo_only:
-        more["max_tokens"] = 1  # the engine draws at least one, which nobody is shown
+        more["max_tokens"] = 1  # the engine draws at least one, which is not shown
     if checked.echo and checked.logprobs is not None:
         more["prompt_logprobs"] = max(checked.logprobs, checked.prompt_logprobs or 0)
     structured, param = _structured(checked)
@@ -117,7 +117,7 @@ def _sampling_params(checked: GenerationFields, hints: Hints, **more: Any) -> Sa
 def _common(
     prefix: str, checked: GenerationFields, params: SamplingParams, model: ServedModel, hints: Hints
 ) -> dict[str, Any]:
-    """What calls of all kinds hold; the last step, for it tells which hints were found on the way."""
+    """What calls of all kinds hold; the last step, since it notes which hints were found on the way."""
     options = checked.stream_options
     _check_stream(checked, hints)
     check_priority(checked.priority, model)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from cluster.accounts.costs import Costs, Usage
+from cluster.accounts.costs import EngineCosts, EngineUsage
 from cluster.accounts.engine_accounts import EngineAccounts
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.telemetry.logs import about_request
@@ -75,13 +75,13 @@ class Engine(ABC):
         """What requests had to wait for, also while a step hangs."""
         return self._accounts.flight
 
-    def used(self, sequence: Sequence) -> Usage:
+    def used(self, sequence: Sequence) -> EngineUsage:
         """Return what a sequence has used that has ended."""
         return self._accounts.used(sequence)
 
     @property
     @abstractmethod
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Who has used what, as of a moment ago."""
 
     @property
@@ -119,7 +119,7 @@ class Engine(ABC):
 
     @abstractmethod
     def _publish(self, outcome: Command) -> None:
-        """Have the listener told, on the event loop."""
+        """Call the listener on the event loop."""
 
     def _begin(self, requests: list[Request]) -> None:
         """Tell what the step at hand begins, before it is run."""
@@ -174,7 +174,7 @@ class EngineThread(Engine):
 
     @property
     @override
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Accounts as of less than `COSTS_AGE` before the latest step or idle tick."""
         return self._costs
 
@@ -281,7 +281,7 @@ class EngineThread(Engine):
         try:
             self._loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            # The loop is closed: nobody is left to run for.
+            # The loop is closed: no result can be delivered.
             logger.warning("the event loop is gone; the engine stops")
             self._stopping = True
 

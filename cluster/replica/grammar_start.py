@@ -64,7 +64,7 @@ class GrammarStart:
             why = InvalidRequestError("structured output is not available here", "structured", "not_supported")
             self._refused(request.request_id, why)
             return
-        # By tenant, which no client chooses as it does its salt: nobody's grammars keep another's waiting for long.
+        # By tenant, which a client cannot choose as it does its salt: no tenant's grammars delay another's for long.
         future = self._grammars.submit(wanted, request.tenant)
         if not future.done():
             what = "what its output must match is compiled"
@@ -74,7 +74,7 @@ class GrammarStart:
         task.add_done_callback(lambda _: self._tasks.pop(request_id, None))
 
     def give_up(self, request_id: str) -> bool:
-        """Forget a request that nobody wants any more, and keep nothing of it. False if it does not wait here.
+        """Forget a request that was aborted. Returns False if it does not wait here.
 
         Its grammar is compiled nonetheless, for others may want the same.
         """
@@ -120,5 +120,5 @@ class GrammarStart:
 async def _result(future: Future[CompiledGrammar]) -> CompiledGrammar:
     """Wait for a grammar that others may wait for too: if this is cancelled, that must not be."""
     waited = asyncio.wrap_future(future)
-    waited.add_done_callback(asyncio.Future.exception)  # looked at even where nobody is left to hear of it
+    waited.add_done_callback(asyncio.Future.exception)  # else asyncio warns of an exception that was never retrieved
     return await asyncio.shield(waited)

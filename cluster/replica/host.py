@@ -1,4 +1,4 @@
-"""A replica in this process, whoever started it: its group, its engine, and the links that routers open."""
+"""A replica in this process, however it was started: its group, its engine, and the links that routers open."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from prometheus_client.core import Metric
 from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.config import ClusterConfig
 from cluster.private_files import opener
-from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
 from cluster.replica.worker_group import StartedGroup, listening_host, memory_metric
 from cluster.telemetry.families import Source
 from cluster.telemetry.metrics import account_metrics, engine_metrics
@@ -48,7 +49,7 @@ PREFIX = "squadron-flight-"
 class ReplicaHost:
     """Made on the process's event loop once the group has started; everything in it ends with any rank of it.
 
-    on_death: told the reason in a thread of its own, in the last moments of the process.
+    on_death: called with the reason in a thread of its own, in the last moments of the process.
     log_folder: where what requests waited for is written then; None = nowhere.
     """
 

@@ -1,6 +1,6 @@
 """Processes that end with their node. Ray takes up to half a minute to end those of a dead raylet; they serve on.
 
-A process whose raylet is gone is one that nobody manages: Serve has given it up and starts another in its place.
+A process whose raylet is gone is not managed any more: Serve has given it up and starts another in its place.
 """
 
 from __future__ import annotations

@@ -1,302 +1,72 @@
-"""What a replica keeps for its routers: the runs they asked for, the reports being filled, and the cached blocks."""
+"""The links of a replica's routers: welcome, reports of each step, heartbeats, and the end of silent ones."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import islice
 
-from cluster.accounts.costs import Usage as EngineUsage
-from cluster.admission.capacity import QueueState
-from cluster.telemetry.logs import about_request
-from cluster.wire.link import LinkClosedError, RouterLink
-from cluster.wire.messages import (
-    BlockUpdate,
-    Costs,
-    Down,
-    FinishRow,
-    Heartbeat,
-    Load,
-    LogprobRow,
-    PooledRow,
-    PromptRow,
-    Report,
-)
-from cluster.wire.translation import block_key, clipped, pooled_row, prompt_row, usage_of
+from cluster.admission.capacity import QueueState, together
+from cluster.replica.runs import Changes, RouterSession, Run
+from cluster.telemetry.logs import BestEffort
+from cluster.wire.link import DAMAGED, SILENT, SUPERSEDED, RouterLink
+from cluster.wire.messages import Draining, Load, ReplicaCosts, Welcome
+from cluster.wire.translation import block_key
 from engine.errors import redacted
-from engine.report import BlockEvents, Finish, Floats, PromptLogprobs, StepReport, TokenLogprob
-from engine.request import Request, Sequence
+from engine.report import BlockEvents, StepReport
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_BLOCKS = 8192  # keys in one message
-Changes = tuple[list[int], list[int], bool]  # (stored, removed, cleared), as in `BlockUpdate`
 
 
-@dataclass(eq=False, slots=True)
-class Run:
-    """One attempt to run a request. `lanes`: choice -> its lane, those that have not ended."""
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What a replica is and runs, as in `Welcome`. `num_kv_blocks` excludes the null block.
 
-    engine_id: str
-    stream: int
-    session: RouterSession
-    lanes: dict[int, Lane] = field(default_factory=dict)
-
-
-@dataclass(eq=False, slots=True)
-class Lane:
-    """One choice of a run: where its tokens go. `count`: output tokens reported, those of the resume log included."""
-
-    run: Run
-    session: RouterSession
-    key: int
-    choice: int
-    count: int
-    sequence: Sequence | None = None
-
-
-class RouterSession:
-    """One router's share of a replica. The column lists are filled by the replica and emptied by `flush`.
-
-    num_block_updates: changes of the prefix cache that were told. highest_stream: of the submits that came, or can
-    come no more.
+    token_budget: tokens that a step of its engine may compute.
     """
 
-    def __init__(self, link: RouterLink, number: int, incarnation: int, now: float) -> None:
-        self.link = link
-        self.number = number
-        self.runs: dict[int, Run] = {}
-        self.highest_stream = -1
-        self.last_heard = now
-        self.last_beat = now
-        self.costs_due = now
-        self.queue = QueueState()  # what waits in the router
-        self.streams: list[int] = []
-        self.indices: list[int] = []
-        self.tokens: list[int] = []
-        self.finishes: list[FinishRow] = []
-        self.logprobs: list[LogprobRow] = []
-        self.cached: list[tuple[int, int]] = []
-        self.prompts: list[PromptRow] = []
-        self.pooled: list[PooledRow] = []
-        self._incarnation = incarnation
-        self._num_reports = 0
-        self.num_block_updates = 0
+    replica_id: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_kv_blocks: int
+    eos_token_ids: tuple[int, ...] = ()
+    fingerprint: str = ""
+    token_budget: int = 8192
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether the present step brought anything for this router."""
-        return bool(self.streams or self.finishes or self.prompts)
-
-    def add_logprobs(self, entry: TokenLogprob) -> None:
-        """Give the row that was added last its log-probabilities."""
-        ids = [token_id for token_id, _ in entry.top]
-        values = [value for _, value in entry.top]
-        self.logprobs.append(LogprobRow(len(self.streams) - 1, entry.logprob, ids, values))
-
-    def flush(
-        self,
-        step: int,
-        load: Load,
-        others: int,
-        blocks: Changes | None = None,
-        costs: Costs | None = None,
-    ) -> None:
-        """Send what was gathered as one report.
-
-        others: requests of other routers here. blocks: (stored, removed, cleared) of the prefix cache.
-        """
-        update = None
-        if blocks is not None:
-            update = BlockUpdate(self.num_block_updates, *blocks)
-            self.num_block_updates += 1
-        report = Report(
-            self._num_reports,
-            self._incarnation,
-            step,
-            self.streams,
-            self.indices,
-            self.tokens,
-            load,
-            self.finishes,
-            self.logprobs,
-            self.cached,
-            update,
-            self.prompts,
-            self.pooled,
-            others,
-            costs,
+    def welcome(self, incarnation: int, draining: bool) -> Welcome:
+        """Return the first message to a router."""
+        return Welcome(
+            self.replica_id,
+            incarnation,
+            self.model,
+            self.max_model_len,
+            self.vocab_size,
+            self.block_size,
+            self.num_kv_blocks,
+            self.eos_token_ids,
+            draining,
+            self.fingerprint,
         )
-        self._num_reports += 1
-        self.streams, self.indices, self.tokens = [], [], []
-        self.finishes, self.logprobs, self.cached = [], [], []
-        self.prompts, self.pooled = [], []
-        self.send(report)
-
-    def beat(self, load: Load, now: float, others: int, costs: Costs | None = None) -> None:
-        """Say that all is well, and what runs here for this router. Arguments as of `flush`."""
-        self.last_beat = now
-        running = [lane.key for run in self.runs.values() for lane in run.lanes.values()]
-        updates, submitted = self.num_block_updates, self.highest_stream + 1
-        self.send(Heartbeat(self._incarnation, load, updates, others, costs, submitted, running))
-
-    def send(self, message: Down) -> None:
-        """Send `message`. On a link that is over nothing is sent: whoever reads the link hears of its end."""
-        if not self.link.closed:
-            try:
-                self.link.send(message)
-            except LinkClosedError:
-                return
 
 
-class Runs:
-    """The requests that run on a replica and have not ended, over all routers. Used on one event loop.
+@dataclass(frozen=True, slots=True)
+class ReplicaTimes:
+    """Times in seconds.
 
-    used: says what a sequence has used that has ended. num_unwanted: tokens of those that were dropped before, for
-        which nobody was left.
+    heartbeat: how often a router gets a heartbeat, with what runs here for it. router_timeout: silence of a
+    router after which it is taken for dead and its requests are ended. costs: between two looks of a router at the
+    accounts.
     """
 
-    def __init__(self, used: Callable[[Sequence], EngineUsage]) -> None:
-        self.num_unwanted = 0
-        self._used = used
-        self._by_id: dict[str, Run] = {}  # by engine request id
-        self._lanes: dict[Sequence, Lane] = {}  # of the sequences that reported a token
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    @property
-    def num_lanes(self) -> int:
-        """Choices that have reported a token and have not ended."""
-        return len(self._lanes)
-
-    def get(self, engine_id: str) -> Run | None:
-        """Return a run by the id that the engine knows it by."""
-        return self._by_id.get(engine_id)
-
-    async def until_none(self) -> None:
-        """Wait until nothing runs."""
-        await self._quiet.wait()
-
-    def start(self, session: RouterSession, stream: int, request: Request) -> None:
-        """Enter a request that the engine is about to get under its id."""
-        run = Run(request.request_id, stream, session)
-        logs = dict.fromkeys(range(request.params.n), ()) if request.resume is None else request.resume
-        for choice, log in logs.items():
-            run.lanes[choice] = Lane(run, session, stream + choice, choice, len(log))
-        session.runs[stream] = run
-        self._by_id[run.engine_id] = run
-        self._quiet.clear()
-
-    def distribute(self, report: StepReport) -> list[Run]:
-        """Put one step's rows and ends into the reports of the routers that asked for them.
-
-        Returns the runs that this failed for, which must be broken off: some of their rows are missing.
-        """
-        lanes = self._lanes
-        logprobs = report.logprobs
-        broken: dict[Sequence, Exception] = {}
-        for row, (sequence, token) in enumerate(zip(report.sequences, report.token_ids, strict=True)):
-            lane = lanes.get(sequence) or self._lane(sequence)
-            if lane is None:
-                self.num_unwanted += 1
-                continue
-            session = lane.session
-            session.streams.append(lane.key)
-            session.indices.append(lane.count)
-            session.tokens.append(token)
-            lane.count += 1
-            if row in logprobs:
-                try:
-                    session.add_logprobs(logprobs[row])
-                except Exception as error:
-                    broken[sequence] = error
-                    for column in (session.streams, session.indices, session.tokens):
-                        column.pop()
-        if report.finished or report.prompt_logprobs or report.pooled:
-            self._distribute_rest(report, broken)
-        return self._runs_of(broken)
-
-    def _distribute_rest(self, report: StepReport, broken: dict[Sequence, Exception]) -> None:
-        """Put in what is not told for each token. broken: gains the sequences that this fails for."""
-        tell: list[tuple[Sequence, Callable[[], None]]] = [
-            *[(one.sequence, partial(self._add_prompt_logprobs, one)) for one in report.prompt_logprobs],
-            *[(sequence, partial(self._add_pooled, sequence, state)) for sequence, state in report.pooled],
-            *[(finish.sequence, partial(self._finish, finish)) for finish in report.finished],
-        ]
-        for sequence, told in tell:
-            if sequence not in broken:
-                try:
-                    told()
-                except Exception as error:
-                    broken[sequence] = error
-
-    def _runs_of(self, broken: dict[Sequence, Exception]) -> list[Run]:
-        runs: dict[str, Run] = {}
-        for sequence, error in broken.items():
-            engine_id = sequence.request.request_id
-            cause, extra = redacted(error), about_request(engine_id)
-            logger.error("request %s: its share of a step cannot be told", engine_id, exc_info=cause, extra=extra)
-            if (run := self._by_id.get(engine_id)) is not None:
-                runs[engine_id] = run
-        return list(runs.values())
-
-    def _add_prompt_logprobs(self, told: PromptLogprobs) -> None:
-        if (lane := self._lanes.get(told.sequence) or self._lane(told.sequence)) is not None:
-            lane.session.prompts.append(prompt_row(lane.key, told))
-
-    def _add_pooled(self, sequence: Sequence, state: Floats) -> None:
-        if (lane := self._lanes.get(sequence) or self._lane(sequence)) is not None:
-            lane.session.pooled.append(pooled_row(lane.key, state))
-
-    def drop_lane(self, lane: Lane) -> None:
-        """Forget one choice; its run goes on with the others."""
-        del lane.run.lanes[lane.choice]
-        if lane.sequence is not None:
-            del self._lanes[lane.sequence]
-
-    def drop(self, run: Run) -> None:
-        """Forget a run: what the engine still says of it is nobody's."""
-        for lane in list(run.lanes.values()):
-            self.drop_lane(lane)
-        run.session.runs.pop(run.stream, None)
-        self._by_id.pop(run.engine_id, None)
-        if not self._by_id:
-            self._quiet.set()
-
-    def _lane(self, sequence: Sequence) -> Lane | None:
-        """Return the lane of a sequence that is heard of for the first time; None if nobody wants it any more."""
-        run = self._by_id.get(sequence.request.request_id)
-        lane = run.lanes.get(sequence.index) if run is not None else None
-        if lane is not None:
-            lane.sequence = sequence
-            self._lanes[sequence] = lane
-            if sequence.num_cached_tokens:
-                lane.session.cached.append((lane.key, sequence.num_cached_tokens))
-        return lane
-
-    def _finish(self, finish: Finish) -> None:
-        sequence = finish.sequence
-        lane = self._lanes.get(sequence) or self._lane(sequence)
-        if lane is None:
-            return
-        row = FinishRow(
-            lane.key,
-            finish.reason.value,
-            sequence.num_output_tokens,
-            clipped(finish.message),
-            finish.code,
-            usage_of(self._used(sequence)),
-        )
-        lane.session.finishes.append(row)
-        self.drop_lane(lane)
-        if not lane.run.lanes:
-            self.drop(lane.run)
+    heartbeat: float = 0.5
+    router_timeout: float = 10.0
+    costs: float = 1.0
 
 
 class CachedBlocks:
@@ -326,3 +96,137 @@ class CachedBlocks:
         yield list(islice(keys, SNAPSHOT_BLOCKS)), [], True
         while chunk := list(islice(keys, SNAPSHOT_BLOCKS)):
             yield chunk, [], False
+
+
+class RouterSessions:
+    """The links of all routers to one replica, by router id. Used on one event loop.
+
+    costs: the accounts, sent to each router every `ReplicaTimes.costs`. load: the engine's load now. runs: of all
+    routers. abort: called with each run of a router whose link ends.
+    """
+
+    def __init__(
+        self,
+        facts: ReplicaFacts,
+        incarnation: int,
+        times: ReplicaTimes,
+        load: Callable[[], Load],
+        costs: Callable[[], ReplicaCosts],
+        runs: Sized,
+        abort: Callable[[Run], None],
+    ) -> None:
+        self._facts = facts
+        self._incarnation = incarnation
+        self._times = times
+        self._load = load
+        self._costs = costs
+        self._runs = runs
+        self._abort = abort
+        self._loop = asyncio.get_running_loop()
+        self._sessions: dict[str, RouterSession] = {}
+        self._cached = CachedBlocks()
+        self._num_begun = 0
+        self._draining = False
+        self._best_effort = BestEffort()
+        self._ticker = self._loop.create_task(self._tick())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def queue(self) -> QueueState:
+        """What waits in the routers."""
+        return together(session.queue for session in self._sessions.values())
+
+    def get(self, router_id: str) -> RouterSession | None:
+        """Return a router's session, None while it has no link."""
+        return self._sessions.get(router_id)
+
+    def begin(self, link: RouterLink) -> RouterSession:
+        """Welcome a router. A former link of the same router ends, with its runs."""
+        former = self._sessions.get(link.router_id)
+        if former is not None:
+            self.end(former, SUPERSEDED, "the router opened a new link")
+        self._num_begun += 1
+        session = RouterSession(link, self._num_begun, self._incarnation, self._loop.time())
+        self._sessions[link.router_id] = session
+        session.send(self._facts.welcome(self._incarnation, self._draining))
+        if len(self._cached):
+            self.report_blocks(session)
+        return session
+
+    def end(self, session: RouterSession, code: str, message: str) -> None:
+        """Close a router's link and end its runs."""
+        session.link.close(code, message)
+        for run in list(session.runs.values()):
+            self._abort(run)
+        if self._sessions.get(session.link.router_id) is session:
+            del self._sessions[session.link.router_id]
+
+    def end_all(self, code: str, message: str) -> None:
+        """Close the links of all routers and end their runs."""
+        for session in list(self._sessions.values()):
+            self.end(session, code, message)
+
+    def close(self, code: str, message: str) -> None:
+        """End all links, and send no more heartbeats."""
+        self._ticker.cancel()
+        self.end_all(code, message)
+
+    def drain(self) -> None:
+        """Tell all routers, later ones too, that this replica is going to stop."""
+        self._draining = True
+        for session in self._sessions.values():
+            session.send(Draining())
+
+    def report(self, report: StepReport, load: Load) -> None:
+        """Send each router its rows of one step, and what the prefix cache gained and lost."""
+        now = self._loop.time()
+        blocks = self._best_effort.do(self._cached.note, report.events)
+        for session in list(self._sessions.values()):
+            if blocks is not None or session.has_rows:
+                self._flush(session, report.step, load, now, blocks)
+
+    def report_blocks(self, session: RouterSession) -> None:
+        """Send a router all keys of the prefix cache."""
+        for changes in self._cached.snapshot():
+            session.flush(0, self._load(), self._others(session), changes)
+
+    def _flush(self, session: RouterSession, step: int, load: Load, now: float, blocks: Changes | None) -> None:
+        """Send a router its report; where that fails its link ends, since rows are lost."""
+        try:
+            session.flush(step, load, self._others(session), blocks, self._costs_for(session, now))
+        except Exception as error:
+            names = self._facts.replica_id, session.link.router_id
+            logger.error("replica %s: no report can be sent to router %s", *names, exc_info=redacted(error))
+            self.end(session, DAMAGED, "a report could not be sent")
+
+    def _others(self, session: RouterSession) -> int:
+        """Requests here that are not the router's own: known to this loop, not to the engine some steps later."""
+        return len(self._runs) - len(session.runs)
+
+    def _costs_for(self, session: RouterSession, now: float) -> ReplicaCosts | None:
+        """Return the accounts where they are due."""
+        if now < session.costs_due:
+            return None
+        session.costs_due = now + self._times.costs
+        return self._costs()
+
+    async def _tick(self) -> None:
+        expected = self._loop.time()
+        while True:
+            now = self._loop.time()
+            if now - expected > self._times.heartbeat:
+                # This process was stopped or starved: what the routers said meanwhile has not been read yet.
+                for session in self._sessions.values():
+                    session.last_heard = now
+            for session in list(self._sessions.values()):
+                self._best_effort.do(self._attend, session, now)
+            expected = now + self._times.heartbeat / 2
+            await asyncio.sleep(self._times.heartbeat / 2)
+
+    def _attend(self, session: RouterSession, now: float) -> None:
+        if now - session.last_heard > self._times.router_timeout:
+            self.end(session, SILENT, "the router has been silent for too long")
+        elif now - session.last_beat >= self._times.heartbeat:
+            session.beat(self._load(), now, self._others(session), self._costs_for(session, now))

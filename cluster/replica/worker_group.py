@@ -245,7 +245,7 @@ class StartedGroup:
 
 
 def start_group(config: ClusterConfig, on_phase: OnPhase = lambda _: None, replica_id: str = "") -> StartedGroup:
-    """Load the model on all ranks. on_phase: told each phase as it begins. replica_id: names it in figures and logs.
+    """Load the model on all ranks. on_phase: called as each phase begins. replica_id: its name in metrics and logs.
 
     Raises `ConfigError`, `CheckpointError`, or `EngineDeadError` when a rank did not come up.
     """
@@ -306,7 +306,7 @@ def listening_host(config: ClusterConfig, nodes: Iterable[str]) -> str:
 
 
 def _check_link_host(host: str | None) -> None:
-    """Raise `ConfigError` now if nobody could ever link up with this replica."""
+    """Raise `ConfigError` now if no router could open a link to this replica."""
     if host is None:
         return
     try:

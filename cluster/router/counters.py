@@ -1,4 +1,4 @@
-"""Plain figures of a router, for whoever exports them."""
+"""Counters of one router's dispatcher, read by the metrics collectors."""
 
 from __future__ import annotations
 

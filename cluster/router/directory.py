@@ -40,7 +40,7 @@ class ReplicaWatch:
         self._on_members = on_members
 
     def members_changed(self, ids: frozenset[str]) -> None:
-        """Tell the router, from the request router's thread. Nobody listens any more once its loop is closed."""
+        """Tell the router, from the request router's thread. Dropped once the router's loop is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_members, ids)
 
@@ -52,7 +52,7 @@ class LeaseRequestRouter(RequestRouter):
     """Serve's request router for the replica deployment: sends each lease call to a replica its caller lacks."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Start with nobody watching (called by Serve)."""
+        """Start without watchers (called by Serve)."""
         self._watches: list[ReplicaWatch] = []
         self._recheck = asyncio.Event()
 
@@ -78,7 +78,7 @@ class LeaseRequestRouter(RequestRouter):
         return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the new set from Serve's controller and pass it on to whoever watches."""
+        """Take the new set from Serve's controller and pass it on to the watchers."""
         super().update_replicas(replicas)
         self._recheck.set()
         for watch in self._watches:
@@ -106,8 +106,8 @@ class ReplicaDirectory:
 
     vocabulary: what the router's tokens are of; while an update goes on there may be replicas of another, which get
     nothing from this router. on_demand: the deployment is autoscaled, so no lease call is pending while there is
-    nothing to find. rouse: asked until a first replica is found: whether to look for one although nobody waits for
-    it. A call that is pending has Serve start one where there is none.
+    nothing to find. rouse: asked until a first replica is found: whether to look for one although no request waits.
+    A call that is pending has Serve start one where there is none.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class ReplicaDirectory:
 
     @property
     def _patience(self) -> float:
-        """Each new call is told to Serve's controller at once where there is no replica."""
+        """Serve's controller hears of each new call at once where there is no replica."""
         return LEASE_PATIENCE if self._members or not self._on_demand else COLD_PATIENCE
 
     def _forget(self, replica_id: str) -> None:

@@ -1,12 +1,10 @@
-"""The router's heart: it remembers every live request and sees it through, whatever becomes of the replicas."""
+"""The router's token source: accepts requests, keeps their token logs, and streams their tokens over any replicas."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from random import Random
-from typing import Concatenate, ParamSpec
 
 from cluster.accounts.flight_recorder import FlightRecorder, Wait
 from cluster.admission.capacity import QueueState, ReplicaCapacity, together
@@ -19,73 +17,51 @@ from cluster.router.prefix_index import CacheReports
 from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.replica_set import ReplicaEvents, ReplicaSet, ReplicaView
-from cluster.router.token_log import ChoiceLog, TokenLog
+from cluster.router.reports import ReportReader
+from cluster.router.token_log import TokenLog
 from cluster.router.why import Explanation, Inquiries, explanation
-from cluster.telemetry.logs import about_request
 from cluster.token_source import NO_CONTEXT, CallContext, TokenChunk
 from cluster.wire.link import CLOSED, DAMAGED, ReplicaLink
-from cluster.wire.messages import (
-    Begun,
-    Down,
-    Draining,
-    Explained,
-    FinishChoice,
-    FinishRow,
-    Heartbeat,
-    Ping,
-    PooledRow,
-    PromptRow,
-    Rejected,
-    Report,
-)
-from cluster.wire.translation import pooled_state, prompt_logprobs, waited
-from engine.errors import redacted
-from engine.grammar.texts import shape
-from engine.request import FinishReason, Request
-
-logger = logging.getLogger(__name__)
-LOGPROBS_COUNT = 8  # times as much as one without, at most, does a token with log-probabilities count while it waits
-P = ParamSpec("P")
+from cluster.wire.messages import Begun, Down, Draining, Explained, FinishChoice, Heartbeat, Ping, Rejected, Report
+from cluster.wire.translation import waited
+from engine.request import Request
 
 
 class Dispatcher:
     """Implements `TokenSource` over any number of replicas. Made and used on one event loop.
 
     A request runs on one replica at a time. When that one is lost, the request is submitted to another together with
-    its token log and goes on at the next position; nothing that the former one still says of it is believed.
+    its token log and goes on at the next position; later messages about the former attempt are dropped.
 
-    caches: what the replicas tell of their prefix caches.
-    on_link_lost: called with the replica's id and the code of the link's end, to look for a new link.
+    The parts: `ReplicaSet` holds the links, `Placement` decides where each request runs or waits, `ReportReader`
+    applies the replicas' reports. caches: what the replicas report of their prefix caches.
     """
 
-    def __init__(
-        self,
-        config: DispatcherConfig | None = None,
-        rng: Random | None = None,
-        on_link_lost: Callable[[str, str], None] | None = None,
-    ) -> None:
+    def __init__(self, config: DispatcherConfig | None = None, rng: Random | None = None) -> None:
         config, rng = config or DispatcherConfig(), rng or Random()
         self.counters = DispatcherCounters()
-        self._max_pending_tokens = config.max_pending_tokens
         self._loop = asyncio.get_running_loop()
-        self._blame = Blame(config.quarantine_deaths, config.no_replica_timeout, self._loop.time)
-        self._replicas = ReplicaSet(config, rng, self._blame)
-        self.caches: CacheReports = self._replicas.caches
         self._live: dict[str, LiveRequest] = {}
         self._flight = FlightRecorder(self._loop.time)
-        self._placement = Placement(config, self._replicas, self.counters, self._flight, self._blame, rng)
-        self._placement.on_link_lost = on_link_lost
-        self._inquiries = Inquiries(self._placement.send)
+        self._blame = Blame(config.quarantine_deaths, config.no_replica_timeout, self._loop.time)
+        # The replica set calls nothing before the event loop runs, when all parts are made.
+        events = ReplicaEvents(self._on_message, self._on_lost, self._on_room, self._on_overstay, self._ping)
+        self._replicas = ReplicaSet(config, rng, self._blame, events)
+        self.caches: CacheReports = self._replicas.caches
+        self._placement = Placement(
+            config, self._replicas, self.counters, self._flight, self._blame, rng, self._waits_for_replica
+        )
+        self._reports = ReportReader(
+            self._live, self._replicas, self._placement, self._blame, self.counters, config.max_pending_tokens
+        )
+        self._inquiries = Inquiries(self._replicas.send)
         self._deadlines = DeadlineTimers(self._loop, self._expire)
         self._closing = False
         self._on_leaving: Callable[[str], None] = self.remove_replica
+        self._on_waiting: Callable[[], None] = lambda: None
         self._queue_before: Callable[[], QueueState] = QueueState
         self._quiet = asyncio.Event()
         self._quiet.set()
-        moved = self._placement
-        self._replicas.listen(
-            ReplicaEvents(self._on_message, moved.on_lost, moved.place_waiting, moved.on_overstay, self._ping)
-        )
 
     @property
     def ready(self) -> bool:
@@ -112,7 +88,7 @@ class Dispatcher:
     @property
     def given_up_ago(self) -> float:
         """Seconds since a new request was last refused because no replica came for it."""
-        return self._loop.time() - self._placement.last_given_up
+        return self._placement.given_up_ago
 
     @property
     def num_waiting(self) -> int:
@@ -150,7 +126,7 @@ class Dispatcher:
 
     def call_when_waiting(self, callback: Callable[[], None]) -> None:
         """Have `callback` called whenever a request has to wait for a replica."""
-        self._placement.on_waiting = callback
+        self._on_waiting = callback
 
     def call_when_leaving(self, callback: Callable[[str], None]) -> None:
         """Have `callback` called with the id of a replica that says it is to go, in the place of `remove_replica`."""
@@ -164,7 +140,7 @@ class Dispatcher:
     async def explain(self, name: str, tenant: str | None = None) -> Explanation:
         """Return what this router and the replicas know of a request's waiting.
 
-        name: as its client knows it. tenant: whose it must be, None = anybody's.
+        name: as its client knows it. tenant: the request must be this tenant's; None = any.
         """
         now = self._loop.time()
         own = [waited(event, now) for event in self._flight.of(name, tenant)]
@@ -189,7 +165,7 @@ class Dispatcher:
             self._placement.place_waiting()
             return
         replica.draining = True
-        self._placement.retire_if_idle(replica)
+        self._replicas.retire_if_idle(replica)
 
     async def drain(self) -> None:
         """Accept no more requests and wait until all have ended."""
@@ -236,7 +212,7 @@ class Dispatcher:
             live.log.wake()
         elif still_runs and attempt is not None:
             attempt.replica.streams.pop(attempt.stream + choice, None)
-            self._placement.send(attempt.replica, FinishChoice(attempt.stream, choice))
+            self._replicas.send(attempt.replica, FinishChoice(attempt.stream, choice))
 
     def _accept(self, request: Request, context: CallContext) -> LiveRequest:
         if self._closing:
@@ -296,152 +272,41 @@ class Dispatcher:
             self.counters.tpot.observe((now - live.first_token_at) / (live.log.longest - 1))
 
     def queue(self) -> QueueState:
-        """Return what waits, here for a replica and in front of this; replicas are told."""
+        """Return what waits, here for a replica and in front of this. Sent to replicas too."""
         return together([self._queue_before(), self._placement.queue()])
 
-    # --- what the replicas say
+    def _waits_for_replica(self) -> None:
+        self._on_waiting()
+
+    # --- events of the replica set
+
+    def _on_lost(self, replica: ReplicaHandle, code: str, message: str) -> None:
+        self._placement.on_lost(replica, code, message)
+
+    def _on_room(self) -> None:
+        self._placement.place_waiting()
+
+    def _on_overstay(self, replica: ReplicaHandle) -> None:
+        self._placement.on_overstay(replica)
 
     def _ping(self) -> Ping:
         queue = self.queue()
         return Ping(queue.requests, queue.tokens, max(0.0, queue.age), queue.rate, self._placement.next_stream)
 
     def _on_message(self, replica: ReplicaHandle, message: Down) -> None:
-        """Act on what a replica said."""
+        """Hand a replica's message to the part that acts on it."""
         match message:
             case Report():
-                self._on_report(replica, message)
-            case Heartbeat(incarnation=incarnation):
-                if incarnation == replica.incarnation:
-                    self._placement.reconcile(replica, message)
-                    self._replicas.note_heartbeat(replica, message)
+                self._reports.on_report(replica, message)
+            case Heartbeat():
+                self._reports.on_heartbeat(replica, message)
             case Begun(streams=streams):
                 replica.begun(streams)
             case Rejected():
-                self._on_rejected(replica, message)
+                self._reports.on_rejected(replica, message)
             case Explained():
                 self._inquiries.on_answer(replica, message)
             case Draining():
                 self._on_leaving(replica.replica_id)
             case _:
                 self._replicas.lose(replica, DAMAGED, f"a {type(message).__name__} is not expected here")
-
-    def _on_report(self, replica: ReplicaHandle, report: Report) -> None:
-        """Take in one step of a replica; one that is not the next of its link is dropped, or ends the link."""
-        if report.incarnation != replica.incarnation or report.sequence < replica.next_report:
-            self.counters.stale_reports += 1
-            return
-        if report.sequence > replica.next_report:
-            self._replicas.lose(replica, DAMAGED, f"report {replica.next_report} is missing")
-            return
-        replica.next_report += 1
-        replica.note(report)
-        self.counters.reports += 1
-        watched, wrong = replica.read(report, self.counters)
-        for choice in watched:
-            self._alone(choice, self._on_new_tokens)
-        for choice, problem in wrong:
-            self._break_off(choice, problem)
-        streams = replica.streams
-        for prompt in report.prompts:
-            self._alone(streams.get(prompt.stream), self._on_prompt, prompt)
-        for pooled in report.pooled:
-            self._alone(streams.get(pooled.stream), self._on_pooled, pooled)
-        for row in report.finishes:
-            self._alone(streams.get(row.stream), self._on_finish, replica, row)
-        if report.blocks is not None and not replica.gone:
-            self._replicas.note_blocks(replica, report.blocks)
-
-    def _alone(
-        self,
-        choice: ChoiceLog | None,
-        act: Callable[Concatenate[ChoiceLog, P], None],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> None:
-        """Act on what was said of one choice, if it is anybody's; a fault in that ends its request and no other."""
-        if choice is None:
-            return
-        try:
-            act(choice, *args, **kwargs)
-        except Exception as error:
-            request_id = choice.log.request.request_id
-            cause, extra = redacted(error), about_request(request_id)
-            logger.error("request %s: a report cannot be taken in", request_id, exc_info=cause, extra=extra)
-            self._break_off(choice, "what was said of it cannot be taken in")
-
-    def _on_new_tokens(self, choice: ChoiceLog) -> None:
-        live = self._progressed(choice)
-        if live.first_token_at is None:
-            live.first_token_at = self._loop.time()
-            self.counters.ttft.observe(live.first_token_at - live.accepted_at)
-        # Fewer may wait where log-probabilities come with each, which take up far more than a token.
-        each = min(1 + (choice.log.request.params.logprobs or 0), LOGPROBS_COUNT)
-        most = max(1, self._max_pending_tokens // each)
-        choice.check_at = choice.delivered + most
-        if choice.pending > most:
-            message = f"more than {most} tokens waited for a reader that did not take them"
-            self._placement.fail(live, ApiError("slow_consumer", message, status=408, retryable=False))
-
-    def _on_prompt(self, choice: ChoiceLog, row: PromptRow) -> None:
-        self._progressed(choice)
-        if not choice.log.add_prompt_logprobs(row.first, prompt_logprobs(row, choice.log.request.prompt_token_ids)):
-            self._break_off(choice, "log-probabilities of its prompt are not at their place")
-
-    def _on_pooled(self, choice: ChoiceLog, row: PooledRow) -> None:
-        choice.log.embedding = pooled_state(row)
-        self._progressed(choice)
-
-    def _progressed(self, choice: ChoiceLog) -> LiveRequest:
-        """Note that a request's attempt has brought something, and return the request."""
-        live = self._live[choice.log.request.request_id]
-        attempt = live.attempt
-        if attempt is not None and not attempt.progressed:
-            self._blame.forget(live)
-            if attempt.replica.progressed(live, attempt, self.counters):
-                self._placement.has_room()
-        return live
-
-    def _on_finish(self, choice: ChoiceLog, replica: ReplicaHandle, row: FinishRow) -> None:
-        live = self._live[choice.log.request.request_id]
-        if row.reason == FinishReason.ABORT:
-            self._placement.detach(live, "given_up")
-            self._placement.redirect(live, f"replica {replica.replica_id} gave it up")
-        elif row.reason == FinishReason.ERROR and row.code:
-            self._fail(live, replica, ApiError(row.code, row.message))
-        elif row.reason == FinishReason.ERROR:
-            self._break_off(choice, f"replica {replica.replica_id} ended it: {row.message}")
-        elif row.num_tokens != len(choice.tokens):
-            self._break_off(choice, f"{row.num_tokens} tokens were generated, {len(choice.tokens)} arrived")
-        else:
-            del replica.streams[row.stream]
-            choice.finish(row.reason)
-            live.note_use(row.used)
-            if live.log.finished:
-                self._placement.detach(live)
-                live.context.on_end()
-            live.log.wake()
-
-    def _on_rejected(self, replica: ReplicaHandle, refusal: Rejected) -> None:
-        """End a request that a replica refused."""
-        live = replica.live.get(refusal.stream)
-        if live is not None:
-            self._placement.detach(live, refusal.code)
-            self._fail(live, replica, ApiError(refusal.code, refusal.message, param=refusal.param))
-
-    def _break_off(self, choice: ChoiceLog, problem: str) -> None:
-        live = self._live[choice.log.request.request_id]
-        _log_problem(live, problem)
-        self._placement.fail(live, ApiError("internal_error", "the request could not be completed", retryable=True))
-
-    def _fail(self, live: LiveRequest, replica: ReplicaHandle, error: ApiError) -> None:
-        """End a request as its replica said; where that is no fault of the client's, this log has it too."""
-        if error.code == "internal_error":
-            _log_problem(live, f"replica {replica.replica_id} failed on it: {error.message}")
-        self._placement.fail(live, error)
-
-
-def _log_problem(live: LiveRequest, problem: str) -> None:
-    """Log what went wrong with a request, and the form of what its output had to match, which may be why."""
-    wanted = live.log.request.params.structured
-    form = "" if wanted is None else f"; it had to match {shape(wanted)}"
-    logger.error("request %s: %s%s", live.request_id, problem, form, extra=about_request(live.request_id))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config_values import EXACT, MIGRATIONS, check_policy
-from cluster.router.routing_policies import PolicyConfig
+from cluster.config_values import EXACT, MIGRATIONS
+from cluster.routing_policies import PolicyConfig, policy_named
 from engine.errors import ConfigError
 from engine.loader.fingerprint import but_for_rounding
 
@@ -32,7 +32,7 @@ class DispatcherConfig:
         (`cluster.router.selection.SILENT_WAIT`).
     progress_timeout: the same for a replica that speaks while its engine does not move; above the longest step.
     admission_wait: how long a new request waits for a replica before it is refused (503, `no_replica`); one that has
-        stood in line waits as long as it was told there (`CallContext.patience`).
+        stood in line waits as long as it was promised there (`CallContext.patience`).
     no_replica_timeout: how long a request that has run waits for a replica to go on (then 503, `replica_lost`).
     quarantine_deaths: replica deaths, one after the other, each while the request was computed there and had brought
         no token, after which it is taken for their cause (500, `request_quarantined`). With one such death missing it
@@ -43,10 +43,10 @@ class DispatcherConfig:
         a replica of the same model.
     max_pending_tokens: tokens of a choice that may wait for a consumer that does not take them (`slow_consumer`);
         with log-probabilities fewer, an eighth at least.
-    ping_interval: how often each replica is told that the router lives.
+    ping_interval: how often each replica gets a ping, which shows that the router lives.
     max_hashed_tokens: leading prompt tokens that are looked for in the replicas' prefix caches.
     routing_policy: which replica runs a request, by name (`ROUTING_POLICIES`); policy: its weights.
-    resync_interval: seconds between two requests to tell a prefix cache anew.
+    resync_interval: seconds between two requests for all keys of a prefix cache.
     stream_migration: where a stream goes on whose replica is lost (`MIGRATIONS`).
     """
 
@@ -65,7 +65,7 @@ class DispatcherConfig:
     stream_migration: str = EXACT
 
     def __post_init__(self) -> None:
-        check_policy(self.routing_policy)
+        policy_named(self.routing_policy)
         for name in _TIMES:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0 seconds, not {getattr(self, name)}", name)

@@ -140,9 +140,9 @@ def admission_queue(
         room.tokens,
         dispatcher.tokens_computed,
         dispatcher.has_replica,
+        dispatcher.turned_away,
     )
     dispatcher.watch_queue(admission.demand)
-    admission.on_turned_away = dispatcher.turned_away
     return admission
 
 
@@ -150,7 +150,7 @@ log = logging.getLogger(__name__)
 
 
 class LoggedSource:
-    """A token source that logs each request before it passes it on. Prompts are told only where that is asked for.
+    """A token source that logs each request before it passes it on. Prompts are logged only where that is configured.
 
     model: its id. max_len: characters of each prompt that are shown; 0 = none.
     """

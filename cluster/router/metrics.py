@@ -64,7 +64,7 @@ class RequestCollector(Collector):
 
 
 class CostCollector(Collector):
-    """Reads the accounts of one model's replicas, as they last told them, and a dispatcher's counters."""
+    """Reads the accounts of one model's replicas, as they last reported them, and a dispatcher's counters."""
 
     def __init__(
         self, model_name: str, replicas: Callable[[], Sequence[ReplicaView]], counters: DispatcherCounters

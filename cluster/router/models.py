@@ -27,7 +27,7 @@ class ModelFront:
     """One model as the ingresses see it.
 
     admission: the queue through which its tokens come. metrics: under its name. ready: whether requests that come now
-    are served. replicas: a snapshot. ask_router: tells what a request waited for in the router and on replicas.
+    are served. replicas: a snapshot. ask_router: returns what a request waited for in the router and on replicas.
     """
 
     model: ServedModel
@@ -87,7 +87,7 @@ class Models:
         """Return the model that a request's `model` means.
 
         Raises `ApiError` (404), and `InvalidRequestError` where it is missing and there are several. What is no name
-        at all is left to whoever checks the other fields.
+        at all is left to the validation of the other fields.
         """
         name = fields.get("model")
         if isinstance(name, str):

@@ -1,4 +1,7 @@
-"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move."""
+"""Where each live request runs, and how long it waits for a replica: attempts to run it begin, end and move.
+
+Waiting and attempts share one file: every end of an attempt may let a waiting request in, or make its own wait.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
 from cluster.router.replica_set import ReplicaSet
 from cluster.telemetry.logs import about_request
-from cluster.wire.link import DETOURS, DRAINED, LinkClosedError, MessageTooLargeError
-from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Up
+from cluster.wire.link import DETOURS, LinkClosedError, MessageTooLargeError
+from cluster.wire.messages import Abort
 from cluster.wire.translation import submit_message
 from engine.errors import redacted
 from engine.sampling_params import MAX_N
@@ -77,7 +80,7 @@ class WaitingRequests:
 class Placement:
     """A request has one attempt at a time, or waits for a replica, or has ended. Used on one event loop.
 
-    next_stream: key of the next attempt's first stream.
+    on_waiting: called when a request has to wait for a replica.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class Placement:
         flight: FlightRecorder,
         blame: Blame,
         rng: Random,
+        on_waiting: Callable[[], None],
     ) -> None:
+        self._on_waiting = on_waiting
         self._config = config
         self._blame = blame
         self._rng = rng
@@ -99,10 +104,18 @@ class Placement:
         self._waiting = WaitingRequests(self._loop, self._give_up)
         self._resting = WaitingRequests(self._loop, self._rested)  # before they are moved again
         self._retries = False  # in a moment
-        self.next_stream = 0
-        self.on_link_lost: Callable[[str, str], None] | None = None  # called with a replica's id and a link's end
-        self.on_waiting: Callable[[], None] = lambda: None  # called when a request has to wait for a replica
-        self.last_given_up = float("-inf")
+        self._next_stream = 0
+        self._last_given_up = float("-inf")
+
+    @property
+    def next_stream(self) -> int:
+        """Key of the next attempt's first stream."""
+        return self._next_stream
+
+    @property
+    def given_up_ago(self) -> float:
+        """Seconds since a new request was last refused because no replica came for it."""
+        return self._loop.time() - self._last_given_up
 
     def place(self, live: LiveRequest, num_waiting: int = 0) -> None:
         """Submit the request to the replica that suits it best, or let it wait for one; not if it kills them.
@@ -128,8 +141,8 @@ class Placement:
     def _submit(self, live: LiveRequest, replica: ReplicaHandle) -> bool:
         """Return False if the replica turned out to be gone."""
         log, again = live.log, live.was_submitted
-        stream = self.next_stream
-        self.next_stream += MAX_N
+        stream = self._next_stream
+        self._next_stream += MAX_N
         try:
             resume = log.resume() if again else None
             story, now = self._flight.story(live.request_id), self._loop.time()
@@ -141,7 +154,7 @@ class Placement:
         except OverflowError as error:
             self.fail(live, ApiError("invalid_request", f"the request cannot be sent: {error}", param="prompt"))
         except LinkClosedError:
-            return False  # whoever reads the link gives it up
+            return False  # the link's reader task gives it up
         else:
             self._waiting.leave(live)
             if story:
@@ -156,7 +169,7 @@ class Placement:
         return True
 
     def _parts(self, live: LiveRequest, replica: ReplicaHandle) -> None:
-        """Tell of a stream that goes on where its tokens are rounded otherwise, as `stream_migration` allows."""
+        """Log that a stream goes on where its tokens are rounded otherwise, as `stream_migration` allows."""
         told = f"replica {replica.replica_id} may round otherwise: the rest may differ from what would have come"
         logger.warning("request %s: %s", live.request_id, told, extra=about_request(live.request_id))
         self._note(live, Wait.MIGRATION, told)
@@ -174,7 +187,7 @@ class Placement:
         self._waiting.enter(live, min(LOOK_AGAIN, self._patience(live)))
         if live.trace is not None:
             live.trace.waits()
-        self.on_waiting()
+        self._on_waiting()
 
     def _note(self, live: LiveRequest, what: Wait, detail: str) -> None:
         self._flight.note(live.request_id, what, detail, tenant=live.log.request.tenant)
@@ -222,7 +235,7 @@ class Placement:
             message = "the replica that ran the request was lost, and none came in its place"
             self.fail(live, ApiError("replica_lost", message))
         else:
-            self.last_given_up = self._loop.time()
+            self._last_given_up = self._loop.time()
             self.fail(live, ApiError("no_replica", "no replica is ready to take the request"))
 
     def move(self, live: LiveRequest, reason: str, rest: float = 0.0) -> None:
@@ -284,8 +297,6 @@ class Placement:
                 self.redirect(live, reason, UNLIKELY if live in queued else 1.0)
             else:
                 self.move(live, reason)
-        if self.on_link_lost is not None:
-            self._loop.call_soon(self.on_link_lost, replica.replica_id, code)
 
     def on_overstay(self, replica: ReplicaHandle) -> None:
         """Go on elsewhere with what still runs on a draining replica, where that can be."""
@@ -293,22 +304,6 @@ class Placement:
             if self._replicas.selection.has_successor(live):
                 self.withdraw(live, "draining")
                 self.move(live, f"replica {replica.replica_id} is to go")
-
-    def reconcile(self, replica: ReplicaHandle, said: Heartbeat) -> None:
-        """Compare what a replica runs with what it should: the lost is moved, what nobody wants is ended again."""
-        running = frozenset(said.running)
-        missing = {_attempt_of(key) for key in replica.streams.keys() - running}
-        for stream in missing:
-            live = replica.live.get(stream)
-            if live is not None and stream < said.submitted:
-                told = live.request_id, replica.replica_id
-                logger.warning("request %s was lost on replica %s", *told, extra=about_request(live.request_id))
-                self.withdraw(live, "lost")
-                self.redirect(live, f"replica {replica.replica_id} does not run it")
-        for key in running - replica.streams.keys():
-            stream = _attempt_of(key)
-            ended = FinishChoice(stream, key - stream) if stream in replica.live else Abort(stream)
-            self.send(replica, ended)
 
     def end(self, live: LiveRequest, why: str = "") -> None:
         """Let the request run and wait no more. why: as of `detach`."""
@@ -327,7 +322,7 @@ class Placement:
         """End the attempt that runs, if any, here and on its replica. why: as of `detach`."""
         attempt = live.attempt
         if attempt is not None:
-            self.send(attempt.replica, Abort(attempt.stream))
+            self._replicas.send(attempt.replica, Abort(attempt.stream))
             self.detach(live, why)
 
     def detach(self, live: LiveRequest, why: str = "") -> None:
@@ -342,29 +337,11 @@ class Placement:
             live.trace.attempt_over(why)
         if attempt.replica.detach(live, attempt):
             self.has_room()
-        self.retire_if_idle(attempt.replica)
+        self._replicas.retire_if_idle(attempt.replica)
 
     def has_room(self) -> None:
         """Give those that wait another try: a replica has computed what it was spared for."""
         if len(self._waiting) and not self._retries:
             self._retries = True
-            # Later, not now: whoever is moving requests about should finish first.
+            # Later, not now: the caller may be in the middle of moving requests.
             self._loop.call_soon(self.place_waiting)
-
-    def retire_if_idle(self, replica: ReplicaHandle) -> None:
-        """Let a draining replica go once nothing of ours runs there."""
-        if replica.draining and not replica.live:
-            self._replicas.lose(replica, DRAINED, "the replica has finished what it ran")
-
-    def send(self, replica: ReplicaHandle, message: Up) -> None:
-        """Tell a replica something about an attempt; a link that is over is left to its reader."""
-        if not replica.link.closed:
-            try:
-                replica.link.send(message)
-            except LinkClosedError as error:
-                self._loop.call_soon(self._replicas.lose, replica, error.code, error.message)
-
-
-def _attempt_of(key: int) -> int:
-    """Return the stream key of the attempt that a choice's belongs to."""
-    return key - key % MAX_N

@@ -1,4 +1,4 @@
-"""Which replica has which KV block in its prefix cache, as its block events tell, and which blocks a prompt has."""
+"""Which replica has which KV block in its prefix cache, as its block events say, and which blocks a prompt has."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.kv.block_manager import TOKEN_BYTES, following_hashes, root_hash, to
 
 STRIDE = 8  # blocks between two looks into the index while nothing changes
 MAX_DEAD = 64  # lives of replicas whose entries may lie about before they are swept out
-SWEPT_AT_ONCE = 2048  # keys: nobody is to wait for a sweep through a full index, only for a list of its keys
+SWEPT_AT_ONCE = 2048  # keys: a request never waits for a sweep through a full index, only for a list of its keys
 # One in so many blocks is forgotten at a time: a search for the oldest reads past all that were deleted before it.
 FORGOTTEN_AT_ONCE = 256
 
 
 class PromptKeys:
-    """Keys of the leading full blocks of one prompt: hashed once, and only as far as anybody has them.
+    """Keys of the leading full blocks of one prompt: hashed once, and only as far as some replica has them.
 
     A prompt that no vocabulary holds has none: the replica refuses it by name.
     """
@@ -49,7 +49,7 @@ class PromptKeys:
 class Overlap:
     """How much of a prompt is cached where. depths: replica id -> leading blocks that it has, if any.
 
-    cold_key: name of the first block that none has; None if there is none, or nobody looked.
+    cold_key: name of the first block that none has; None if there is none, or it was not looked up.
     heir: the replica that is about to have that block, or had it last, if any.
     """
 
@@ -59,7 +59,7 @@ class Overlap:
 
 
 class PrefixIndex:
-    """Exact as long as every update of a replica arrives; `update` and `is_complete` tell when one did not.
+    """Exact as long as every update of a replica arrives; `update` and `is_complete` return when one did not.
 
     Wrong entries only cost time: the replica compares token ids before it uses a block.
 
@@ -240,7 +240,7 @@ def _forget_oldest(entries: dict[int, int], count: int) -> None:
 
 
 class CacheReports:
-    """Feeds the index of one router with what replicas tell, and asks anew where some of it is missing.
+    """Feeds the index of one router with the replicas' updates, and asks for all anew where one is missing.
 
     ask: has a replica, by its id, tell all that its prefix cache holds. interval: seconds between two such wishes.
     num_resyncs: wishes so far.

@@ -31,8 +31,8 @@ class _Record:
 class Blame:
     """Blames a replica's death on the requests that it computed, and that had brought no token there.
 
-    What waited there, or decoded, is as innocent as whoever lost a link: to a replica that fell silent, was damaged
-    or took its leave. Where several suspects ran together, their next attempts tell which it was. Used by one router.
+    What waited there, or decoded, is not blamed; neither is a request whose replica fell silent, was damaged
+    or took its leave. Where several suspects ran together, their next attempts show which it was. Used by one router.
 
     needed: deaths after which a request is taken for their cause. doubt_time: seconds after which a silent replica is
     no longer taken for one that may have died. clock: seconds.
@@ -45,7 +45,7 @@ class Blame:
         self._records: dict[LiveRequest, _Record] = {}
 
     def deaths(self, live: LiveRequest) -> int:
-        """Return how many replicas have died of the request, as far as anybody knows."""
+        """Return how many replica deaths are blamed on the request."""
         record = self._records.get(live)
         return 0 if record is None else len(record.deaths)
 
@@ -95,7 +95,7 @@ class Blame:
                 record.deaths.add(replica.incarnation)
 
     def is_alive(self, incarnation: int) -> None:
-        """Take note that a replica lives: whoever was blamed for its death when its link ended is innocent."""
+        """Clear the requests that were blamed for this replica's death: it is alive."""
         for record in self._records.values():
             record.deaths.discard(incarnation)
             record.doubts.pop(incarnation, None)
@@ -109,7 +109,7 @@ class Blame:
                 del record.doubts[life]
 
     def forget(self, live: LiveRequest) -> None:
-        """Clear a request of all blame: it has brought a token, or has ended."""
+        """Drop the record of a request: it has brought a token, or has ended."""
         self._records.pop(live, None)
 
     def _runs_alone(self, live: LiveRequest) -> bool:

@@ -158,7 +158,7 @@ class ModelViews:
 def app_body(name: str, picture: AppPicture | None, views: Iterable[ModelViews], notice: str = "") -> dict[str, Any]:
     """Return `version`, `app`, `deployments`, `states`, and a `notice` where an update failed, of the app `name`.
 
-    views: of each model. notice: of an update that failed before, which is told unless one has failed now.
+    views: of each model. notice: of an update that failed before, which is shown unless one has failed now.
     """
     seen = fresh(picture, time.monotonic())
     app = None if seen is None else seen.app

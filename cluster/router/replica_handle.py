@@ -11,7 +11,7 @@ from cluster.router.token_log import ChoiceLog, TokenLog
 from cluster.telemetry.tracing import semantics as names
 from cluster.token_source import NO_CONTEXT, CallContext
 from cluster.wire.link import ReplicaLink
-from cluster.wire.messages import Costs, Heartbeat, Load, Report, TraceContext, Usage
+from cluster.wire.messages import Heartbeat, Load, ReplicaCosts, Report, ResourceUsage, TraceContext
 from engine.report import TokenLogprob
 from engine.sampling_params import MAX_N
 
@@ -47,7 +47,7 @@ class LiveRequest:
     detours: attempts, one after the other, that brought no token and ended although their replica lived; only a part
         of those that it is hardly the cause of.
     device_seconds / block_seconds: used by its choices that have ended, where they ended (`note_use`).
-    predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = nobody looked.
+    predicted: prompt tokens that should be in the prefix cache of the replica chosen last; None = not looked up.
     computed_by: the fingerprint of the replica that brought the last tokens, None before the first.
     trace: its spans, None where it is not traced.
     """
@@ -109,7 +109,7 @@ class LiveRequest:
         else:
             self.trace.end(outcome, "" if log.finished else names.CANCELLED)
 
-    def note_use(self, used: Usage) -> None:
+    def note_use(self, used: ResourceUsage) -> None:
         """Take in what a choice used in its last attempt; what it used on replicas that were lost is not known."""
         self.device_seconds += used.device_seconds
         self.block_seconds += used.block_seconds
@@ -152,7 +152,7 @@ class ReplicaHandle:
         self.migrating = 0
         self.load = Load()
         self.kv_usage = 0.0
-        self.costs: Costs | None = None
+        self.costs: ReplicaCosts | None = None
         self.last_heard = now
         self.last_ping = now
         self.next_report = 0
@@ -193,7 +193,7 @@ class ReplicaHandle:
         return said if said > ours else ours
 
     def note(self, said: Report | Heartbeat) -> None:
-        """Take in what the replica says of itself: its figures, and its accounts where it tells them."""
+        """Take in what the replica says of itself: its figures, and its accounts where they are included."""
         self.num_of_others = said.others
         self.load = said.load
         self.kv_usage = said.load.kv_usage
@@ -281,7 +281,7 @@ class ReplicaHandle:
             if choice is None:
                 continue
             if len(row.top_ids) != len(row.top_logprobs):
-                del choice.tokens[report.indices[row.row] :]  # never told without them
+                del choice.tokens[report.indices[row.row] :]  # never passed on without them
                 wrong.append((choice, "the log-probabilities of a token cannot be read"))
                 continue
             top = tuple(zip(row.top_ids, row.top_logprobs, strict=True))

@@ -14,8 +14,8 @@ from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import ReplicaHandle
 from cluster.router.selection import Absent, Chooser, Selection
 from cluster.telemetry.logs import BestEffort
-from cluster.wire.link import DAMAGED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
-from cluster.wire.messages import BlockUpdate, Costs, Down, Heartbeat, Load, Ping, Rejected, Report, Resync, Up
+from cluster.wire.link import DAMAGED, DRAINED, STALLED, SUPERSEDED, LinkClosedError, ReplicaLink
+from cluster.wire.messages import BlockUpdate, Down, Heartbeat, Load, Ping, Rejected, ReplicaCosts, Report, Resync, Up
 from engine.errors import redacted
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ MESSAGES_PER_TURN = 16
 class ReplicaView:
     """One replica as a router sees it now. `age`: seconds since its engine is known to have moved.
 
-    costs: None until it has told them.
+    costs: None before its first report of them.
     """
 
     replica_id: str
@@ -39,17 +39,17 @@ class ReplicaView:
     num_requests: int
     age: float
     load: Load
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEvents:
-    """Who acts on what the replicas say and on their loss.
+    """Callbacks of a replica set.
 
-    message: a replica said something. lost: its link is over, with code and message, and it is not in the set any
-    more. room: what waits may find a replica: one spoke after a silence, or need not be spared any more. overstay: a
-    draining replica has not finished what it runs in good time; told again as long as that is so. ping: returns what
-    replicas are told now and then.
+    message: a replica sent a message. lost: its link is over, with code and message, and it is not in the set any
+    more. room: waiting requests may find a replica: one spoke after a silence, or need not be spared any more.
+    overstay: a draining replica has not finished what it runs within `hand_over_after`; called again as long as that
+    is so. ping: returns the message that replicas get every `ping_interval`.
     """
 
     message: Callable[[ReplicaHandle, Down], None]
@@ -63,10 +63,10 @@ class ReplicaSet:
     """Links by replica id, one reader task each, and a watch over silence. Used on one event loop.
 
     selection: says which of them a request may run on. served_until: when one that takes requests was there last.
+    blame: says which requests may run beside which. events: called while the loop runs, never by the constructor.
     """
 
-    def __init__(self, config: DispatcherConfig, rng: Random, blame: Blame) -> None:
-        """blame: says which requests may run beside which. Nothing is heard until `listen` is called."""
+    def __init__(self, config: DispatcherConfig, rng: Random, blame: Blame, events: ReplicaEvents) -> None:
         self._loop = asyncio.get_running_loop()
         self._linked: dict[str, ReplicaHandle] = {}
         self._absent = Absent(config.no_replica_timeout)
@@ -76,9 +76,6 @@ class ReplicaSet:
         self._best_effort = BestEffort()
         self.served_until = float("-inf")
         self._config = config
-
-    def listen(self, events: ReplicaEvents) -> None:
-        """Tell of all that happens from now on. Called once."""
         self._events = events
         self._watcher = self._loop.create_task(self._watch())
 
@@ -108,6 +105,20 @@ class ReplicaSet:
     def lose(self, replica: ReplicaHandle, code: str, message: str) -> None:
         """Give a replica's link up, now and for good."""
         self._lose_all([(replica, code, message)])
+
+    def retire_if_idle(self, replica: ReplicaHandle) -> None:
+        """Give up the link of a draining replica once none of this router's requests runs there."""
+        if replica.draining and not replica.live:
+            self.lose(replica, DRAINED, "the replica has finished what it ran")
+
+    def send(self, replica: ReplicaHandle, message: Up) -> None:
+        """Send a message whose loss does no harm; a link that turns out to be over is given up a moment later."""
+        if not replica.link.closed:
+            try:
+                replica.link.send(message)
+            except LinkClosedError as error:
+                # Later, not now: the caller may be iterating over what runs there.
+                self._loop.call_soon(self.lose, replica, error.code, error.message)
 
     def has_left(self, replica_id: str) -> None:
         """Take note that a replica whose link is over will not be found again."""
@@ -173,8 +184,8 @@ class ReplicaSet:
 
     def _ask_for_blocks(self, replica_id: str) -> None:
         replica = self._linked.get(replica_id)
-        if replica is not None and not replica.link.closed:
-            self._send(replica, Resync())
+        if replica is not None:
+            self.send(replica, Resync())
 
     async def _read(self, replica: ReplicaHandle) -> None:
         try:
@@ -222,7 +233,7 @@ class ReplicaSet:
                 self._best_effort.do(self._attend, replica, now, ping)
 
     def _lose_overdue(self, now: float) -> None:
-        """Give up whoever is silent or does not move for too long."""
+        """Give up replicas that are silent, or make no progress, for too long."""
         silent, stuck = self._config.stall_timeout, self._config.progress_timeout
         ends = []
         for replica in self._linked.values():
@@ -239,11 +250,4 @@ class ReplicaSet:
                 self._events.overstay(replica)
         if now - replica.last_ping >= self._config.ping_interval and not replica.link.closed:
             replica.last_ping = now
-            self._send(replica, ping)
-
-    def _send(self, replica: ReplicaHandle, message: Up) -> None:
-        try:
-            replica.link.send(message)
-        except LinkClosedError as error:
-            # Later, not now: whoever is at work on what the replica said should finish first.
-            self._loop.call_soon(self.lose, replica, error.code, error.message)
+            self.send(replica, ping)

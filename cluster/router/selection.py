@@ -11,14 +11,14 @@ from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.prefix_index import Overlap, PrefixIndex, PromptKeys
 from cluster.router.quarantine import Blame
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
-from cluster.router.routing_policies import Query, policy_named
+from cluster.routing_policies import RoutingQuery, policy_named
 from cluster.wire.link import ENGINE_DEAD, LOST, STALLED
 
 NOTHING = Overlap()
 MIGRATED_TOKENS = 8192  # those of a step, most often: so many that move are let in whatever else waits
 POOL_AGE = 0.05  # seconds for which the replicas that take requests are not looked for anew
 GATHER_TIME = 2.0  # seconds
-SILENT_WAIT = 15.0  # seconds for which one that fell silent counts as there, though nobody reaches it
+SILENT_WAIT = 15.0  # seconds for which one that fell silent counts as there, though it has no link
 
 
 class Selection:
@@ -27,7 +27,7 @@ class Selection:
     One that has said nothing for half of `stall_timeout`, many times longer than it may, gets nothing until it
     speaks: where a network is cut all are as silent, though each is given up at another moment. None is given much
     more of what moves that it has to compute first than it has of new requests: neither are those who come behind all
-    that moves, nor does that wait until nobody comes.
+    that moves, nor does that wait until no new request comes.
 
     replicas: by replica id, as they are at any time. clock: seconds.
     """
@@ -158,7 +158,7 @@ class Chooser:
         found = self._index.look_up(self._keys(live, size)) if looks else NOTHING
         session = live.context.session_id.encode() + request.cache_salt if live.context.session_id else b""
         overlaps = {replica_id: depth * size for replica_id, depth in found.depths.items()}
-        query = Query(len(request.prompt_token_ids), overlaps, found.cold_key, found.heir, session, self._turn)
+        query = RoutingQuery(len(request.prompt_token_ids), overlaps, found.cold_key, found.heir, session, self._turn)
         self._turn += 1
         chosen: ReplicaHandle = self._policy.pick(pool, query, self._rng, self._config.policy)
         if looks:

@@ -120,7 +120,7 @@ class TokenLog:
     def resume(self) -> dict[int, tuple[int, ...]] | None:
         """Return what another replica needs to go on: unfinished choice -> output tokens so far.
 
-        None where no token came: begun anew, the choices share their prompt, and none runs ahead of what it tells.
+        None where no token came: begun anew, the choices share their prompt, and none runs ahead of what it reports.
         """
         logs = {choice.choice: tuple(choice.tokens) for choice in self.unfinished()}
         return logs if any(choice.tokens for choice in self.choices.values()) else None

@@ -23,7 +23,7 @@ OF_A_ROUTER = frozenset({Wait.TURN, Wait.LET_IN, Wait.REPLICA, Wait.MIGRATION, W
 
 @dataclass(frozen=True, slots=True)
 class ReportedEvent:
-    """An event, and who told it: a replica's id, or "" for a router."""
+    """An event and its source: a replica's id, or "" for a router."""
 
     event: Waited
     replica: str = ""
@@ -37,12 +37,12 @@ class Explanation:
     silent: tuple[str, ...] = ()
 
 
-# (name of a request as its client knows it; tenant whose it must be, None = anybody's)
+# (name of a request as its client knows it; the tenant it must belong to, None = any)
 Ask = Callable[[str, str | None], Awaitable[Explanation]]
 
 
 class Inquiries:
-    """Those under way. Used on one event loop. send: tells a replica something."""
+    """The questions under way. Used on one event loop. send: sends a message to a replica."""
 
     def __init__(self, send: Callable[[ReplicaHandle, Up], None]) -> None:
         self._send = send
@@ -52,9 +52,9 @@ class Inquiries:
     async def ask(
         self, replicas: Sequence[ReplicaHandle], name: str, tenant: str | None = None
     ) -> dict[str, Sequence[Waited] | None]:
-        """Return what each replica tells of the request, None for one that does not within `PATIENCE`.
+        """Return what each replica knows of the request, None for one that does not answer within `PATIENCE`.
 
-        tenant: whose it must be, None = anybody's.
+        tenant: the request must be this tenant's; None = any.
         """
         ticket, loop = next(self._tickets), asyncio.get_running_loop()
         asked = {replica.replica_id: loop.create_future() for replica in replicas}
@@ -70,16 +70,16 @@ class Inquiries:
         return {name: answer.result() if answer.done() else None for name, answer in asked.items()}
 
     def on_answer(self, replica: ReplicaHandle, message: Explained) -> None:
-        """Take in a replica's answer; one that comes too late is nobody's."""
+        """Take in a replica's answer; one that comes too late is dropped."""
         answer = self._answers.pop((message.ticket, replica.replica_id), None)
         if answer is not None and not answer.done():
             answer.set_result(message.events)
 
 
 def explanation(own: Sequence[Waited], told: Mapping[str, Sequence[Waited] | None]) -> Explanation:
-    """Put together what the router knows and what replicas told.
+    """Put together what the router and the replicas know.
 
-    A router tells the replica with each attempt what went before, so of a request that another router took in, the
+    A router sends with each attempt what went before, so of a request that another router took in, the
     last replica that ran it knows most.
     """
     answers = {replica: events for replica, events in told.items() if events is not None}
@@ -107,7 +107,7 @@ async def why(
 
     clock: seconds since 1970.
 
-    Who does not run the server is not told how much of others' work went before, nor how many blocks are free.
+    Only an operator sees how much of others' work went before, and how many blocks are free.
     Raises `ApiError` (404) where nothing is known: it did not have to wait, or that was long ago, or there is none.
     One of another tenant looks the same.
     """

@@ -98,7 +98,7 @@ class Family:
 
     @property
     def own_labels(self) -> tuple[str, ...]:
-        """Labels that publishing through Ray adds, by which the processes that measure it are told apart."""
+        """Labels that publishing through Ray adds, by which the processes that measure it are distinguished."""
         own = {Source.ROUTER: ("router",), Source.RANK: ("replica", "rank")}.get(self.source, ("replica",))
         return tuple(label for label in own if label not in self.extra_labels)
 
@@ -106,11 +106,6 @@ class Family:
     def ray_labels(self) -> tuple[str, ...]:
         """All labels that it has through Ray, beside Ray's own."""
         return (*self.labels, *self.own_labels)
-
-    @property
-    def at_routers(self) -> bool:
-        """Whether a router's `/metrics` shows it."""
-        return self.source in (Source.ROUTER, Source.TOLD)
 
 
 def _counter(name: str, source: Source, text: str, *labels: str, vllm: bool = False) -> Family:
@@ -193,7 +188,7 @@ TABLE: tuple[Family, ...] = (
     _counter("tenant_generation_tokens", _R, "Tokens generated.", "tenant"),
     _gauge("tenant_requests_queued", _R, "Requests that wait for their tenant's turn.", "tenant"),
     _counter("tenant_requests_shed", _R, "Requests accepted, then refused: too many waited, or too long.", "tenant"),
-    # ---- replicas: the engine's state, told to routers
+    # ---- replicas: the engine's state, reported to routers
     _gauge("num_requests_running", _T, "Sequences in the running batch.", "replica", vllm=True),
     _gauge("num_requests_waiting", _T, "Sequences that wait to run.", "replica", vllm=True),
     _gauge("kv_cache_usage_perc", _T, "Share of the KV blocks in use, 1 = all.", "replica", vllm=True),

@@ -45,7 +45,7 @@ def about_request(request_id: str) -> dict[str, dict[str, str]]:
 class JsonLines(logging.Formatter):
     """Fields: ts (UTC), level, logger, message, those of the process, those of the record, exception.
 
-    process: what tells this process from others: its router or replica, rank, model.
+    process: fields that identify this process: its router or replica, rank, model.
     """
 
     def __init__(self, process: Mapping[str, str | int] | None = None) -> None:
@@ -123,13 +123,13 @@ def log_to_stderr(process: Mapping[str, str | int], level: int = logging.INFO) -
 
 
 def rank_fields(replica: str, settings: Mapping[str, Any], rank: int = 0) -> dict[str, str | int]:
-    """Return what tells a rank's process from others in its lines. settings: those of its model."""
+    """Return the fields that identify a rank's process in its lines. settings: those of its model."""
     names = settings["served_model_name"] or [settings["model"]]
     return {"replica": replica, "rank": rank, "model": names[0]}
 
 
 def _libraries_log_to(handlers: list[logging.Handler]) -> None:
-    """Take the lines that nobody else takes, OpenTelemetry's and Python's warnings among them: they would be text."""
+    """Handle lines without a handler of their own, such as OpenTelemetry's and Python's warnings."""
     logging.getLogger().handlers = list(handlers)
     logging.captureWarnings(True)
 

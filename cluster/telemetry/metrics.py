@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from cluster.telemetry.samples import Labels, TenantRegistry, VllmNames, family_of, live_counter, live_histogram
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from engine.report import EngineStats
 from engine.request import Request
 
@@ -29,7 +29,7 @@ _READ: Mapping[str, Callable[[EngineStats], float]] = {
     "engine_prompt_tokens": lambda stats: stats.prompt_tokens,
     "engine_generation_tokens": lambda stats: stats.generated_tokens,
 }
-_UNITS: Mapping[str, Callable[[Usage], float]] = {
+_UNITS: Mapping[str, Callable[[ResourceUsage], float]] = {
     "device_seconds": lambda used: used.device_seconds,
     "kv_block_seconds": lambda used: used.block_seconds,
 }
@@ -53,7 +53,7 @@ def _blocks(stats: EngineStats) -> Mapping[str, int]:
     return {"free": free, "cached": cached, "held": stats.kv_blocks_total - free - cached}
 
 
-def account_metrics(model_name: str, accounts: Mapping[str, Costs]) -> Iterable[Metric]:
+def account_metrics(model_name: str, accounts: Mapping[str, ReplicaCosts]) -> Iterable[Metric]:
     """Yield the accounts of a model's replicas, by replica."""
     for unit, read in _UNITS.items():
         used = {(model_name, replica): costs for replica, costs in accounts.items()}
@@ -127,7 +127,7 @@ class Metrics:
         self.families.answers.labels(route=route, status=str(status), model_name=self.label(model_name)).inc()
 
     def register(self, collector: Collector) -> None:
-        """Show another collector's metrics with these. Several may tell of the same family, each of its own model."""
+        """Show another collector's metrics with these. Several may have the same family, each of its own model."""
         self._collectors.all.append(collector)
 
 
@@ -173,7 +173,7 @@ class ModelMetrics:
     def track(self, requests: Sequence[Request], on_output: Callable[[int], None] | None = None) -> RequestTrack:
         """Start to follow a call, whose choices are those of its requests, in order.
 
-        on_output: told the tokens of each choice, whichever way it ends.
+        on_output: called with the tokens of each choice, whichever way it ends.
         """
         return RequestTrack(self, requests, on_output)
 
@@ -255,7 +255,7 @@ class _Collectors(Collector):
         self.all: list[Collector] = []
 
     def describe(self) -> Iterable[Metric]:
-        """Tell nothing in advance, so that registering asks nobody."""
+        """Describe nothing in advance, so that registering collects nothing."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -278,7 +278,7 @@ class _ReplicaCollector(Collector):
         self._started = started
 
     def collect(self) -> Iterable[Metric]:
-        """Yield what replicas told, one sample for each, and what the router knows of them and of itself."""
+        """Yield what replicas reported, one sample for each, and what the router knows of them and of itself."""
         stats, model = self._stats(), self._model_name
         yield from engine_metrics(model, {one.replica: one.stats for one in stats.replicas})
         ready = sum(1 for one in stats.replicas if one.ready)

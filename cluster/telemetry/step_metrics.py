@@ -1,16 +1,23 @@
-"""Metrics of the steps of one replica's engine, and its peak speed."""
+"""Metrics of the steps of one replica's engine, its peak speed, and what a replica records of each request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
+from cluster.accounts.flight_recorder import FlightRecorder
 from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.logs import BestEffort
 from cluster.telemetry.samples import Histogram, by_label, family_of, histogram_of
+from cluster.wire.messages import TraceContext
 from engine.report import Finish, StepReport
-from engine.request import FinishReason
+from engine.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from cluster.telemetry.tracing.engine_spans import EngineSpans
 
 BROKEN = "internal_error"  # code of a refusal: the request could not be read or handled
 _PHASES = (
@@ -54,7 +61,7 @@ class StepMetrics:
             self._seconds.observe(report.seconds)
             self._host.observe(report.seconds - report.executed)
             self._device.observe(report.executed - report.channel)
-            if report.channel:  # a rank alone has nobody to tell
+            if report.channel:  # 0 for a group of one rank
                 self._channel.observe(report.channel)
         for finish in report.finished:
             self._note_end(finish)
@@ -80,7 +87,7 @@ class StepMetrics:
                 histogram.observe(value)
 
     def collect(self, unwanted: int) -> Iterable[Metric]:
-        """Yield all families. unwanted: tokens that nobody wanted."""
+        """Yield all families. unwanted: tokens dropped because their request had ended."""
         model = self._model_name
         for name, histogram in self._histograms.items():
             yield histogram_of(name, (model,), histogram)
@@ -116,3 +123,55 @@ class StepSpeed:
     def seconds_for(self, tokens: int) -> float:
         """Return how long so many tokens take; 0 while the speed is not known."""
         return tokens / self._peak if self._peak else 0.0
+
+
+class ReplicaTelemetry:
+    """Metrics, speed and spans of one replica. A failure in here is logged once and harms no request.
+
+    flight: what requests waited for. spans: of the attempts that routers trace; None = of none. clock: seconds.
+    """
+
+    def __init__(
+        self, metrics: StepMetrics, flight: FlightRecorder, spans: EngineSpans | None, clock: Callable[[], float]
+    ) -> None:
+        self.metrics = metrics
+        self.speed = StepSpeed()
+        self._flight = flight
+        self._spans = spans
+        self._clock = clock
+        self._best_effort = BestEffort()
+
+    def step(self, report: StepReport) -> None:
+        """Record one step; called after its tokens were sent."""
+        self._best_effort.do(self.speed.note, report.num_tokens, report.seconds)
+        self._best_effort.do(self.metrics.note, report)
+        if self._spans is not None:
+            self._best_effort.do(self._spans.note, report, self._flight)
+
+    def submitted(self, request: Request, trace: TraceContext | None) -> None:
+        """Record a request that was taken, and begin its spans where its router traces it."""
+        self._best_effort.do(self.metrics.submitted, request.resume is not None)
+        if self._spans is not None and trace is not None:
+            self._best_effort.do(self._spans.begin, request, trace, self._clock())
+
+    def compiled(self, request: Request) -> None:
+        """Record that the grammar of a request is ready."""
+        now = self._clock()
+        seconds = 0.0 if request.arrival_time is None else now - request.arrival_time
+        self._best_effort.do(self.metrics.compiled, seconds)
+        if self._spans is not None:
+            self._best_effort.do(self._spans.compiled, request.request_id, now)
+
+    def refused(self, code: str) -> None:
+        """Record that a request was refused with `code`."""
+        self._best_effort.do(self.metrics.refused, code)
+
+    def ended(self, request_id: str, code: str) -> None:
+        """End the spans of a request that never reached the engine."""
+        if self._spans is not None:
+            self._best_effort.do(self._spans.refused, request_id, code, self._clock())
+
+    def abandoned(self, code: str) -> None:
+        """End the spans of all requests: the replica stops or is dead."""
+        if self._spans is not None:
+            self._best_effort.do(self._spans.abandon, code, self._clock())

@@ -1,7 +1,7 @@
 """One long-lived stream of messages between a router and a replica, over whatever carries frames.
 
 LinkError(SquadronError)
-├── LinkRefusedError      no link was made: nobody there, wrong secret
+├── LinkRefusedError      no link was made: connection refused, wrong secret
 │   └── OtherProtocolError   the replica speaks another version of the protocol, and will as long as it lives
 ├── LinkClosedError       the link is over; `code` says why
 └── MessageTooLargeError  one message exceeds what a link carries; the link goes on
@@ -56,7 +56,7 @@ class LinkError(SquadronError):
 
 
 class LinkRefusedError(LinkError):
-    """No link was made: nobody listens, the secret is wrong, or as below."""
+    """No link was made: the connection was refused, the secret is wrong, or as below."""
 
 
 class OtherProtocolError(LinkRefusedError):
@@ -152,7 +152,7 @@ class Link(ABC, Generic[Out, In]):
 
     @abstractmethod
     def close(self, code: str = CLOSED, message: str = "") -> None:
-        """End the link and tell the peer why, after what was sent, if it takes it soon. Can be called twice."""
+        """End the link; the peer gets the reason after what was sent, if it reads soon. Can be called twice."""
 
     @property
     @abstractmethod
@@ -191,7 +191,7 @@ class RouterLink(Link[Down, Up]):
         return self.hello.router_id
 
 
-class Frames(Protocol):
+class FrameTransport(Protocol):
     """What carries the messages of a link, each as one frame; the bounds and errors are those of `Link`."""
 
     over: asyncio.Event
@@ -208,13 +208,13 @@ class Frames(Protocol):
         ...
 
     def close(self, code: str, message: str) -> None:
-        """End the stream, and tell the peer why after what was sent."""
+        """End the stream; the peer gets the reason after what was sent."""
 
 
 class FrameLink(Link[Out, In]):
     """One end of a link over frames. `frames.over` is set when its resources are freed."""
 
-    def __init__(self, frames: Frames, decode: Callable[[bytes], In]) -> None:
+    def __init__(self, frames: FrameTransport, decode: Callable[[bytes], In]) -> None:
         self.frames = frames
         self._decode = decode
 
@@ -251,7 +251,7 @@ class FrameReplicaLink(FrameLink[Up, Down], ReplicaLink):
     """The router's end over frames."""
 
     @classmethod
-    async def welcomed(cls, frames: Frames) -> FrameReplicaLink:
+    async def welcomed(cls, frames: FrameTransport) -> FrameReplicaLink:
         """Return the link once the replica has said what it is. Raises `LinkRefusedError` and `LinkClosedError`."""
         link = cls(frames, decode_down)
         welcome = await link.receive()
@@ -265,7 +265,7 @@ class FrameReplicaLink(FrameLink[Up, Down], ReplicaLink):
 class FrameRouterLink(FrameLink[Down, Up], RouterLink):
     """The replica's end over frames, to a router that has said who it is."""
 
-    def __init__(self, frames: Frames, hello: Hello) -> None:
+    def __init__(self, frames: FrameTransport, hello: Hello) -> None:
         super().__init__(frames, decode_up)
         self.hello = hello
 

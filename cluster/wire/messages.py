@@ -69,29 +69,29 @@ class Load(Packed, frozen=True):
         return used / self.kv_blocks_total if self.kv_blocks_total else 0.0
 
 
-class Usage(Packed, frozen=True):
-    """Seconds of a device, and of a KV block, that somebody used (`cluster.accounts.costs`)."""
+class ResourceUsage(Packed, frozen=True):
+    """Seconds of a device, and of a KV block, that were used (`cluster.accounts.costs`)."""
 
     device_seconds: Seconds = 0.0
     block_seconds: Seconds = 0.0
 
 
-class Costs(Packed, frozen=True):
+class ReplicaCosts(Packed, frozen=True):
     """All usage of a replica since it started: `total` = `idle` + all `tenants`, but for rounding to floats.
 
     grammars: seconds that were spent on compiling each tenant's, beside the device.
     """
 
-    total: Usage
-    idle: Usage
-    tenants: dict[Name, Usage]
+    total: ResourceUsage
+    idle: ResourceUsage
+    tenants: dict[Name, ResourceUsage]
     grammars: dict[Name, Seconds] = field(default_factory=dict)
 
 
 class FinishRow(Packed, frozen=True):
     """The end of one choice. `num_tokens`: output tokens of its whole life, earlier attempts included.
 
-    code: of an error that its client is told as it is: the request itself caused it, ran out of time, or was shed
+    code: of an error that its client gets as it is: the request itself caused it, ran out of time, or was shed
     by a step without memory. "" = of any other end, of an error inside among them. used: by this attempt.
     """
 
@@ -100,7 +100,7 @@ class FinishRow(Packed, frozen=True):
     num_tokens: Count
     message: Text = ""
     code: Text = ""
-    used: Usage = Usage()
+    used: ResourceUsage = ResourceUsage()
 
 
 class LogprobRow(Packed, frozen=True):
@@ -140,7 +140,7 @@ class PooledRow(Packed, frozen=True):
 class BlockUpdate(Packed, frozen=True):
     """What a replica's prefix cache gained and lost, by block key (`block_key`), after `cleared` emptied it.
 
-    `sequence` counts the updates of one link from 0: after a gap the router asks to be told all anew (`Resync`).
+    `sequence` counts the updates of one link from 0: after a gap the router asks for all keys (`Resync`).
     """
 
     sequence: Count
@@ -233,7 +233,7 @@ class Resync(Packed, tag=6, frozen=True):
 class Explain(Packed, tag=7, frozen=True):
     """Tell what a request waited for; the answer bears the same ticket.
 
-    name: of the request, to its client. tenant: whose it must be, None = anybody's.
+    name: of the request, to its client. tenant: the request must be this tenant's; None = any.
     """
 
     ticket: Count
@@ -282,7 +282,7 @@ class Report(Packed, tag=12, frozen=True):
     prompts: list[PromptRow] = field(default_factory=list)
     pooled: list[PooledRow] = field(default_factory=list)
     others: Count = 0
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.streams)
@@ -313,7 +313,7 @@ class Heartbeat(Packed, tag=14, frozen=True):
     load: Load
     block_updates: Count = 0
     others: Count = 0
-    costs: Costs | None = None
+    costs: ReplicaCosts | None = None
     submitted: Count = 0
     running: list[int] = field(default_factory=list)
 

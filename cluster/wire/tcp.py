@@ -49,8 +49,8 @@ from cluster.wire.messages import (
 logger = logging.getLogger(__name__)
 
 GREETING = b"squadron "  # followed by the secret
-GREETING_BYTES = 1024  # longest frame of somebody who is not known yet
-MOST_UNKNOWN = 64  # connections of nobody who is known yet; beyond that, who came first has had its time
+GREETING_BYTES = 1024  # longest frame before the handshake is done
+MOST_UNKNOWN = 64  # connections before the handshake; beyond that the oldest is closed
 HELLO_TIMEOUT = 5.0  # seconds for the first words of either side
 
 Serve = Callable[[RouterLink], Awaitable[None]]

@@ -8,11 +8,19 @@ from types import MappingProxyType
 import msgspec
 import numpy as np
 
-from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS
-from cluster.accounts.costs import Costs as EngineCosts
-from cluster.accounts.costs import Usage as EngineUsage
-from cluster.accounts.flight_recorder import Event
-from cluster.wire.messages import MAX_TEXT, Costs, Load, PooledRow, PromptRow, Submit, TraceContext, Usage, Waited
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, EngineCosts, EngineUsage
+from cluster.accounts.flight_recorder import WaitEvent
+from cluster.wire.messages import (
+    MAX_TEXT,
+    Load,
+    PooledRow,
+    PromptRow,
+    ReplicaCosts,
+    ResourceUsage,
+    Submit,
+    TraceContext,
+    Waited,
+)
 from engine.errors import InvalidRequestError
 from engine.report import EngineStats, Floats, PromptLogprobs, TokenLogprob
 from engine.request import Request
@@ -31,7 +39,7 @@ def submit_message(
     resume: dict[int, tuple[int, ...]] | None = None,
     scored: int | None = None,
     now: float = 0.0,
-    story: Sequence[Event] = (),
+    story: Sequence[WaitEvent] = (),
     trace: TraceContext | None = None,
     retried: bool = False,
 ) -> Submit:
@@ -99,7 +107,7 @@ def prompt_row(stream: int, told: PromptLogprobs) -> PromptRow:
 
 
 def prompt_logprobs(row: PromptRow, prompt: tuple[int, ...]) -> list[TokenLogprob]:
-    """Return what a replica told of the tokens of `prompt`; fewer than told if the prompt ends before."""
+    """Return a replica's log-probabilities of the tokens of `prompt`; fewer if the prompt ends before."""
     tokens = prompt[row.first : row.first + len(row.logprobs)]
     return [
         TokenLogprob(token, value, tuple(zip(ids, values, strict=True)), rank)
@@ -115,7 +123,7 @@ def pooled_row(stream: int, state: Floats) -> PooledRow:
 
 
 def pooled_state(row: PooledRow) -> tuple[float, ...]:
-    """Return the pooled state that a replica told."""
+    """Return the pooled state that a replica sent."""
     return tuple(np.frombuffer(row.state, "<f4").tolist())
 
 
@@ -137,24 +145,24 @@ def load_of(stats: EngineStats, progress_age: float) -> Load:
     )
 
 
-def waited(event: Event, now: float) -> Waited:
+def waited(event: WaitEvent, now: float) -> Waited:
     """Return an event as it travels. now: seconds on its clock."""
     return Waited(max(0.0, now - event.at), event.what, clipped(event.detail))
 
 
-def usage_of(used: EngineUsage) -> Usage:
+def usage_of(used: EngineUsage) -> ResourceUsage:
     """Return nanoseconds of usage as they travel."""
-    return Usage(used.device_ns / NANOS, used.block_ns / NANOS)
+    return ResourceUsage(used.device_ns / NANOS, used.block_ns / NANOS)
 
 
-def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> Costs:
+def costs_of(costs: EngineCosts, grammars: Mapping[str, float] = NOTHING) -> ReplicaCosts:
     """Return an engine's accounts as they travel. grammars: seconds of compiling, by tenant."""
     tenants = {name: usage_of(used) for name, used in costs.tenants.items()}
     compiled: dict[str, float] = {}
     for tenant, seconds in grammars.items():
         name = tenant if tenant in tenants or len(compiled) < MAX_TENANTS else OTHERS
         compiled[name] = compiled.get(name, 0.0) + seconds
-    return Costs(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
+    return ReplicaCosts(usage_of(costs.total), usage_of(costs.idle), tenants, compiled)
 
 
 def stats_of(load: Load) -> EngineStats:

@@ -16,10 +16,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from cluster.batch.check import Checked, check_input
-from cluster.batch.cost import DryRun, dry_run
-from cluster.batch.driver import BatchProgress, BatchWork, drive, refuse_cost
 from cluster.batch.errors import TooManyErrorsError
+from cluster.batch.io.check import Checked, check_input
 from cluster.batch.io.manifest import Manifest, OutputSpec, Style, default_style, is_finished, refuse_replacing
 from cluster.batch.io.output_files import Finished, try_output, write_output
 from cluster.batch.io.paths import is_url, local_path, refuse_output
@@ -29,7 +27,9 @@ from cluster.batch.ledger.ledger import Ledger, remove_left
 from cluster.batch.ledger.records import Job, answer_settings
 from cluster.batch.row_requests import Preparer
 from cluster.batch.row_tasks import ColumnOptions, RowKind, TaskMaker, kind_of, task_maker
-from cluster.batch.run import RunLimits
+from cluster.batch.run.cost import DryRun, dry_run
+from cluster.batch.run.driver import BatchProgress, BatchWork, drive, refuse_cost
+from cluster.batch.run.loop import RunLimits
 from cluster.config import ClusterConfig
 from cluster.router.models import served_model
 from cluster.tasks import first_error
@@ -72,7 +72,7 @@ class BatchOptions:
 def run_batch(where: ClusterConfig | ServedApp, options: BatchOptions) -> None:
     """Run a batch to its end, on replicas of its own or those of an app.
 
-    Raises `SquadronError`, and `SystemExit` where it was told to stop.
+    Raises `SquadronError`, and `SystemExit` where it was stopped.
     """
     console = Console(highlight=False, soft_wrap=True)
     phases = PhaseLog(console)

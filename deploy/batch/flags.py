@@ -154,7 +154,7 @@ def _options(flags: BatchFlags, ray_address: str | None, created: int | None) ->
     """Return what to run, and how. Raises `ConfigError` naming a flag."""
     from cluster.batch.io.manifest import Style
     from cluster.batch.row_tasks import ColumnOptions, RowKind
-    from cluster.batch.run import RunLimits
+    from cluster.batch.run.loop import RunLimits
     from deploy.batch.command import BatchOptions
 
     return BatchOptions(

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from cluster.batch.driver import BatchProgress
 from cluster.batch.ledger.ledger import Totals
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.rows import InputSource
+from cluster.batch.run.driver import BatchProgress
 
 WINDOW = 30.0  # seconds over which speeds are taken
 BAR_WIDTH, LEAST_BAR = 30, 10  # columns
@@ -62,7 +62,7 @@ class ProgressDisplay:
             self._print(progress)
 
     def texts(self, progress: BatchProgress) -> dict[str, str]:
-        """Return what is told of the latest progress, by what it is about."""
+        """Return the text of the latest progress, by its subject."""
         share = progress.cached / progress.prefilled if progress.prefilled else 0.0
         running = f"running {progress.running} on {progress.replicas}" if progress.replicas else "starting replicas"
         texts = {

@@ -16,9 +16,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cluster.app import uses_gpu
-from cluster.batch.driver import Replicas
 from cluster.batch.errors import BatchError
-from cluster.batch.replica_pool import ReplicaPool
+from cluster.batch.run.driver import Replicas
+from cluster.batch.run.replica_pool import ReplicaPool
 from cluster.config import ClusterConfig, resolve_config
 from cluster.resources import AppResources, model_resources
 from cluster.router.directory import ReplicaDirectory
@@ -125,7 +125,7 @@ class AppReplicas(ReplicaProvider):
         self.config = self._model.config
 
     def connect(self) -> None:
-        """It is done: the app told its settings."""
+        """It is done: the app returned its settings."""
 
     @contextmanager
     def replicas(self) -> Iterator[Replicas]:

@@ -27,10 +27,10 @@ Measure = Callable[[EngineConfig, ModelConfig], Footprint]
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class GpuFit:
     """A model on GPUs that hold it. All bytes are of one GPU.
 
-    config: resolved, with the blocks that fit. lowered_unasked: whether its context, which nobody asked for, is less
+    config: resolved, with the blocks that fit. lowered_unasked: whether its context, which was not asked for, is less
     than the model's because no more fits.
     """
 
@@ -62,7 +62,7 @@ class Fit:
         return int(self.gpu.total_bytes * self.config.gpu_memory_utilization)
 
 
-def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = footprint_of) -> Fit:
+def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = footprint_of) -> GpuFit:
     """Return how a model fits. config: as asked for, whatever its device.
 
     Raises `ConfigError` naming the setting where it does not fit or the GPU lacks the units for it, `ShardingError`
@@ -89,7 +89,7 @@ def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = f
         blocks = full.num_kv_blocks
     shrink = config.max_model_len is None
     fitted = fit_cache(full, blocks, found.block_bytes, shrink)
-    return Fit(gpu, fitted, model, found, blocks, shrink and fitted.context_len < model.max_positions)
+    return GpuFit(gpu, fitted, model, found, blocks, shrink and fitted.context_len < model.max_positions)
 
 
 def product_dtype(config: EngineConfig, model: ModelConfig) -> str:
@@ -137,7 +137,7 @@ class Asked:
     config: EngineConfig
     model: ModelConfig
     gpu: Gpu
-    accept: Callable[[Fit], object] = lambda _: None
+    accept: Callable[[GpuFit], object] = lambda _: None
     measured: dict[EngineConfig, Footprint] = field(default_factory=dict)
 
     def works(self, gpu: Gpu | None = None, **settings: Any) -> bool:

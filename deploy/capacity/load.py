@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from cluster.config import flag
-from deploy.capacity.fit import Fit, product_dtype
+from deploy.capacity.fit import GpuFit, product_dtype
 from engine.errors import ConfigError
 from engine.kernels.base import FEW_ROWS
 from engine.quantization.select import quantization_of
@@ -41,7 +41,7 @@ class StepTime:
 class Roofline:
     """Least times on one tensor-parallel group."""
 
-    def __init__(self, fit: Fit) -> None:
+    def __init__(self, fit: GpuFit) -> None:
         self._fit = fit
         config, model, found = fit.config, fit.model, fit.footprint
         self._rate = fit.gpu.flops(config.dtype)
@@ -100,7 +100,7 @@ USUAL_INPUT, USUAL_OUTPUT = 1024, 256  # tokens of a request of which nothing el
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """What is to be served, and how well.
 
     input_len, output_len: tokens of one request. rps: requests a second of all replicas, None = as many as one does.
@@ -131,7 +131,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A load as it is asked for, with lengths that may be left open. Fields are those of `Load`."""
+    """A load as it is asked for, with lengths that may be left open. Fields are those of `ExpectedLoad`."""
 
     input_len: int | None = None
     output_len: int | None = None
@@ -140,7 +140,7 @@ class Wanted:
     tpot: float | None = None
     share: float = 0.5
 
-    def within(self, context: int) -> Load:
+    def within(self, context: int) -> ExpectedLoad:
         """Return the load with lengths for a context of so many tokens: usual ones, or what there is room for.
 
         Raises `ConfigError` naming the flag.
@@ -151,11 +151,11 @@ class Wanted:
             output_len = max(min(USUAL_OUTPUT, room), 1)
         if input_len is None:
             input_len = max(min(USUAL_INPUT, context - output_len), 1)
-        return Load(input_len, output_len, self.rps, self.ttft, self.tpot, self.share)
+        return ExpectedLoad(input_len, output_len, self.rps, self.ttft, self.tpot, self.share)
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceEstimate:
     """What replicas do under a load, at the share of the roofline that is counted on.
 
     sequences: that one replica decodes at a time. ttft, tpot: seconds, without a wait for other requests' prompts.
@@ -170,7 +170,7 @@ class Service:
     limit: str
 
 
-class Replica:
+class SteadyReplica:
     """One replica in a steady state: `n` sequences decode, and as many prompts come as sequences end.
 
     While each of n sequences gets its `output_len` tokens, n prompts are computed beside them. So a token takes
@@ -178,7 +178,7 @@ class Replica:
     n / (output_len * that) requests a second, which grows with n.
     """
 
-    def __init__(self, fit: Fit, load: Load) -> None:
+    def __init__(self, fit: GpuFit, load: ExpectedLoad) -> None:
         self._fit = fit
         self._load = load
         self._roofline = Roofline(fit)
@@ -231,14 +231,14 @@ class Replica:
         return (held, "KV cache") if held < config.max_num_seqs else (config.max_num_seqs, flag("max_num_seqs"))
 
 
-def serve_load(fit: Fit, load: Load) -> Service:
+def serve_load(fit: GpuFit, load: ExpectedLoad) -> ServiceEstimate:
     """Return what a load takes. Raises `ConfigError` naming the target or length that cannot be had."""
-    replica = Replica(fit, load)
+    replica = SteadyReplica(fit, load)
     most, limit = replica.most_sequences()
     tpot = replica.tpot(most)
     rate = most / (load.output_len * tpot)
     replicas = None if load.rps is None else math.ceil(load.rps / rate)
-    return Service(most, replica.ttft(most), tpot, rate, replicas, limit)
+    return ServiceEstimate(most, replica.ttft(most), tpot, rate, replicas, limit)
 
 
 def _last(most: int, seconds: Callable[[int], float], target: float) -> int:
@@ -250,7 +250,7 @@ def _last(most: int, seconds: Callable[[int], float], target: float) -> int:
     return low
 
 
-def _remedy(fit: Fit, tokens: int) -> str:
+def _remedy(fit: GpuFit, tokens: int) -> str:
     if tokens > fit.model.max_positions:
         return f"the model has {fit.model.max_positions} positions: lower input_len or output_len"
     if fit.lowered_unasked:
@@ -258,5 +258,5 @@ def _remedy(fit: Fit, tokens: int) -> str:
     return f"raise max_model_len to {tokens}"
 
 
-def _group(fit: Fit) -> str:
+def _group(fit: GpuFit) -> str:
     return f"{fit.config.tensor_parallel_size} x {fit.gpu.name}"

@@ -10,9 +10,9 @@ from typing import Any
 
 from cluster.config import parse_config
 from cluster.model_names import resolve_model
-from deploy.capacity.fit import Asked, Fit, fit, nearest
+from deploy.capacity.fit import Asked, GpuFit, fit, nearest
 from deploy.capacity.gpus import gpu_named
-from deploy.capacity.load import Load, Roofline, Service, StepTime, Wanted, serve_load
+from deploy.capacity.load import ExpectedLoad, Roofline, ServiceEstimate, StepTime, Wanted, serve_load
 from deploy.cli.dry_run import read_model_config
 from deploy.cli.flags import in_flags
 from deploy.cli.terminal import gib
@@ -28,11 +28,11 @@ class CapacityPlan:
     prefill: the steps of a prompt of the load's length. decode: one step by the number of sequences.
     """
 
-    fit: Fit
-    load: Load
+    fit: GpuFit
+    load: ExpectedLoad
     prefill: tuple[StepTime, ...]
     decode: dict[int, StepTime]
-    service: Service
+    service: ServiceEstimate
 
     def public(self) -> dict[str, Any]:
         """Return the plan for JSON; bytes are those of one GPU, times are seconds."""
@@ -110,7 +110,7 @@ class CapacityPlan:
         return [title, *_columns(rows)]
 
 
-def make_plan(fit: Fit, load: Load, service: Service) -> CapacityPlan:
+def make_plan(fit: GpuFit, load: ExpectedLoad, service: ServiceEstimate) -> CapacityPlan:
     """Return the plan of a model that fits and of a load that it bears."""
     roofline = Roofline(fit)
     context = load.input_len + (load.output_len + 1) // 2
@@ -124,8 +124,8 @@ def make_plan(fit: Fit, load: Load, service: Service) -> CapacityPlan:
     )
 
 
-def notes(fit: Fit) -> list[str]:
-    """Return what whoever deploys it should know."""
+def notes(fit: GpuFit) -> list[str]:
+    """Return notes for the deployment."""
     found = []
     if fit.lowered_unasked:
         found.append(
@@ -138,14 +138,14 @@ def notes(fit: Fit) -> list[str]:
     return found
 
 
-def _head(fit: Fit) -> list[str]:
+def _head(fit: GpuFit) -> list[str]:
     config, found = fit.config, fit.footprint
     group = f"{config.tensor_parallel_size} x {fit.gpu.name}"
     held = config.dtype if config.quantization is None else f"{config.dtype}, {config.quantization} weights"
     return [f"{config.model}: {fit.model.architecture}, {_count(found.parameters)} parameters, {held}, on {group}"]
 
 
-def _memory(fit: Fit) -> list[str]:
+def _memory(fit: GpuFit) -> list[str]:
     found, config = fit.footprint, fit.config
     token = fit.footprint.block_bytes / config.block_size / 1024
     longest = fit.kv_tokens / config.context_len
@@ -166,7 +166,7 @@ def _memory(fit: Fit) -> list[str]:
     ]
 
 
-def _notes(fit: Fit) -> list[str]:
+def _notes(fit: GpuFit) -> list[str]:
     return ["", *(f"Note: {note}" for note in notes(fit))] if notes(fit) else []
 
 

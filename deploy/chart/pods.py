@@ -34,7 +34,7 @@ class Image(Part):
     pullSecrets: list[str] = Field(default=[], description="Secrets for the registry.")
 
 
-class Service(Part):
+class ServiceValues(Part):
     """The endpoint."""
 
     enabled: bool = Field(default=True, description="Create a RayService; off for batches only.")
@@ -94,7 +94,7 @@ class WorkerGroup(Part):
     runtimeClassName: str = Field(default="", description="Runtime class, such as nvidia.")
 
 
-class Head(Part):
+class RayHead(Part):
     """Ray's head, which runs neither models nor routers."""
 
     cpu: Cpu = Field(default="1", description="CPUs.")
@@ -151,7 +151,7 @@ class Disk(Part):
     )
 
 
-class Hub(Part):
+class ModelHub(Part):
     """The hub of models."""
 
     existingSecret: OptionalName = Field(default="", description="Secret with a token for the hub.")

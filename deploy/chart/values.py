@@ -23,16 +23,16 @@ from deploy.chart.pods import (
     Anything,
     Disk,
     EnvVar,
-    Head,
-    Hub,
     Image,
     ModelCache,
+    ModelHub,
     NotNegative,
     OptionalName,
     Part,
     Probes,
+    RayHead,
     Security,
-    Service,
+    ServiceValues,
     Texts,
     WorkerGroup,
 )
@@ -47,16 +47,16 @@ class Values(Part):
     rayVersion: str = Field(
         default="2.60.0", pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$", description="Version of Ray in the image."
     )
-    service: Service = Field(default=Service(), description="The endpoint.")
+    service: ServiceValues = Field(default=ServiceValues(), description="The endpoint.")
     workerGroups: list[WorkerGroup] = Field(
         default=[WorkerGroup(name="workers")],
         min_length=1,
         description="Groups of worker pods; models without workerGroup run in the first.",
     )
-    head: Head = Field(default=Head(), description="Ray's head, which runs neither models nor routers.")
+    head: RayHead = Field(default=RayHead(), description="Ray's head, which runs neither models nor routers.")
     modelCache: ModelCache = Field(default=ModelCache(), description="Cache for models from the hub.")
     disk: Disk = Field(default=Disk(), description="Limits for what pods write to their node's disk (emptyDirs).")
-    hub: Hub = Field(default=Hub(), description="The hub of models.")
+    hub: ModelHub = Field(default=ModelHub(), description="The hub of models.")
     apiKeys: ApiKeys = Field(default=ApiKeys(), description="API keys of the endpoint.")
     rayToken: RayToken = Field(default=RayToken(), description="The token that Ray's ports require.")
     faultTolerance: FaultTolerance = Field(

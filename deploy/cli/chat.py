@@ -39,7 +39,7 @@ class ChatOptions:
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One finished answer. seconds: from the first token to the last."""
 
     text: str = ""
@@ -107,7 +107,7 @@ class Chat:
 
     def _say(self, line: str) -> None:
         self._messages.append({"role": "user", "content": line})
-        answer = Answer()
+        answer = ChatAnswer()
         try:
             self._stream(answer)
         except KeyboardInterrupt:
@@ -120,7 +120,7 @@ class Chat:
             return
         self._messages.append({"role": "assistant", "content": answer.text})
 
-    def _stream(self, answer: Answer) -> None:
+    def _stream(self, answer: ChatAnswer) -> None:
         began = time.perf_counter()
         with self._client.stream("POST", "/v1/chat/completions", json=self._body()) as response:
             if response.status_code != 200:
@@ -133,7 +133,7 @@ class Chat:
         self._console.print()
         self._dim(answer.speed)
 
-    def _take_event(self, event: dict[str, Any], answer: Answer, elapsed: float) -> None:
+    def _take_event(self, event: dict[str, Any], answer: ChatAnswer, elapsed: float) -> None:
         if "error" in event:
             raise ChatError(str(event["error"].get("message", event["error"])))
         usage = event.get("usage")

@@ -28,9 +28,9 @@ from cluster.config_values import (
     MIGRATIONS,
     POOLINGS,
     REASONING_PARSERS,
-    ROUTING_POLICIES,
     TOOL_PARSERS,
 )
+from cluster.routing_policies import ROUTING_POLICIES
 from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
 from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, SCHEDULING_POLICIES
 from engine.errors import ConfigError
@@ -94,7 +94,7 @@ CHOICES = {
     "tool_call_parser": TOOL_PARSERS.names(),
     "reasoning_parser": REASONING_PARSERS.names(),
     "embedding_pooling": POOLINGS,
-    "routing_policy": ROUTING_POLICIES,
+    "routing_policy": tuple(ROUTING_POLICIES),
     "stream_migration": MIGRATIONS,
     "ingress": INGRESSES,
     "update_failure_action": FAILURE_ACTIONS,

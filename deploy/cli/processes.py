@@ -22,7 +22,7 @@ PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 class Interrupted(BaseException):
-    """The command was told to stop; not an `Exception`, so that no library takes it for a failure."""
+    """The command was stopped; not an `Exception`, so that no library takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -27,7 +27,7 @@ GOOD_CACHE, GOOD_TEMPORARY = 20 * GIB, 5 * GIB
 FULL = 0.95  # share of a disk beyond which Ray stops spilling to it
 
 
-class Usage(NamedTuple):
+class DiskSpace(NamedTuple):
     """Bytes of a file system, as `shutil.disk_usage` gives them."""
 
     total: int
@@ -37,10 +37,10 @@ class Usage(NamedTuple):
 
 def check_shared_memory() -> list[Finding]:
     """Check /dev/shm."""
-    return [shared_memory(Usage(*shutil.disk_usage(SHARED)) if SHARED.is_dir() else None)]
+    return [shared_memory(DiskSpace(*shutil.disk_usage(SHARED)) if SHARED.is_dir() else None)]
 
 
-def shared_memory(usage: Usage | None) -> Finding:
+def shared_memory(usage: DiskSpace | None) -> Finding:
     """Return whether shared memory suffices. usage: None where there is no such folder."""
     name = "shared memory"
     if usage is None:
@@ -96,7 +96,7 @@ def disk(
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         return fix(name, f"{there} cannot be written to", f"give its owner's rights to this user, or: {remedy}")
-    found = Usage(*usage(there))
+    found = DiskSpace(*usage(there))
     text = f"{gib(found.free)} of {gib(found.total)} free for {folder}"
     if found.free < LEAST_DISK:
         return fix(name, text, remedy)

@@ -55,7 +55,7 @@ def check_ray(address: str | None) -> list[Finding]:
 def ray_cluster(
     address: str | None, knocked: Callable[[str], None], probe: Callable[[], Mapping[str, Any]]
 ) -> Finding:
-    """Return whether a cluster can be joined. knocked: raises `OSError` where nobody listens."""
+    """Return whether a cluster can be joined. knocked: raises `OSError` where the port is closed."""
     if address is None:
         return ok("ray cluster", "RAY_ADDRESS is not set: Squadron starts Ray on this machine")
     where = f"RAY_ADDRESS={address}"

@@ -58,7 +58,7 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSeen:
-    """One replica as /ready told of it. pids: by rank."""
+    """One replica as /ready showed it. pids: by rank."""
 
     name: str
     state: str

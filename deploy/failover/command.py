@@ -130,7 +130,7 @@ class Show:
             await killer.run(options.enough)
             stopping.set()
             await asyncio.gather(*clients)
-        finally:  # whoever stops the demonstration breaks no answer
+        finally:  # stopping the demonstration breaks no answer
             for one in clients:
                 one.cancel()
             await asyncio.gather(*clients, return_exceptions=True)

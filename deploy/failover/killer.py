@@ -12,7 +12,7 @@ from random import Random
 import httpx
 
 from deploy.failover.board import Board, Kill, ReplicaSeen
-from deploy.status import ReplicaLine, Report, detail, read_report
+from deploy.status import ReplicaLine, StatusReport, detail, read_report
 
 LOOK_SECONDS = 0.2
 
@@ -84,12 +84,12 @@ class Killer:
             ready, metrics = await asyncio.gather(self._client.get("/ready"), self._client.get("/metrics"))
             body = ready.json()
         except (httpx.HTTPError, ValueError):
-            return  # nobody answers just now: the picture stays as it was
+            return  # no answer just now: the picture stays as it was
         for replica in body.get("replicas", []):
             self._pids[replica["id"]] = tuple(replica["pids"])
         self._take(read_report(str(self._client.base_url), body, metrics.text))
 
-    def _take(self, report: Report) -> None:
+    def _take(self, report: StatusReport) -> None:
         dead = {kill.name for kill in self._board.kills}
         self._board.replicas = [self._seen(line) for line in report.replicas if line.name not in dead]
         moved = report.migrations or 0

@@ -14,7 +14,6 @@ CLUSTER = "ray_io_cluster"  # of KubeRay's pods; other series do not have it, an
 SERVE_HEALTHY = "ray_serve_deployment_replica_healthy"
 SERVE_WANTED = "ray_serve_autoscaling_target_replicas"  # set without autoscaling, too
 SERVE_STATUS = "ray_serve_deployment_status"
-OF_SERVE = (SERVE_HEALTHY, SERVE_WANTED, SERVE_STATUS)
 CHOSEN_CLUSTER = f'{CLUSTER}=~"$cluster"'
 CHOSEN_MODEL = f'{CHOSEN_CLUSTER},model_name=~"$model_name"'
 CHOSEN_REPLICA = f'{CHOSEN_MODEL},replica=~"$replica"'

@@ -32,7 +32,7 @@ def free_port(host: str, port: int, setting: str = "port") -> int:
 
 
 def knock(address: str) -> None:
-    """Raise `OSError` at once where nobody listens at a Ray address: Ray takes minutes.
+    """Raise `OSError` at once where a Ray address is closed: Ray takes minutes.
 
     Addresses without a port (auto) are left to Ray.
     """

@@ -34,7 +34,7 @@ from deploy.serve.readiness import Readiness, StartError
 from engine.errors import ConfigError
 
 APP = "squadron"
-# Seconds that running streams get: Ctrl-C is pressed by somebody who waits, SIGTERM comes from a supervisor.
+# Seconds that running streams get: a user waits after Ctrl-C, SIGTERM comes from a supervisor.
 CTRL_C_GRACE = 5.0
 DELETE_SECONDS = 10.0
 EXIT_SECONDS = 20.0
@@ -44,7 +44,7 @@ POLLS_PER_STATUS = 4
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command was told beside the configuration.
+    """The command's options beside the configuration.
 
     ray_address: cluster to join; None = start one. wait_for_nodes: do not refuse a cluster that is too small now.
     haproxy: what the HAProxy of a Ray that is started here was given.
@@ -57,7 +57,7 @@ class Options:
 
 
 def serve_app(app: AppConfig, options: Options) -> None:
-    """Serve until told to stop. Raises `SquadronError` or `ParallelError` when it does not come up."""
+    """Serve until stopped. Raises `SquadronError` or `ParallelError` when it does not come up."""
     quiet = nullcontext() if options.verbose else without_death_notices()
     with Interrupts() as interrupts, quiet:
         server = Server(app, options)

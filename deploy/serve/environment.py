@@ -46,7 +46,7 @@ def running_rays() -> list[str]:
 
 
 def on_loopback(address: str) -> bool:
-    """Whether the port of `address` is open on this machine, and to nobody else."""
+    """Whether the port of `address` is open on this machine, and to no other machine."""
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or not _is_loopback(host.strip("[]")):
         return False
@@ -75,13 +75,13 @@ def _is_loopback(host: str) -> bool:
 # one that it waits for, and one that never spins is slow to wake. Measured with the demo model on 2 cores, a token
 # beside one busy process and a product of 1024 x 1024 by one row on a quiet machine: spinning for long (libgomp's
 # default) 2.7 to 6 ms and 21 us, not at all (OMP_WAIT_POLICY=PASSIVE) 1.9 ms and 74 us, 1,000 turns 2 ms and 45 us.
-# Ray runs its workers at niceness 15, where a busy process of somebody else's gets 28 times their share of a core.
+# Ray runs its workers at niceness 15, where any other busy process gets 28 times their share of a core.
 # Measured with 2 replicas x 2 ranks on 2 cores beside two busy processes, so and without: ready after 228 and 19 s;
 # 200 tokens of one stream in 38.6 and 2.7 s. Started under `nice`, workers are as nice as that. In pods nothing else
 # shares their cores, and Ray's own processes keep the precedence that it gives them.
 # A replica that no longer answers its health checks is killed at once: it cannot finish anything, its streams have
 # gone elsewhere, and until it is dead its GPUs are not free for the one in its place (Serve would ask it to stop and
-# wait 30 s). On a cluster that is joined, whoever starts Ray sets this.
+# wait 30 s). On a cluster that is joined, the command that starts Ray sets this.
 # A proxy that hangs holds the connections of all its clients, which hear of it when it is dead: three checks of 1.5 s
 # find it, and Ray waits a second for a process that does not end itself; 8 s in all, where the defaults take 50. One
 # that is dead already is replaced after 2 s, not 30.

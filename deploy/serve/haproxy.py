@@ -29,7 +29,7 @@ CLIENT_TIMEOUT = 300
 
 @dataclass(frozen=True, slots=True)
 class HAProxySetup:
-    """What one server's HAProxy is given. folder: readable by its owner alone; whoever made it calls `remove`."""
+    """What one server's HAProxy is given. folder: readable by its owner alone; its maker calls `remove`."""
 
     folder: Path
     metrics_port: int
@@ -38,7 +38,7 @@ class HAProxySetup:
     def variables(self, drain_timeout: float) -> dict[str, str]:
         """Return the environment with which Ray must be started.
 
-        Serve's defaults are one folder in /tmp and the ports 9101, 8404 and 8500, whoever uses them already, and an
+        Serve's defaults are one folder in /tmp and the ports 9101, 8404 and 8500, even if they are in use, and an
         admin socket that every user of the machine may write to. HAProxy is started anew whenever routers come or go;
         the old one ends, and cuts what still runs through it, after `HARD_STOP`: as long as streams may take.
         """

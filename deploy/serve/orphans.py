@@ -19,7 +19,7 @@ DONE = "done\n"
 
 
 class OrphanWatch:
-    """A process that outlives this one for a moment. `guard` tells it whom to end, `close` that all is well."""
+    """A process that outlives this one for a moment. `guard` adds a process to end, `close` ends the watch."""
 
     def __init__(self) -> None:
         # A session of its own: Ctrl-C and signals to the process group are for others.
@@ -46,7 +46,7 @@ class OrphanWatch:
             self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
-            return  # somebody ended the watch: then nobody watches
+            return  # the watch process was killed
 
 
 def end(wanted: list[tuple[int, float]], grace: float = GRACE) -> None:
@@ -73,7 +73,7 @@ def _living(pid: int, created: float) -> psutil.Process | None:
 
 
 def main() -> None:
-    """Read whom to end until the other end of standard input is closed."""
+    """Read process ids to end until standard input is closed."""
     wanted: list[tuple[int, float]] = []
     for line in sys.stdin:
         if line == DONE:

@@ -18,7 +18,7 @@ POLLS = 2  # polls in a row that must miss a replica: routers hear of its end at
 
 
 def listed_replicas(client: httpx.Client) -> list[dict[str, Any]] | None:
-    """Ask /ready once, for all models; None where nobody answers, for then nothing is known."""
+    """Ask /ready once, for all models; None where there is no answer."""
     try:
         body = client.get("/ready").json()
     except (httpx.HTTPError, ValueError):

@@ -64,7 +64,7 @@ class Readiness:
             answer = self._client.get("/ready")
             body = answer.json()
         except (httpx.HTTPError, ValueError):
-            return []  # nobody listens yet, or Serve's proxy does not know the app yet
+            return []  # the port is closed, or Serve's proxy does not know the app yet
         if answer.status_code == 401:
             raise StartError("another server answers at this address: it refuses the API key; give another --port")
         if not isinstance(body, dict) or not body.get("ready"):

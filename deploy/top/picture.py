@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deploy.status import ReplicaLine, Report
+from deploy.status import ReplicaLine, StatusReport
 from deploy.top.scrape import Series, Window, by_label
 
 
@@ -46,7 +46,7 @@ def quantile(buckets: Mapping[str, float], share: float) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMetrics:
+class ModelPicture:
     """One model, over all routers and replicas. Rates are a second; latencies are of the last interval, None = none.
 
     requests: that ended well; failed: that ended in an error. refused: turned away at the door. live: requests that
@@ -70,8 +70,8 @@ class ModelMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaMetrics:
-    """One replica: its state and load as /ready tells them, and tokens a second."""
+class ReplicaPicture:
+    """One replica: its state and load as /ready shows them, and tokens a second."""
 
     line: ReplicaLine
     prompt_tokens: float | None = None
@@ -81,7 +81,7 @@ class ReplicaMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantMetrics:
+class TenantPicture:
     """One tenant, over all models. devices: how many it kept busy on average; the idle ones have the name ""."""
 
     tenant: str
@@ -97,12 +97,12 @@ class TenantMetrics:
 class Picture:
     """One poll. seconds: over which rates are taken, None at the first poll. heard: routers that answered."""
 
-    report: Report
+    report: StatusReport
     seconds: float | None = None
     heard: int = 0
-    models: tuple[ModelMetrics, ...] = ()
-    replicas: tuple[ReplicaMetrics, ...] = ()
-    tenants: tuple[TenantMetrics, ...] = ()
+    models: tuple[ModelPicture, ...] = ()
+    replicas: tuple[ReplicaPicture, ...] = ()
+    tenants: tuple[TenantPicture, ...] = ()
 
     def public(self) -> Mapping[str, Any]:
         """Return the picture for JSON."""
@@ -128,10 +128,10 @@ NAMES = (
 """All that is read, as samples are named, without `squadron_`."""
 
 
-def make_picture(report: Report, windows: Sequence[Window]) -> Picture:
+def make_picture(report: StatusReport, windows: Sequence[Window]) -> Picture:
     """Return what an app does. windows: one for each router; without any, only what the report says is known."""
     if not windows:
-        return Picture(report, replicas=tuple(map(ReplicaMetrics, report.replicas)))
+        return Picture(report, replicas=tuple(map(ReplicaPicture, report.replicas)))
     freshest = max(windows, key=lambda window: window.new.at)
     seconds = max(window.seconds for window in windows)
     return Picture(
@@ -144,7 +144,7 @@ def make_picture(report: Report, windows: Sequence[Window]) -> Picture:
     )
 
 
-def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelMetrics:
+def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelPicture:
     def rate(metric: str, **labels: str) -> float:
         return sum(window.rate(metric, model_name=name, **labels) for window in windows)
 
@@ -159,7 +159,7 @@ def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelMetri
         return int(sum(window.new.sum(metric, model_name=name) for window in windows))
 
     moved = sum(sum(window.growth(MIGRATIONS, model_name=name).values()) for window in windows)
-    return ModelMetrics(
+    return ModelPicture(
         model=name,
         requests=rate(REQUESTS_ENDED, outcome=COMPLETED),
         failed=ends(lambda outcome: outcome not in (COMPLETED, ABORTED)),
@@ -176,11 +176,11 @@ def _model(name: str, windows: Sequence[Window], freshest: Window) -> ModelMetri
     )
 
 
-def _replica(line: ReplicaLine, window: Window) -> ReplicaMetrics:
-    """All routers are told the same of a replica, so one of them is asked."""
+def _replica(line: ReplicaLine, window: Window) -> ReplicaPicture:
+    """All routers have the same figures of a replica, so one of them is asked."""
     if not any(window.new.values(ENGINE_TOKENS, replica=line.name)):
-        return ReplicaMetrics(line)
-    return ReplicaMetrics(
+        return ReplicaPicture(line)
+    return ReplicaPicture(
         line,
         window.rate(ENGINE_PROMPT_TOKENS, replica=line.name),
         window.rate(ENGINE_TOKENS, replica=line.name),
@@ -189,7 +189,7 @@ def _replica(line: ReplicaLine, window: Window) -> ReplicaMetrics:
     )
 
 
-def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantMetrics, ...]:
+def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantPicture, ...]:
     """The tenants, those with most devices first, and then what was idle."""
 
     def rates(metric: str) -> dict[str, float]:
@@ -200,7 +200,7 @@ def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantMetrics
     devices = _rates(freshest, DEVICE_SECONDS, "tenant")
     idle = freshest.rate(IDLE_SECONDS)
     found = [
-        TenantMetrics(
+        TenantPicture(
             name,
             requests.get(name, 0.0),
             _refused(windows, tenant=name),
@@ -212,7 +212,7 @@ def _tenants(windows: Sequence[Window], freshest: Window) -> tuple[TenantMetrics
         for name in {*requests, *devices}
     ]
     found.sort(key=lambda one: (-one.devices, -one.generation_tokens, one.tenant))
-    return (*found, TenantMetrics("", devices=idle))
+    return (*found, TenantPicture("", devices=idle))
 
 
 def _refused(windows: Sequence[Window], **labels: str) -> float:

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deploy.status import HEADS, STYLES, Condition, Report, detail, pairs, share_bar
-from deploy.top.picture import ModelMetrics, Percentiles, Picture, ReplicaMetrics, TenantMetrics
+from deploy.status import HEADS, STYLES, Condition, StatusReport, detail, pairs, share_bar
+from deploy.top.picture import ModelPicture, Percentiles, Picture, ReplicaPicture, TenantPicture
 
 TENANTS = 10  # that are shown, those with most devices
 IDLE = "(idle)"
@@ -57,7 +57,7 @@ def _head(picture: Picture) -> Text:
     return Text.assemble((word, style), "  ", (" · ".join(said), "dim"))
 
 
-def _model(model: ModelMetrics, report: Report) -> RenderableType:
+def _model(model: ModelPicture, report: StatusReport) -> RenderableType:
     states = Counter(line.state for line in report.replicas if line.model in ("", model.model))
     head = Text.assemble((model.model, "bold"), "  ")
     for state, number in states.items():
@@ -72,7 +72,7 @@ def _model(model: ModelMetrics, report: Report) -> RenderableType:
     return Group(head, both)
 
 
-def _loads(model: ModelMetrics) -> list[tuple[str, RenderableType, RenderableType]]:
+def _loads(model: ModelPicture) -> list[tuple[str, RenderableType, RenderableType]]:
     failed = Text(f"{_number(model.failed)}/s failed", style="bold red" if model.failed else "dim")
     refused = Text(f"{_number(model.refused)}/s refused", style="yellow" if model.refused else "dim")
     hits = "-" if model.cache_hits is None else f"{model.cache_hits:.0%} of prompts"
@@ -84,7 +84,7 @@ def _loads(model: ModelMetrics) -> list[tuple[str, RenderableType, RenderableTyp
     ]
 
 
-def _latencies(model: ModelMetrics) -> Table:
+def _latencies(model: ModelPicture) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "p50", "p95", "p99"):
         shown.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -94,7 +94,7 @@ def _latencies(model: ModelMetrics) -> Table:
     return shown
 
 
-def _replicas(replicas: Sequence[ReplicaMetrics], several: bool) -> Table:
+def _replicas(replicas: Sequence[ReplicaPicture], several: bool) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("Replica", no_wrap=True)
     if several:
@@ -121,7 +121,7 @@ def _replicas(replicas: Sequence[ReplicaMetrics], several: bool) -> Table:
     return shown
 
 
-def _tenants(tenants: Sequence[TenantMetrics]) -> Table:
+def _tenants(tenants: Sequence[TenantPicture]) -> Table:
     shown = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     shown.add_column("Tenant", no_wrap=True)
     for name in ("Req/s", "Refused/s", "In/s", "Out/s", "Queued", "Devices"):
@@ -151,7 +151,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def _model_line(model: ModelMetrics) -> str:
+def _model_line(model: ModelPicture) -> str:
     values: dict[str, object] = {
         "requests": f"{model.requests:.2f}/s",
         "failed": f"{model.failed:.2f}/s",
@@ -172,7 +172,7 @@ def _three(found: Percentiles) -> str:
     return "/".join(f"{seconds * 1000:.1f}" for seconds in (found.p50, found.p95, found.p99)) + "ms"
 
 
-def _replica_line(replica: ReplicaMetrics) -> str:
+def _replica_line(replica: ReplicaPicture) -> str:
     line = replica.line
     values = {
         "model": line.model,
@@ -186,7 +186,7 @@ def _replica_line(replica: ReplicaMetrics) -> str:
     return " ".join(["replica", line.name or "-", line.state, *pairs(values)])
 
 
-def _tenant_line(tenant: TenantMetrics) -> str:
+def _tenant_line(tenant: TenantPicture) -> str:
     if not tenant.tenant:
         return f"idle devices={tenant.devices:.2f}"
     values = {

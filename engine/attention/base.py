@@ -1,11 +1,11 @@
-"""The interface of attention backends, what they are told about a step, and several of them for unlike layers."""
+"""The interface of attention backends, what they get of a step, and several of them for unlike layers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -79,9 +79,8 @@ class MergedHeads:
     norm_rotate: Callable[[Tensor, Tensor | None, Any, float], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class StepLayout:
-    """Where the tokens of one step lie, on the host; see `StepInputs` for the meaning. All int32."""
+class StepLayout(Protocol):
+    """Where the tokens of one step lie, on the host: what a backend reads of a `StepInputs`. All int32."""
 
     slot_mapping: Ints  # [num_tokens]
     query_start_loc: Ints  # [num_reqs + 1]
@@ -110,8 +109,8 @@ class StepTensors:
 class AttentionBackend(ABC):
     """Stores the step's keys and values in the paged cache, then attends through the block tables.
 
-    Made by `engine.attention.select`. A sequence's result does not depend on its company, rounding apart. Softmax
-    is computed in fp32.
+    Made by `engine.attention.select`: a `PagedAttention` where all layers ask for the same, else `UnlikeLayers`. A
+    sequence's result does not depend on its company, rounding apart. Softmax is computed in fp32.
     """
 
     name: str
@@ -167,6 +166,20 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"attention backend {self.name} records no mixed steps")
 
     @abstractmethod
+    def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
+        """Norm and rotate queries and keys, store keys and values in `cache`, and return the attention.
+
+        layer: its number among those that have a cache. `merged.heads` may be overwritten. window: one of
+        `spec.windows`.
+
+        Returns [num_tokens, num_heads, head_dim], contiguous.
+        """
+
+
+class PagedAttention(AttentionBackend):
+    """One way to attend for all layers that ask for the same, but for their windows."""
+
+    @abstractmethod
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any, window: int
     ) -> Tensor:
@@ -188,8 +201,8 @@ class AttentionBackend(ABC):
         query, key = query_key.split((heads, kv_heads), dim=1)
         return self.forward(query, key, value, cache, metadata, window)
 
+    @override
     def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
-        """Do as `forward_merged` for a layer, by its number among those that have a cache."""
         return self.forward_merged(merged, cache, metadata, window)
 
 
@@ -205,7 +218,7 @@ class AttentionContext:
     layers: tuple[Any, ...]
 
     def attend(self, layer: int, merged: MergedHeads, window: int) -> Tensor:
-        """Attend in `layer`, by its number among those that have a cache; shapes as of `forward_merged`."""
+        """Attend in `layer`, by its number among those that have a cache; see `AttentionBackend.attend`."""
         return self.backend.attend(layer, merged, self.layers[layer], self.metadata, window)
 
 
@@ -226,7 +239,7 @@ class UnlikeLayers(AttentionBackend):
     may be read from it.
     """
 
-    def __init__(self, backends: Sequence[AttentionBackend], kinds: Sequence[int]) -> None:
+    def __init__(self, backends: Sequence[PagedAttention], kinds: Sequence[int]) -> None:
         super().__init__(backends[0].spec)
         self._backends = tuple(backends)
         self._kinds = tuple(kinds)
@@ -263,9 +276,3 @@ class UnlikeLayers(AttentionBackend):
     def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
         kind = self._kinds[layer]
         return self._backends[kind].forward_merged(merged, cache, metadata[kind], window)
-
-    @override
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any, window: int
-    ) -> Tensor:
-        raise NotImplementedError("which backend is meant depends on the layer: call attend")

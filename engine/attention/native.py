@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, Ints, LayerCache, StepLayout, StepTensors, cut
+from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttention, StepLayout, StepTensors, cut
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
@@ -46,7 +46,7 @@ def why_not_native_attention(spec: AttentionSpec) -> str | None:
     return why_not_native(spec.head_dim, spec.dtype, spec.device)
 
 
-class NativeAttention(AttentionBackend):
+class NativeAttention(PagedAttention):
     """One call per layer: stores keys and values, then attends, each thread to its share of sequences and heads.
 
     It keeps a block's keys and values per head, keys transposed: [num_blocks, num_kv_heads, head_dim, block_size] and

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, Ints, LayerCache, StepLayout, StepTensors
+from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttention, StepLayout, StepTensors
 
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -194,7 +194,7 @@ class _Metadata:
     paged: dict[int, list[_Paged]]
 
 
-class ReferenceAttention(AttentionBackend):
+class ReferenceAttention(PagedAttention):
     """Gathers the cache blocks of a few sequences at a time and attends to them with torch's fused attention."""
 
     name = "reference"

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from engine.attention.base import AttentionBackend, AttentionSpec, UnlikeLayers
+from engine.attention.base import AttentionBackend, AttentionSpec, PagedAttention, UnlikeLayers
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_fit import why_not_triton
@@ -30,7 +30,7 @@ ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
 
 
-def select_backend(wanted: str, spec: AttentionSpec) -> AttentionBackend:
+def select_backend(wanted: str, spec: AttentionSpec) -> PagedAttention:
     """Return the backend called `wanted`, or with "auto" the fastest that works here.
 
     With "auto" prompts go to FlashAttention-3 where it is installed, else whole ones, which need no pages, to what
@@ -93,7 +93,7 @@ def _none_is_invariant(reasons: list[str]) -> str:
     return "; ".join((*reasons, "the reference cuts its work by the batch; use attention_backend=auto"))
 
 
-def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> AttentionBackend:
+def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> PagedAttention:
     found = _triton(spec) if wanted in ("auto", "triton") else f"{wanted} keeps keys and values in the model's dtype"
     if not isinstance(found, str):
         logger.info("attention backend: triton, the one with an fp8 cache")
@@ -103,7 +103,7 @@ def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> AttentionBackend:
     )
 
 
-def _flash(spec: AttentionSpec) -> AttentionBackend | str:
+def _flash(spec: AttentionSpec) -> PagedAttention | str:
     newer = why_not_flash3(spec)
     if newer is None:
         return Flash3Attention(spec)
@@ -113,19 +113,19 @@ def _flash(spec: AttentionSpec) -> AttentionBackend | str:
     return older if older == newer else f"FlashAttention-2: {older}; FlashAttention-3: {newer}"
 
 
-def _torch_varlen(spec: AttentionSpec) -> AttentionBackend | str:
+def _torch_varlen(spec: AttentionSpec) -> PagedAttention | str:
     return why_not_torch_varlen(spec) or TorchVarlenAttention(spec)
 
 
-def _native(spec: AttentionSpec) -> AttentionBackend | str:
+def _native(spec: AttentionSpec) -> PagedAttention | str:
     return why_not_native_attention(spec) or NativeAttention.create(spec) or "its C sources cannot be compiled here"
 
 
-def _triton(spec: AttentionSpec) -> AttentionBackend | str:
+def _triton(spec: AttentionSpec) -> PagedAttention | str:
     return why_not_triton(spec) or _made_triton(spec, None)
 
 
-def _triton_beside_torch(spec: AttentionSpec) -> AttentionBackend | str:
+def _triton_beside_torch(spec: AttentionSpec) -> PagedAttention | str:
     reason = why_not_triton(spec)
     if reason is not None:
         return reason
@@ -137,6 +137,6 @@ def _triton_beside_torch(spec: AttentionSpec) -> AttentionBackend | str:
     return _made_triton(spec, None)
 
 
-def _made_triton(spec: AttentionSpec, torchs: TorchPrompts | None) -> AttentionBackend:
-    made: AttentionBackend = importlib.import_module("engine.attention.triton").TritonAttention(spec, torchs=torchs)
+def _made_triton(spec: AttentionSpec, torchs: TorchPrompts | None) -> PagedAttention:
+    made: PagedAttention = importlib.import_module("engine.attention.triton").TritonAttention(spec, torchs=torchs)
     return made

@@ -12,11 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.attention.base import (
-    AttentionBackend,
     AttentionSpec,
     Ints,
     LayerCache,
     MergedHeads,
+    PagedAttention,
     StepLayout,
     StepTensors,
     cut,
@@ -73,7 +73,7 @@ class _Metadata:
     whole: WholePrompts | None = None
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(PagedAttention):
     """Rows that decode, keys in splits, in one launch, queries of prompts in another; both read the cache alone.
 
     Whole prompts may be left to torch, which attends to their own keys and values.
@@ -89,7 +89,7 @@ class TritonAttention(AttentionBackend):
     supports_mixed_graphs = True
 
     def __init__(self, spec: AttentionSpec, tuning: Tuning | None = None, torchs: TorchPrompts | None = None) -> None:
-        """tuning: None = what is known to be best here. torchs: takes whole prompts, None = nobody else does."""
+        """tuning: None = what is known to be best here. torchs: takes whole prompts, None = these kernels do."""
         super().__init__(spec)
         on_gpu = spec.device.type == "cuda"
         self._tuning = tuning or (_tuning_here(spec) if on_gpu else unmeasured(spec))
@@ -175,7 +175,7 @@ class TritonAttention(AttentionBackend):
         return self._split(step, whole) if seen.max(initial=0) > least else whole
 
     def _split(self, step: StepTensors, whole: _Launch) -> _Launch:
-        """Share the keys out among programs, on the device: a graph is replayed with lengths that nobody knew."""
+        """Share the keys out among programs, on the device: lengths differ each time that a graph is replayed."""
         spec, rows, count = self.spec, whole.tiles, len(whole.tiles)
         room = count + self._programs()
         made = partial(torch.empty, device=spec.device)

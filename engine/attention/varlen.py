@@ -2,7 +2,7 @@
 
 flash-attn is imported only when it is chosen. FlashAttention-3, on Hopper GPUs, takes pages of any size, unlike the
 second version, and ragged queries over pages in the same call as decodes. Torch (2.12 and later) brings an
-interface; the kernels that read pages come with FlashAttention-3 on Hopper, or 4 on Blackwell, which torch is told
+interface; the kernels that read pages come with FlashAttention-3 on Hopper, or 4 on Blackwell, which torch is set
 to use in this process.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache, StepTensors
+from engine.attention.base import AttentionSpec, LayerCache, PagedAttention, StepTensors
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ class PagedStep:
     max_seq_len: int
 
 
-class PagedVarlen(AttentionBackend):
+class PagedVarlen(PagedAttention):
     """Stores new keys and values, then reads all of them through the block tables in one call."""
 
     supports_graphs = True
@@ -123,7 +123,7 @@ class _Metadata:
     fresh: bool  # all keys are among the step's own
 
 
-class FlashAttention(AttentionBackend):
+class FlashAttention(PagedAttention):
     """Variable-length attention for prefill and mixed steps, the key-value-cache kernel where all are decoding."""
 
     name = "flash"

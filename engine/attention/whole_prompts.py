@@ -51,7 +51,7 @@ class TorchPrompts:
     ) -> None:
         """Write the causal attention of ragged queries to `out`, [num_tokens, heads, head_dim].
 
-        starts, longest: see `WholePrompts`. window: see `AttentionBackend.forward`.
+        starts, longest: see `WholePrompts`. window: see `PagedAttention.forward`.
         """
         seen = (window - 1, 0) if 0 < window < longest else (-1, 0)
         ragged = (query, key, value, starts, starts, longest, longest)
@@ -77,7 +77,7 @@ class WholePrompts:
     longest: int
 
     def attend(self, out: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int) -> None:
-        """Write the prompts' part of `out`; all of the step's tokens, as in `AttentionBackend.forward`."""
+        """Write the prompts' part of `out`; all of the step's tokens, as in `PagedAttention.forward`."""
         out, query, key, value = (each[self.tokens] for each in (out, query, key, value))
         self.by.attend(out, query, key, value, self.starts, self.longest, window)
 

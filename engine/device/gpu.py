@@ -64,6 +64,11 @@ def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]
     return unpack(packed.to(device, non_blocking=True), arrays)
 
 
+def upload_column(values: NDArray[Any], like: Tensor) -> Tensor:
+    """Return `values`, [num_rows], as [num_rows, 1] on the device of `like`."""
+    return upload([values], like.device)[0][:, None]
+
+
 def packed_size(arrays: Sequence[NDArray[Any]]) -> int:
     """Return the bytes that `arrays` take in a buffer."""
     return sum(map(_room, arrays))

@@ -1,1 +1,1 @@
-"""From a schedule to what the model reads: arrays, their copy to the device, and what the other ranks are told."""
+"""From a schedule to what the model reads: arrays, their copy to the device, and what the other ranks get."""

@@ -89,7 +89,7 @@ class MaskMaker:
         rows: the sample of each. drawn_now: the sample of the step in flight that draws the last token of each, -1
         where it is known; their grammars take that token, and their masks are filled, when they are waited for.
         """
-        wait(self._jobs)  # of a call that nobody waited for: no grammar is used by two threads
+        wait(self._jobs)  # of a call whose masks were not asked for: no grammar is used by two threads
         self._jobs = []
         found = np.array(rows, np.int32)
         bits = self._bits[: len(found)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.inputs.grammar_masks import MaskMaker
 from engine.report import NO_ENDINGS, NO_PAIRS, Ints, PromptScores, SamplingInputs, StepInputs
@@ -18,7 +17,7 @@ from engine.scheduler.slots import SlotTables
 
 
 @dataclass(slots=True)
-class _Rows:
+class _SampledRows:
     """What stays the same while the sampled sequences do."""
 
     version: int
@@ -36,7 +35,7 @@ class SamplingBuilder:
         self._tables = tables
         self._params = params
         self._masks = masks
-        self._rows: _Rows | None = None
+        self._rows: _SampledRows | None = None
 
     def build(self, schedule: Schedule) -> SamplingInputs:
         """Return the parameters of the sequences that draw, and what their draws depend on beside the logits."""
@@ -51,7 +50,7 @@ class SamplingBuilder:
             self._find_feedback(rows, schedule, _drawn_now(schedule))
         return inputs
 
-    def _find_feedback(self, rows: _Rows, schedule: Schedule, drawn_now: Index) -> None:
+    def _find_feedback(self, rows: _SampledRows, schedule: Schedule, drawn_now: Index) -> None:
         """Fill in what depends on the output so far, and how it does on a last token that only the device knows.
 
         drawn_now: the sample of the step before that draws each row's last token; -1 where that is known.
@@ -71,7 +70,7 @@ class SamplingBuilder:
             samples = [schedule.samples[row] for row in rows.structured]
             inputs.masks = self._masks.start(rows.structured, samples, drawn_now[rows.structured].tolist())
 
-    def _gather(self, schedule: Schedule) -> _Rows:
+    def _gather(self, schedule: Schedule) -> _SampledRows:
         table, slots = self._params, schedule.sample_slots
         inputs = SamplingInputs(
             temperature=table.temperature[slots],
@@ -96,14 +95,14 @@ class SamplingBuilder:
         inputs.allowed = {row: rule.allowed for row, rule in rules if rule.allowed is not None}
         worded = np.array([row for row, rule in rules if rule.bad_words], np.intp)
         structured = table.structured[slots].nonzero()[0].tolist()
-        return _Rows(schedule.version, inputs, penalised, held_back, worded, structured)
+        return _SampledRows(schedule.version, inputs, penalised, held_back, worded, structured)
 
     def _held_back(self, held_back: Index, slots: Index, positions: Ints) -> dict[int, tuple[int, ...]]:
         """Return the ends that must not be drawn before `min_tokens`."""
         waiting = held_back[self._params.stops_from[slots[held_back]] > positions[held_back]]
         return {row: self._params.stop_ids[slots[row]] for row in waiting.tolist()}
 
-    def _forbid_words(self, rows: _Rows, slots: Index, drawn_now: Index) -> None:
+    def _forbid_words(self, rows: _SampledRows, slots: Index, drawn_now: Index) -> None:
         """Forbid the last tokens of bad words, some of them only after what the device knows alone."""
         inputs = rows.inputs
         forbidden, endings = dict(inputs.forbidden), []
@@ -119,7 +118,7 @@ class SamplingBuilder:
     def _completing(self, slot: int, position: int, late: bool) -> tuple[list[int], list[tuple[int, ...]]]:
         """Return the tokens that would complete a bad word at `position`, and those that would after another one.
 
-        late: the last token is not known here; then the latter are told with the token that it would have to be.
+        late: the last token is not known here; then the latter come with the token that it would have to be.
         Only output counts as the beginning of a word.
         """
         tables, words = self._tables, self._params.rules[slot].bad_words
@@ -330,14 +329,3 @@ def _carried(schedule: Schedule, query_start_loc: Ints) -> Ints:
         return schedule.carried
     rows, samples = schedule.carried.T
     return np.stack([query_start_loc[rows], samples], axis=1)
-
-
-def attention_mask(inputs: StepInputs) -> NDArray[np.bool_]:
-    """Return which keys (columns) each query (row) may see, for backends that cannot derive it themselves.
-
-    In a step of whole prompts, one causal square of the longest query is shared by all requests
-    [max_query_len, max_query_len]; else there is a row per token [num_tokens, max_seq_len].
-    """
-    if not inputs.num_computed_tokens.any():
-        return np.tri(inputs.max_query_len, dtype=np.bool_)
-    return np.arange(inputs.max_seq_len) <= inputs.positions[:, None]

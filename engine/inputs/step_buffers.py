@@ -1,4 +1,8 @@
-"""The inputs of steps on the device: memory that stays where it is, filled by one copy a step."""
+"""The inputs of a step on the device, in one copy.
+
+`to_device` makes them anew for each step: for a CPU, where a step is run while it is launched. `StepBuffers` fills
+memory that stays where it is, as CUDA graphs need it, and sends of the block table only what is new.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import StepLayout, StepTensors
+from engine.attention.base import StepTensors
 from engine.device.gpu import HostCopies, HostPair
-from engine.inputs.step_messages import TableMirror
-from engine.report import Ints, StepInputs
+from engine.inputs.block_table import RankTable, aligned, rows_of
+from engine.report import NO_PAIRS, Ints, StepInputs
 
-# Each array begins at a multiple of so many int32, as kernels are compiled for: 64 bytes.
-ALIGNMENT = 16
 NOWHERE: Ints = np.zeros(0, np.int32)
-NO_LAYOUT = StepLayout(NOWHERE, NOWHERE, NOWHERE, NOWHERE, np.zeros((0, 0), np.int32))
+NO_STEP = StepInputs(NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NOWHERE, NO_PAIRS, NOWHERE, NO_PAIRS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +43,26 @@ class MixedShape:
 NOT_MIXED = MixedShape(0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class BufferSizes:
-    """What the steps of an engine hold at most: tokens, rows (sequences) and columns of the block table.
+def to_device(inputs: StepInputs, device: torch.device) -> tuple[StepTensors, Tensor]:
+    """Return the step on the device, and its block copies, [num_copies, 2].
 
-    A decode step has at most so many rows with its padding, too. mixed: the largest shape that steps are padded to.
+    The tensors share one buffer that is this step's own, so the arrays of `inputs` may be reused or read-only.
     """
-
-    tokens: int
-    rows: int
-    columns: int
-    mixed: MixedShape = NOT_MIXED
-
-    @property
-    def most(self) -> int:
-        """int32 that the arrays of a step take."""
-        exact = 4 * aligned(self.tokens) + 4 * aligned(self.rows + 1)
-        return max(exact, sum(map(aligned, self.mixed.arrays)))
-
-    @property
-    def room(self) -> int:
-        """int32 that block copies and changes of the block table may take in the same copy."""
-        return 4 * aligned(self.tokens + self.rows)
+    arrays = (
+        inputs.input_ids,
+        inputs.positions,
+        inputs.slot_mapping,
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_tables,
+        inputs.logits_indices,
+        inputs.copy_blocks,
+    )
+    packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays])).to(device)
+    flat = packed.split([array.size for array in arrays])
+    ids, positions, slots, starts, lens, tables, logits, copies = flat
+    tables = tables.view(inputs.block_tables.shape)
+    return StepTensors(inputs, ids, positions, slots.long(), starts, lens, tables, logits), copies.view(-1, 2)
 
 
 class StepBuffers:
@@ -74,16 +74,25 @@ class StepBuffers:
     What a step gets lives as long as the next step is not filled in. For one thread, and one stream.
     """
 
-    def __init__(self, sizes: BufferSizes, device: torch.device, copies: HostCopies) -> None:
-        width = aligned(sizes.columns)
+    def __init__(
+        self, tokens: int, known: RankTable, device: torch.device, copies: HostCopies, mixed: MixedShape = NOT_MIXED
+    ) -> None:
+        """tokens: most of one step. mixed: the largest shape that steps are padded to.
+
+        known: what this rank knows of the block table; no step has more rows, padding of a decode step included.
+        """
+        rows, width = known.table.shape
+        exact = 4 * aligned(tokens) + 4 * aligned(rows + 1)
+        changes = 4 * aligned(tokens + rows)  # room for block copies and what is new in the block table
+        most = max(exact, sum(map(aligned, mixed.arrays))) + changes
         self.device = device
         self._copies = copies
-        self._pair = HostPair(copies, sizes.most + sizes.room)
-        self._inputs = torch.zeros(sizes.most + sizes.room, dtype=torch.int32, device=device)
-        self._mirror = TableMirror(sizes.rows, width)
-        self._table = torch.zeros(sizes.rows + 1, width, dtype=torch.int32, device=device)
-        self._counting = torch.arange(sizes.rows + 1, dtype=torch.int32, device=device)
-        self._rows: Ints = np.arange(sizes.rows, dtype=np.int32)
+        self._pair = HostPair(copies, most)
+        self._inputs = torch.zeros(most, dtype=torch.int32, device=device)
+        self._known = known
+        self._table = torch.zeros(rows + 1, width, dtype=torch.int32, device=device)
+        self._table[:-1] = torch.from_numpy(known.table)
+        self._counting = torch.arange(rows + 1, dtype=torch.int32, device=device)
 
     @property
     def padding_row(self) -> int:
@@ -98,26 +107,19 @@ class StepBuffers:
             inputs.slot_mapping,
             inputs.query_start_loc,
             inputs.seq_lens,
-            self._rows_of(inputs),
+            _rows(inputs),
             inputs.logits_indices,
         )
         (ids, positions, slots, starts, lens, rows, logits), copies = self._fill(arrays, inputs)
-        layout = StepLayout(
-            inputs.slot_mapping,
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            inputs.num_computed_tokens,
-            inputs.block_tables,
-        )
         tables = self._table.index_select(0, rows)
-        return StepTensors(layout, ids, positions, slots.long(), starts, lens, tables, logits), copies
+        return StepTensors(inputs, ids, positions, slots.long(), starts, lens, tables, logits), copies
 
     def load_decode(self, inputs: StepInputs, size: int) -> tuple[Tensor, Tensor]:
         """Fill in a step of one token a sequence, with padding up to `size` of them; return its ids and block copies.
 
         Padding is token 0 at position 0, written to the null block, of a sequence of no length.
         """
-        tables = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, self._rows_of(inputs))
+        tables = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.seq_lens, _rows(inputs))
         padding = (0, 0, 0, 0, self.padding_row)
         arrays = [_padded(array, size, fill) for array, fill in zip(tables, padding, strict=True)]
         (ids, *_), copies = self._fill(arrays, inputs)
@@ -138,9 +140,7 @@ class StepBuffers:
         )
         counting = self._counting
         tables = self._table.index_select(0, rows)
-        return StepTensors(
-            NO_LAYOUT, ids, positions, slots.long(), counting[: size + 1], lens, tables, counting[:size]
-        )
+        return StepTensors(NO_STEP, ids, positions, slots.long(), counting[: size + 1], lens, tables, counting[:size])
 
     def load_mixed(self, inputs: StepInputs, shape: MixedShape, plan: Ints) -> tuple[Tensor, Tensor]:
         """Fill in a step with padding up to a shape; return its ids and its block copies.
@@ -154,7 +154,7 @@ class StepBuffers:
             (inputs.slot_mapping, 0),
             (inputs.query_start_loc, inputs.num_tokens),
             (inputs.seq_lens, 0),
-            (self._rows_of(inputs), self.padding_row),
+            (_rows(inputs), self.padding_row),
             (inputs.logits_indices, 0),
             (plan, 0),
         )
@@ -179,20 +179,14 @@ class StepBuffers:
             for end, size in zip(ends, shape.arrays, strict=True)
         )
         tables = self._table.index_select(0, rows)
-        return StepTensors(NO_LAYOUT, ids, positions, slots.long(), starts, lens, tables, logits), plan
-
-    def block_table(self) -> Ints:
-        """Return the device's block table, [rows, columns]: for tests and for those who look for a fault."""
-        table: Ints = self._table[:-1].cpu().numpy()
-        return table
-
-    def _rows_of(self, inputs: StepInputs) -> Ints:
-        return inputs.slots if len(inputs.slots) else self._rows[: inputs.num_reqs]
+        return StepTensors(NO_STEP, ids, positions, slots.long(), starts, lens, tables, logits), plan
 
     def _fill(self, arrays: Sequence[Ints], inputs: StepInputs) -> tuple[list[Tensor], Tensor]:
         """Send `arrays`, the block copies and what is new in the block table, which is taken in."""
         try:
-            changes = self._mirror.changes(self._rows_of(inputs), inputs.block_tables)
+            changes = inputs.table_changes
+            if changes is None:
+                changes = self._known.changes_of(inputs)
             sent, (copies, places, values) = self._send(arrays, (inputs.copy_blocks.ravel(), *changes))
             if len(places):
                 self._table.view(-1).index_copy_(0, places.long(), values)
@@ -202,8 +196,8 @@ class StepBuffers:
         return sent, copies.view(-1, 2)
 
     def _forget(self) -> None:
-        """Begin anew: nobody knows what has arrived."""
-        self._mirror.table.fill(0)
+        """Begin anew: what has arrived is not known."""
+        self._known.forget()
         self._table.zero_()
 
     def _send(self, arrays: Sequence[Ints], more: Sequence[Ints] = ()) -> tuple[list[Tensor], list[Tensor]]:
@@ -229,9 +223,8 @@ class StepBuffers:
         return target
 
 
-def aligned(count: int) -> int:
-    """Return the next multiple of `ALIGNMENT`."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
+def _rows(inputs: StepInputs) -> Ints:
+    return rows_of(inputs.slots, inputs.num_reqs)
 
 
 def _padded(array: Ints, size: int, fill: int) -> Ints:

@@ -146,7 +146,7 @@ def _cache_folder() -> Path | None:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether this user owns what is there, and nobody else may write to it: what is loaded from it runs as us."""
+    """Whether this user owns what is there, and no other may write to it: what is loaded from it runs as us."""
     try:
         found = path.stat()
     except OSError:

@@ -63,7 +63,7 @@ def draw_by_gumbel(
     num_runs: tl.tensor,
     first_id: tl.tensor,  # of `logits`, which may be a share of the vocabulary that peaks and masses are of
     num_ids: tl.tensor,
-    filtered: tl.tensor,  # 0 = nobody wrote `leasts`
+    filtered: tl.tensor,  # 0 = `leasts` is not written
     BLOCK: tl.constexpr,
     RUNS_AT_ONCE: tl.constexpr,
 ) -> None:

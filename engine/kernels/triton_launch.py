@@ -99,5 +99,5 @@ def next_power_of_2(count: int) -> int:
 
 
 def _watched() -> bool:
-    """Whether somebody, a profiler say, wants to be told of launches."""
+    """Whether a hook, of a profiler say, is to hear of launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)

@@ -1,4 +1,4 @@
-"""KV blocks: who holds which, which free ones still hold something worth finding, and what full ones are called.
+"""KV blocks: reference counts, the prefix cache of full ones, and the hashes that name them.
 
 The name of a full block is a chained BLAKE2b digest of everything up to the block's end. It depends on the token ids
 of the block and of all blocks before it, on the tenant's salt and on the adapter, and on nothing else: the router and
@@ -89,7 +89,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds, but which `match` can still find."""
+        """Blocks that no table holds, but which `match` can still find."""
         return len(self._cached)
 
     @property
@@ -131,11 +131,11 @@ class BlockManager:
         return digest in self._index
 
     def count_idle(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` nobody holds, so that acquiring them makes fewer available."""
+        """Return how many of `blocks` no table holds, so that acquiring them makes fewer available."""
         return sum(not self._refs[block] for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> list[int]:
-        """Hold blocks that `match` found, or that another table holds; return those that nobody held."""
+        """Hold blocks that `match` found, or that another table holds; return those that no table held."""
         taken = []
         for block in blocks:
             if not self._refs[block]:
@@ -145,11 +145,22 @@ class BlockManager:
         return taken
 
     def release(self, table: list[int]) -> list[int]:
-        """Let go of a whole table; return those of its blocks that nobody holds any more.
+        """Let go of a whole table; return those of its blocks that no table holds any more.
 
         Tails are freed first, so that they are evicted before the heads they need.
         """
-        return [block for block in reversed(table) if self._drop(block)]
+        refs, hashes, free, cached = self._refs, self._hashes, self._free, self._cached
+        freed = []
+        for block in reversed(table):
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            freed.append(block)
+            if hashes[block] is None:
+                free.append(block)
+            else:
+                cached[block] = None
+        return freed
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds `block`."""
@@ -163,23 +174,28 @@ class BlockManager:
         if self._refs[block] == 1:
             return None
         (copy,) = self.allocate(1)
-        self._drop(block)
+        self._refs[block] -= 1
         return copy
 
-    def seal(self, block: int, digest: bytes, tokens: bytes) -> None:
-        """Make a full, computed block findable. If an equal one is known already, that one stays."""
-        if digest in self._index:
-            return
-        self._index[digest] = block
-        self._hashes[block] = digest
-        self._contents[block] = tokens
-        if digest in self._removed:
-            del self._removed[digest]
-        else:
-            self._stored[digest] = None
+    def seal(self, blocks: Iterable[int], digests: Iterable[bytes], contents: Iterable[bytes]) -> None:
+        """Make full, computed blocks findable. If an equal one is known already, that one stays.
+
+        digests / contents: of each block, its name and its token ids as int32.
+        """
+        index, hashes, known, stored, removed = self._index, self._hashes, self._contents, self._stored, self._removed
+        for block, digest, tokens in zip(blocks, digests, contents, strict=True):
+            if digest in index:
+                continue
+            index[digest] = block
+            hashes[block] = digest
+            known[block] = tokens
+            if digest in removed:
+                del removed[digest]
+            else:
+                stored[digest] = None
 
     def clear_cache(self) -> None:
-        """Forget all contents; blocks stay with whoever holds them."""
+        """Forget all contents; tables keep the blocks that they hold."""
         for block in self._index.values():
             self._hashes[block] = None
             self._contents[block] = b""
@@ -191,7 +207,7 @@ class BlockManager:
         self._cleared = True
 
     def known_hashes(self) -> tuple[bytes, ...]:
-        """Return the digests of all findable blocks: what a listener that joins late must be told."""
+        """Return the digests of all findable blocks: the state that a listener which joins late starts from."""
         return tuple(self._index)
 
     def take_events(self) -> BlockEvents:
@@ -225,17 +241,6 @@ class BlockManager:
             raise IntegrityError("blocks with a hash and the index differ")
         if named.intersection(self._free):
             raise IntegrityError("an empty block still has a hash")
-
-    def _drop(self, block: int) -> bool:
-        """Let go of a block; return whether nobody holds it any more."""
-        self._refs[block] -= 1
-        if self._refs[block]:
-            return False
-        if self._hashes[block] is None:
-            self._free.append(block)
-        else:
-            self._cached[block] = None
-        return True
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

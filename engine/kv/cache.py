@@ -21,7 +21,7 @@ class KVCache:
     """What all layers keep of the tokens in each block, of whatever shapes.
 
     tensors: one for each shape and dtype that a layer has, [number of those, num_blocks, *shape], as bytes where
-    torch can copy and fill none of the dtype. Block 0 is the null block: padding reads it, nobody's tokens are in it.
+    torch can copy and fill none of the dtype. Block 0 is the null block: padding reads it, and it holds no tokens.
     layers: a `LayerCache` for each layer of keys and values, for others their tensors, [num_blocks, *shape].
     scales: of each layer, see `LayerCache`.
     """
@@ -58,7 +58,7 @@ class KVCache:
                 tensor[:, destination] = tensor[:, source]
 
     def drop(self) -> None:
-        """Give the memory back, contents and all; whoever holds views of it goes on holding them."""
+        """Give the memory back, contents and all; views of it stay, and are empty until `restore`."""
         for tensor in self.tensors:
             tensor.untyped_storage().resize_(0)
 

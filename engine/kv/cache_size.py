@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 CPU_SHARE = 4  # without a setting, one part in this many of the free memory
 CPU_MOST = 4 << 30  # bytes, likewise
-LEAST_CONTEXT = 512  # tokens; a context that nobody asked for is not lowered below this
+LEAST_CONTEXT = 512  # tokens; a context that was not asked for is not lowered below this
 
 
 def cpu_budget(config: EngineConfig) -> int:
@@ -25,7 +25,7 @@ def cpu_budget(config: EngineConfig) -> int:
 def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: int) -> int:
     """Return the bytes that a GPU of `total` bytes can give to one rank's cache; negative where it has none.
 
-    free: bytes that nobody uses. peak, current: most and present bytes of the engine's own.
+    free: bytes that are not used. peak, current: most and present bytes of the engine's own.
     """
     return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
 
@@ -33,7 +33,7 @@ def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: 
 def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: bool) -> EngineConfig:
     """Return the config with `num_kv_blocks` set, given how many `blocks` (null block included) memory holds.
 
-    On CPU no more are taken than all sequences together can fill. shrink: nobody asked for `max_model_len`, so it may
+    On CPU no more are taken than all sequences together can fill. shrink: `max_model_len` was not set, so it may
     be lowered to what fits. Raises `ConfigError` naming the flags that help where one sequence does not fit.
     """
     on_gpu = (config.device or "cpu").startswith("cuda")

@@ -25,7 +25,8 @@ class Attention(Layer):
 
     all_kv_heads: of all ranks. num_heads, num_kv_heads: of this rank. window: how many last tokens a query sees,
     itself included; 0 = all, as where no sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of each
-    head's query and key before the rotation, None = there are none. softcap: c in c * tanh(score / c); 0 = none.
+    head's query and key before the rotation, None = there are none. scale: of scores, None = head_dim ** -0.5.
+    softcap: c in c * tanh(score / c); 0 = none.
     rotary: None = not rotated.
 
     Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
@@ -44,6 +45,7 @@ class Attention(Layer):
         qkv_bias: bool = False,
         output_bias: bool = False,
         head_norm_eps: float | None = None,
+        scale: float | None = None,
         softcap: float = 0.0,
     ) -> None:
         super().__init__()
@@ -54,6 +56,7 @@ class Attention(Layer):
         group, dtype = build.group, build.dtype
         self.head_dim, self.all_kv_heads = head_dim, kv_heads
         self.window = 0 if window >= build.max_positions else window
+        self.scale = float(head_dim**-0.5) if scale is None else scale
         self.softcap = softcap
         self.rotary = rotary
         self.qkv = QKVParallelLinear(hidden, heads, kv_heads, head_dim, qkv_bias, group=group, dtype=dtype)
@@ -71,6 +74,22 @@ class Attention(Layer):
         if self.window:
             return SlidingWindowSpec(dtype, self.num_kv_heads, self.head_dim, self.window)
         return FullAttentionSpec(dtype, self.num_kv_heads, self.head_dim)
+
+    @override
+    def attention_spec(self, config: EngineConfig, device: torch.device) -> AttentionSpec:
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            scale=self.scale,
+            windows=(self.window,),
+            softcap=self.softcap,
+            block_size=config.block_size,
+            dtype=getattr(torch, config.dtype),
+            device=device,
+            fp8_cache=config.fp8_cache,
+            batch_invariant=config.batch_invariant,
+        )
 
     @override
     def finish_loading(self) -> None:
@@ -93,30 +112,16 @@ def attention_specs(
 ) -> tuple[tuple[AttentionSpec, ...], tuple[int, ...]]:
     """Return what attention is asked for, once for layers that ask for the same but for the window.
 
-    Also for each of `layers`, those of a model that have a cache, the number of its spec; -1 for one that is no
-    attention. config: resolved.
+    Also for each of `layers`, those of a model that have a cache, the number of its spec; -1 for one that asks for
+    none. config: resolved.
     """
-    found: dict[AttentionSpec, set[int]] = {}
-    asked = [_spec(layer, config, device) if isinstance(layer, Attention) else None for layer in layers]
-    for layer, spec in zip(layers, asked, strict=True):
-        if isinstance(layer, Attention) and spec is not None:
-            found.setdefault(spec, set()).add(layer.window)
-    numbers = {spec: number for number, spec in enumerate(found)}
-    specs = tuple(replace(spec, windows=tuple(sorted(windows))) for spec, windows in found.items())
+    windows: dict[AttentionSpec, set[int]] = {}  # by what is asked for without them
+    asked: list[AttentionSpec | None] = []
+    for layer in layers:
+        spec = layer.attention_spec(config, device)
+        asked.append(None if spec is None else replace(spec, windows=()))
+        if spec is not None:
+            windows.setdefault(replace(spec, windows=()), set()).update(spec.windows)
+    numbers = {spec: number for number, spec in enumerate(windows)}
+    specs = tuple(replace(spec, windows=tuple(sorted(found))) for spec, found in windows.items())
     return specs, tuple(-1 if spec is None else numbers[spec] for spec in asked)
-
-
-def _spec(layer: Attention, config: EngineConfig, device: torch.device) -> AttentionSpec:
-    return AttentionSpec(
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_kv_heads,
-        head_dim=layer.head_dim,
-        scale=float(layer.head_dim**-0.5),
-        windows=(),
-        softcap=layer.softcap,
-        block_size=config.block_size,
-        dtype=getattr(torch, config.dtype),
-        device=device,
-        fp8_cache=config.fp8_cache,
-        batch_invariant=config.batch_invariant,
-    )

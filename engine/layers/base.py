@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from engine.attention.base import AttentionSpec
+from engine.config import EngineConfig
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kv.cache_specs import CacheSpec
 from parallel.group import Group
@@ -43,6 +45,10 @@ class Layer(nn.Module):
         """Return what the layer keeps of each token, None = nothing. dtype: what keys and values are kept in."""
         return None
 
+    def attention_spec(self, config: EngineConfig, device: torch.device) -> AttentionSpec | None:
+        """Return what the layer asks of attention backends, None = nothing. config: resolved."""
+        return None
+
     def finish_loading(self) -> None:
         """Prepare what depends on the weights; called once, after all of them are loaded."""
 
@@ -71,8 +77,8 @@ class Conv1D(str):
     __slots__ = ()
 
 
-# A module's path in the model, * for the number of its layer where the layers are alike -> its name in the
-# checkpoint, or one for each piece of a merged product.
+# A module's path in the model, * for each number (of its layer, of an expert) where they are alike -> its name in the
+# checkpoint, with the same numbers in the same order, or one for each piece of a merged product.
 Names = Mapping[str, str | tuple[str, ...]]
 
 
@@ -81,14 +87,20 @@ def checkpoint_names(names: Names, module: str) -> tuple[str, ...]:
 
     Raises `KeyError` for a module that the family gives no name.
     """
-    found, number = _named(names, module), LAYER_NUMBER.search(module)
+    found, numbers = _named(names, module), LAYER_NUMBER.findall(module)
     pieces = (found,) if isinstance(found, str) else found
-    return tuple(each.replace("*", number[0]) if number else each for each in pieces)
+    return tuple(_numbered(each, numbers) for each in pieces)
 
 
 def is_transposed(names: Names, module: str) -> bool:
     """Whether a module's weight is stored as [in, out]."""
     return isinstance(_named(names, module), Conv1D)
+
+
+def _numbered(name: str, numbers: Sequence[str]) -> str:
+    for number in numbers[: name.count("*")]:
+        name = name.replace("*", number, 1)
+    return name
 
 
 def _named(names: Names, module: str) -> str | tuple[str, ...]:

@@ -45,7 +45,7 @@ SOURCES = (".py", ".c", ".h")
 
 
 def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
-    """Return what a replica is told from others by: `WEIGHTS.DRAWING.ARITHMETIC`.
+    """Return what tells a replica from others: `WEIGHTS.DRAWING.ARITHMETIC`.
 
     weights: its `model_fingerprint`. arithmetic: `engine.worker.invariance.arithmetic_of` it. Where all three are
     equal a stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
@@ -55,7 +55,7 @@ def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
 
 
 def weights_of(fingerprint: str) -> str:
-    """Return the part of a replica's fingerprint that tells of the model alone."""
+    """Return the part of a replica's fingerprint that concerns the model alone."""
     return fingerprint.partition(".")[0]
 
 

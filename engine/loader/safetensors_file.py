@@ -159,7 +159,7 @@ class SafetensorsFile:
     @cached_property
     def mapped(self) -> mmap.mmap:
         """The whole file in memory, for reading parts of its rows."""
-        # A private copy counts as writable, so that arrays over it need no warning; nobody writes.
+        # A private copy counts as writable, so that arrays over it need no warning; it is not written to.
         return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_COPY)
 
     def read_into(self, start: int, buffer: memoryview) -> None:

@@ -37,7 +37,7 @@ class BlueprintGroup(Group):
 
     @override
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """There are no other ranks to wait for."""
 
     @override
     def close(self) -> None:

@@ -5,6 +5,7 @@ Activations are flat, [num_tokens, ...]: the tokens of all sequences one after a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,16 +18,18 @@ from engine.kv.cache_specs import CacheSpec
 from engine.layers.attention import Attention
 from engine.layers.base import Build, Layer, Names, WeightRule, weight_rules
 from engine.layers.embedding import LearnedPositions, ParallelLMHead, VocabParallelEmbedding
-from engine.layers.mlp import MLP, GatedMLP
 from engine.layers.norm import Norm
 from engine.layers.rope import Rotary
 from engine.models.config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block: attention and feed-forward, each added to the residual stream."""
+    """Pre-norm block: attention and feed-forward, each added to the residual stream.
 
-    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP | GatedMLP) -> None:
+    attention: called as `Attention` is. mlp: dense or of experts, [num_tokens, hidden] -> [num_tokens, hidden].
+    """
+
+    def __init__(self, attention_norm: Norm, attention: Layer, mlp_norm: Norm, mlp: Layer) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
@@ -41,7 +44,8 @@ class DecoderLayer(nn.Module):
         update: what the layer before returned; it is added to `residual` here, in place, in one go with the norm.
         """
         update = self.attention(self.attention_norm.add(residual, update), rotations, context)
-        return self.mlp(self.mlp_norm.add(residual, update))
+        added: Tensor = self.mlp(self.mlp_norm.add(residual, update))
+        return added
 
 
 class Stack(NamedTuple):
@@ -58,7 +62,7 @@ class Stack(NamedTuple):
     softcap: float = 0.0
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """A decoder-only transformer with its output head. A family says what it is composed of, and what its weights are
     called in a checkpoint.
     """
@@ -71,7 +75,7 @@ class CausalLM(nn.Module):
         self.group = build.group
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
         self.softcap = stack.softcap
-        # Whoever draws from logits widens them as it reads them; where they are capped they are wide already.
+        # Samplers widen logits as they read them; where they are capped they are wide already.
         self.logits_dtype = torch.float32 if stack.softcap else build.dtype
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build.group, build.dtype)
         self.positions = stack.positions
@@ -86,12 +90,12 @@ class CausalLM(nn.Module):
             layer.cache_index = index
 
     @staticmethod
+    @abstractmethod
     def stack(config: ModelConfig, build: Build) -> Stack:
         """Return what the family is composed of.
 
         Raises `CheckpointError` naming the field of the config that asks for what is not implemented.
         """
-        raise NotImplementedError
 
     @property
     def attention(self) -> tuple[Attention, ...]:
@@ -119,10 +123,12 @@ class CausalLM(nn.Module):
 
     def use_kernels(self, select: Callable[[int], Kernels]) -> None:
         """Compute norms, rotations and gates with these from now on. select: the kernels for heads of a size."""
-        sizes = [part.head_dim for part in self.modules() if isinstance(part, Attention)]
-        found = {size: select(size) for size in dict.fromkeys(sizes)}
+        sizes: dict[Layer, int] = {
+            part: part.head_dim for part in self._parts() if isinstance(part, Attention | Rotary)
+        }
+        found = {size: select(size) for size in dict.fromkeys(sizes.values())}
         for part in self._parts():
-            part.kernels = found[part.head_dim if isinstance(part, Attention | Rotary) else sizes[0]]
+            part.kernels = found[sizes.get(part, next(iter(found)))]
 
     def _parts(self) -> Iterator[Layer]:
         return (part for part in self.modules() if isinstance(part, Layer))

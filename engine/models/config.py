@@ -5,7 +5,7 @@ Needs no torch: a router reads checkpoints too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -84,6 +84,20 @@ class HFConfig:
         if value not in known:
             raise CheckpointError(f"config.json: {name} = {value!r} is not supported; known: {', '.join(known)}")
         return str(value)
+
+    def layer_types(self, known: Collection[str], num_layers: int) -> tuple[str, ...] | None:
+        """Return what each layer is, one of the words `known`; None where the file does not say."""
+        types = self.get("layer_types")
+        if types is None:
+            return None
+        if not isinstance(types, Sequence) or len(types) != num_layers:
+            raise CheckpointError(f"config.json: layer_types must list {num_layers} layers")
+        for kind in types:
+            if kind not in known:
+                raise CheckpointError(
+                    f"config.json: layer_types has {kind!r}, which is not supported; known: {', '.join(known)}"
+                )
+        return tuple(types)
 
     def refuse(self, name: str, allowed: Any) -> None:
         """Refuse the field when it is set to anything but `allowed`."""

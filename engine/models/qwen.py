@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import override
 
-from engine.errors import CheckpointError
 from engine.layers.base import Build
 from engine.models.causal_lm import CausalLM, Stack
 from engine.models.config import HFConfig, ModelConfig
@@ -44,14 +41,8 @@ class Qwen3(CausalLM):
 def layer_windows(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Return each layer's window, 0 = none: of `use_sliding_window`, `layer_types` and `max_window_layers`."""
     window = hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else 0
-    types = hf.get("layer_types")
+    types = hf.layer_types(LAYER_TYPES, num_layers)
     if types is None:
         first = hf.integer("max_window_layers", 28, low=0)
         return tuple(window if layer >= first else 0 for layer in range(num_layers))
-    if not isinstance(types, Sequence) or len(types) != num_layers:
-        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers")
-    for kind in types:
-        if kind not in LAYER_TYPES:
-            known = ", ".join(LAYER_TYPES)
-            raise CheckpointError(f"config.json: layer_types has {kind!r}, which is not supported; known: {known}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)

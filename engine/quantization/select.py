@@ -94,7 +94,7 @@ def quantize(layers: nn.Module, prefix: str, names: Names, quantization: Quantiz
 
 
 def choose_products(model: nn.Module, kernels: Kernels) -> None:
-    """Let each linear layer multiply by the best that there is for its weight, and free weights nobody reads.
+    """Let each linear layer multiply by the best that there is for its weight, and free weights that this replaces.
 
     Call once, after the weights are loaded and torch's thread count is set. On a CPU plain weights are packed: by
     `kernels`, else for oneDNN where that is possible.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,12 +17,6 @@ NEVER = float("-inf")
 LARGEST = torch.finfo(torch.float32).max
 
 Forbid = Callable[[Tensor, Tensor, Tensor], None]  # logits, rows, bits: as `forbid` does
-
-
-def changes_logits(inputs: SamplingInputs) -> bool:
-    """Whether `apply_rules` would change anything."""
-    sets = inputs.forbidden or inputs.biases or inputs.allowed
-    return bool(sets) or len(inputs.endings) > 0 or inputs.masks is not None or inputs.prompt_ids is not None
 
 
 def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid, before: Tensor | None = None) -> None:
@@ -72,11 +65,6 @@ def _places(ids: Mapping[int, Ints | tuple[int, ...]]) -> tuple[NDArray[np.int64
     counts = [len(some) for some in ids.values()]
     rows = np.repeat(np.fromiter(ids, np.int64, len(counts)), counts)
     return rows, np.concatenate([np.asarray(some, np.int64) for some in ids.values()])
-
-
-def column(values: NDArray[Any], like: Tensor) -> Tensor:
-    """Return `values`, [num_rows], as [num_rows, 1] on the device of `like`."""
-    return upload([values], like.device)[0][:, None]
 
 
 def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:

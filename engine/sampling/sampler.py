@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.device.gpu import upload
+from engine.device.gpu import upload, upload_column
 from engine.report import Floats, Ints, SamplingInputs
 from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, log_sum_exp, row_keys
-from engine.sampling.logit_rules import NEVER, apply_rules, changes_logits, column, forbid
+from engine.sampling.logit_rules import NEVER, apply_rules, forbid
 from engine.sampling_params import MAX_LOGPROBS
 
 # Instead of a token, where a row has none:
@@ -60,7 +60,7 @@ def sample(
     before: the tokens of the step before, where rules want them (see `apply_rules`).
     """
     wants_logprobs = inputs.num_logprobs >= 0
-    changed = changes_logits(inputs)
+    changed = inputs.changes_logits
     if changed or wants_logprobs or draws is None:
         logits = logits.float()
     raw = logits.clone() if wants_logprobs and not (inputs.all_greedy and not changed) else logits
@@ -127,7 +127,7 @@ def _draw(logits: Tensor, peaks: Tensor, best: Tensor, inputs: SamplingInputs) -
     (index,) = upload([rows], logits.device)
     if len(rows) < len(logits):
         logits, peaks = logits.index_select(0, index), peaks.index_select(0, index)
-    logits = logits.div_(column(inputs.temperature[rows], logits))
+    logits = logits.div_(upload_column(inputs.temperature[rows], logits))
     most = logits.gather(1, best[index, None])
     field = _Weighted(logits, peaks, most, (logits - most).exp_())
     least = _threshold(field, inputs.min_p[rows], inputs.top_k[rows], inputs.top_p[rows])
@@ -146,7 +146,7 @@ def _threshold(field: _Weighted, min_p: Floats, top_k: Ints, top_p: Floats) -> T
     if not rows.size and not min_p.any():
         return None
     with np.errstate(divide="ignore"):
-        least = field.most + column(np.log(min_p), field.most)
+        least = field.most + upload_column(np.log(min_p), field.most)
     if not rows.size:
         return least
     (index,) = upload([rows], least.device)
@@ -156,7 +156,7 @@ def _threshold(field: _Weighted, min_p: Floats, top_k: Ints, top_p: Floats) -> T
     if limited.any():
         mine = _top_k(some, mine, limited, top_k)
     if (top_p < 1).any():
-        mine = _top_p(some, mine, column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
+        mine = _top_p(some, mine, upload_column(top_p, mine), min(CANDIDATES, some.logits.shape[1]))
     return least.index_copy(0, index, mine)
 
 
@@ -164,8 +164,8 @@ def _top_k(field: _Weighted, least: Tensor, limited: NDArray[np.bool_], top_k: I
     """Raise `least` to the k-th best logit in the rows that are limited."""
     rank = np.where(limited, top_k, 1).astype(np.int64) - 1
     values = best_values(field.logits, field.peaks, int(rank.max()) + 1)
-    kth = values.gather(1, column(rank, least)).maximum(least)
-    return torch.where(column(limited, least), kth, least)
+    kth = values.gather(1, upload_column(rank, least)).maximum(least)
+    return torch.where(upload_column(limited, least), kth, least)
 
 
 def _top_p(field: _Weighted, least: Tensor, top_p: Tensor, count: int) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device.gpu import upload_column
 from engine.report import Floats, Ints, SamplingInputs
 from engine.sampling.gumbel import RUN, TokenDraws, best_values, draw_by_gumbel, first_best, row_keys
-from engine.sampling.logit_rules import changes_logits, column
 from engine.sampling.sampler import FAILED
 from parallel.group import Group
 
@@ -57,7 +57,7 @@ def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
         return NO_DRAWS
     if device.type != "cpu" and (drawn & ((sampling.top_k > 0) | (sampling.min_p > 0))).any():
         return NO_DRAWS
-    if sampling.num_logprobs >= 0 or sampling.prompt is not None or changes_logits(sampling):
+    if sampling.num_logprobs >= 0 or sampling.prompt is not None or sampling.changes_logits:
         return NO_DRAWS
     if (drawn & ((sampling.top_p < 1) | (sampling.top_k > MOST))).any():
         return NO_DRAWS
@@ -69,7 +69,7 @@ def pack_draws(sampling: SamplingInputs, device: torch.device) -> Ints:
     return packed
 
 
-class Head(Protocol):
+class OutputHead(Protocol):
     """What turns rows into logits, on one rank: a model from hidden states, or what is left to do of one."""
 
     vocab_size: int
@@ -82,7 +82,7 @@ class Head(Protocol):
         """See `CausalLM.own_logits`."""
 
 
-def draw_apart(model: Head, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
+def draw_apart(model: OutputHead, hidden: Tensor, packed: Ints, most: int, draws: TokenDraws | None = None) -> Tensor:
     """Return the tokens of all rows, each rank having drawn from its share of the logits of `most` rows at a time.
 
     hidden: [num_rows, hidden]; packed: of those rows, from `pack_draws`. draws: what draws from whole rows on this
@@ -132,7 +132,7 @@ def _draw_shares(
     own: Tensor, most: Tensor, candidates: Tensor, draws: Draws, rows: NDArray[np.intp], limits: Ints, group: Group
 ) -> Tensor:
     """Return the tokens of the rows that are drawn at random; own, most and candidates are of those alone."""
-    temperature = column(draws.temperature[rows], own)
+    temperature = upload_column(draws.temperature[rows], own)
     logits = own.div_(temperature)
     most = most / temperature
     least = None
@@ -147,12 +147,12 @@ def _draw_shares(
 def _least(most: Tensor, candidates: Tensor, min_p: Floats, limits: Ints) -> Tensor:
     """Return the least logit that each row may draw, [num_rows, 1]. candidates: the best of all shares."""
     with np.errstate(divide="ignore"):
-        least = most + column(np.log(min_p), most)
+        least = most + upload_column(np.log(min_p), most)
     if not limits.any():
         return least
-    rank = column(limits.astype(np.int64).clip(min=1) - 1, most)
+    rank = upload_column(limits.astype(np.int64).clip(min=1) - 1, most)
     kth = candidates.topk(int(limits.max()), dim=-1).values.gather(1, rank).maximum(least)
-    return torch.where(column(limits > 0, most), kth, least)
+    return torch.where(upload_column(limits > 0, most), kth, least)
 
 
 def _exchange_best(own: Tensor, peaks: Tensor, limit: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

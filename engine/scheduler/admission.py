@@ -1,4 +1,4 @@
-"""Is this request one that the engine can run to its end? Asked before anything changes."""
+"""Whether the engine can run a request to its end; checked before anything changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every live sequence and where it stands: waiting, running, or ended and not yet reported."""
+"""Every live sequence and its state: waiting, running, or ended and not yet reported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
 from engine.report import Finish, Ints
@@ -16,16 +17,17 @@ from engine.scheduler.waiting import WaitingQueue
 
 
 class BatchState:
-    """Moves sequences between their states; the scheduler decides which and when.
+    """The state of all sequences, and the only one that changes it; the scheduler decides what happens to which.
 
     With n > 1 only the leader (choice 0) waits and prefills; its siblings have slots from the leader's admission on,
-    and start to run when it forks.
+    and start to run when it forks. Others read these attributes and change none of them:
 
     running: in order of admission. It is replaced, never changed in place, for reports hold on to it.
     running_slots / version: of `running`, and a number that changes with it.
+    stale: whether a sequence of `running` has left; `refresh` drops it.
+    siblings: of leaders that have not forked.
     prefilling: running, with more than the last token left to compute, or with siblings to fork.
     tail_sharers: forked in the middle of a block, and have not written to it since.
-    unborn: have started, and not drawn a token here yet; or have ended since.
     in_flight: steps that were launched and not collected yet, in order. `Sequence.num_tokens` counts a token for each
         row that they draw for.
     """
@@ -34,18 +36,21 @@ class BatchState:
         self.running: list[Sequence] = []
         self.running_slots: Index = np.zeros(0, np.intp)
         self.version = 1
-        self.stale = False  # someone in `running` has left
+        self.stale = False
         self.waiting = WaitingQueue()
-        self.siblings: dict[Sequence, list[Sequence]] = {}  # of leaders that have not forked
+        self.siblings: dict[Sequence, list[Sequence]] = {}
         self.prefilling: dict[Sequence, None] = {}
         self.tail_sharers: dict[Sequence, None] = {}
-        self.unborn: list[Sequence] = []
         self.in_flight: list[Schedule] = []
         self._slots = slots
+        self._tables = slots.tables
         self._by_priority = by_priority
         self._families: dict[str, list[Sequence]] = {}  # live sequences of each request
+        self._before_first: list[Sequence] = []  # started, and without a token drawn here yet; some ended since
         self._ended: list[Finish] = []
         self._num_added = 0
+        self._counting: Index = np.arange(self._tables.num_slots)
+        self._pairs: Ints = np.stack([self._counting, self._counting], axis=1).astype(np.int32)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._families
@@ -74,7 +79,7 @@ class BatchState:
         else:
             family = [self._sequence(request, *choice, arrival, now) for choice in sorted(request.resume.items())]
             for sequence in family[1:]:
-                sequence.num_scored_tokens = sequence.num_prompt_tokens  # the first one tells of the prompt
+                sequence.num_scored_tokens = sequence.num_prompt_tokens  # the first one reports the prompt
             waiting = family
         for sequence in family:
             sequence.grammar = grammars.get(sequence.index)
@@ -85,24 +90,32 @@ class BatchState:
             self.waiting.push(sequence)
         return number
 
-    def start(self, sequence: Sequence, now: float) -> None:
-        """Let a placed sequence run, behind all others. now: seconds on the engine's clock."""
+    def admit(self, sequence: Sequence, prefix: list[int], limit: int, most: int, now: float) -> int:
+        """Let the first waiting sequence run, behind all others; return how many tokens it computes in this step.
+
+        prefix: cached blocks that it starts with. limit: tokens at which it ends. most: tokens that it may compute at
+        most. now: seconds on the engine's clock.
+        """
+        self._slots.place(sequence, self.siblings.get(sequence, ()), prefix, limit)
+        computed, known = sequence.num_computed_tokens, sequence.num_tokens
+        grant = min(known - computed, most)
+        self._slots.grow(sequence, computed + grant)
         self.waiting.remove(sequence)
         if sequence.started_at is None:
             sequence.started_at = now
-            self.unborn.append(sequence)
+            self._before_first.append(sequence)
         sequence.status = SequenceStatus.RUNNING
-        left = sequence.num_tokens - sequence.num_computed_tokens
-        if left > 1 or sequence in self.siblings or sequence.request.pooling is not None:
+        if known - computed > 1 or sequence in self.siblings or sequence.request.pooling is not None:
             self.prefilling[sequence] = None
         self._set_running([*self.running, sequence], np.append(self.running_slots, sequence.slot))
+        return grant
 
     def fork(self, leader: Sequence) -> None:
         """Let the siblings of `leader`, whose prompt is computed, run beside it on shared blocks."""
         siblings = self.siblings.pop(leader)
         for sibling in siblings:
             self._slots.fork(leader, sibling)
-            sibling.num_scored_tokens = leader.num_scored_tokens  # the leader told of the prompt for all
+            sibling.num_scored_tokens = leader.num_scored_tokens  # the leader reported the prompt for all
             sibling.status = SequenceStatus.RUNNING
             sibling.started_at = leader.started_at
         if leader.num_computed_tokens % self._slots.pool.block_size:
@@ -110,16 +123,22 @@ class BatchState:
         place = self.running.index(leader) + 1
         slots = np.insert(self.running_slots, place, [sibling.slot for sibling in siblings])
         self._set_running([*self.running[:place], *siblings, *self.running[place:]], slots)
-        self.unborn.extend(siblings)
+        self._before_first.extend(siblings)
+
+    def part_tail(self, sequence: Sequence) -> None:
+        """Give `sequence` its own copy of the block it writes to next. Raises `ValueError` without a free block."""
+        self._slots.part(sequence, sequence.num_computed_tokens)
+        del self.tail_sharers[sequence]
 
     def preempt(self, now: float) -> Sequence:
         """Send the youngest (least urgent) running sequence back to wait; its tokens are kept, its blocks are not.
 
         now: seconds on the engine's clock.
         """
-        victim = max((s for s in self.running if s.status is SequenceStatus.RUNNING), key=lambda s: s.order)
+        running = SequenceStatus.RUNNING  # an enum's members are slow to look up
+        victim = max((s for s in self.running if s.status is running), key=lambda s: s.order)
         known = victim.num_tokens - self._num_in_flight(victim)
-        outputs = self._slots.tables.outputs(victim.slot, known)
+        outputs = self._tables.outputs(victim.slot, known)
         victim.status = SequenceStatus.WAITING
         victim.preemptions += 1
         victim.queued_at = now
@@ -144,10 +163,12 @@ class BatchState:
             del self._families[request_id]
         self._ended.append(Finish(sequence, reason, message, code))
 
-    def note_births(self, now: float) -> None:
-        """Note which of the `unborn` drew their first token in the step that ran until `now`, or gave a state."""
+    def note_first_tokens(self, now: float) -> None:
+        """Note which sequences drew their first token, or gave their state, in the step that ran until `now`."""
+        if not self._before_first:
+            return
         waiting = []
-        for sequence in self.unborn:
+        for sequence in self._before_first:
             if sequence.finish_reason is FinishReason.ERROR:
                 continue
             known = sequence.num_output_tokens - self._num_in_flight(sequence)
@@ -155,7 +176,7 @@ class BatchState:
                 sequence.first_token_at = now
             elif sequence.finish_reason is None:
                 waiting.append(sequence)
-        self.unborn = waiting
+        self._before_first = waiting
 
     def finish_request(self, request_id: str, reason: FinishReason, message: str = "", code: str = "") -> None:
         """End whatever of a request is alive."""
@@ -170,14 +191,75 @@ class BatchState:
                 return True
         return False
 
-    def refresh(self) -> None:
-        """Drop from `running` those that have left."""
-        if self.stale:
-            stays = [sequence.status is SequenceStatus.RUNNING for sequence in self.running]
-            self._set_running(list(compress(self.running, stays)), self.running_slots[stays])
-            self.stale = False
+    def refresh(self) -> NDArray[np.bool_] | None:
+        """Drop from `running` those that have left; return which stayed, None where all did."""
+        if not self.stale:
+            return None
+        status = SequenceStatus.RUNNING
+        stays = np.array([sequence.status is status for sequence in self.running], np.bool_)
+        self._set_running(list(compress(self.running, stays.tolist())), self.running_slots[stays])
+        self.stale = False
+        return stays
 
-    def forget(self, schedule: Schedule) -> None:
+    def plan(self, query_lens: Ints, grown: Index, most_draws: int) -> Schedule | None:
+        """Return the schedule of the running sequences; None if none of them computes anything.
+
+        query_lens: tokens that each computes, [running]. grown: rows with new blocks. most_draws: tokens that a row
+        may draw at most.
+        """
+        sequences, slots, version = self.running, self.running_slots, self.version
+        if np.count_nonzero(query_lens) < len(query_lens):
+            kept = query_lens.nonzero()[0]
+            if not kept.size:
+                return None
+            sequences, slots, version = [sequences[row] for row in kept.tolist()], slots[kept], 0
+            query_lens = query_lens[kept]
+        num_computed = self._tables.num_computed[slots]
+        seq_lens = num_computed + query_lens
+        schedule = Schedule(
+            sequences=sequences,
+            slots=slots,
+            query_lens=query_lens,
+            num_computed=num_computed,
+            seq_lens=seq_lens,
+            samples=sequences,
+            sample_rows=self._counting[: len(sequences)],
+            sample_slots=slots,
+            sample_positions=seq_lens,
+            num_tokens=len(sequences),
+            version=version,
+            decode=not self.prefilling,
+            changed_rows=grown if grown.size else None,
+            copies=[(source, target) for target, source in self._slots.copies.items()],
+            most_draws=most_draws,
+        )
+        if self.prefilling:
+            rows = (seq_lens == self._tables.num_tokens[slots]).nonzero()[0]
+            if any(sequence.reads_prompt for sequence in self.prefilling):
+                schedule.read_prompts()
+                rows = rows[[sequences[row].request.pooling is None for row in rows.tolist()]]
+            schedule.choose_samples(rows, self.siblings)
+        if self.in_flight:
+            schedule.carried = self._carried(schedule, self.in_flight[-1])
+        return schedule
+
+    def launch(self, schedule: Schedule) -> None:
+        """Count the tokens of a step that was launched as computed, and one for each row that it draws for."""
+        tables = self._tables
+        self._slots.copies.clear()
+        tables.num_computed[schedule.slots] = schedule.seq_lens
+        if self.prefilling:
+            for sequence in [s for s in self.prefilling if s.num_computed_tokens == s.num_tokens]:
+                del self.prefilling[sequence]
+        tables.num_tokens[schedule.sample_slots] = schedule.sample_positions + 1
+        self.in_flight.append(schedule)
+
+    def extend(self, schedule: Schedule, rows: Index, num_more: Ints) -> None:
+        """Count tokens that samples `rows` drew beyond the first; these are left to compute beside the last one."""
+        self._tables.num_tokens[schedule.sample_slots[rows]] += num_more
+        self.prefilling.update({schedule.samples[row]: None for row in rows.tolist()})
+
+    def land(self, schedule: Schedule) -> None:
         """Note that a step is not in flight any more."""
         if self.in_flight.pop(0) is not schedule:
             raise IntegrityError("a step is collected before one that was launched earlier")
@@ -192,12 +274,12 @@ class BatchState:
         return ended
 
     def lacks_blocks(self, query_lens: Ints) -> bool:
-        """Whether somebody would have to be preempted so that the running compute so many tokens. [running]."""
+        """Whether a sequence would have to be preempted so that the running compute so many tokens. [running]."""
         size, available = self._slots.pool.block_size, self._slots.pool.num_available
         sharers = len(self.tail_sharers)
         if len(query_lens) + int(query_lens.sum()) // size + sharers <= available:
             return False  # each takes a block more than its tokens fill, at most
-        seq_lens = self._slots.tables.num_computed[self.running_slots] + query_lens
+        seq_lens = self._tables.num_computed[self.running_slots] + query_lens
         short = seq_lens - self._slots.capacity(self.running_slots)
         return int((-(-short.clip(min=0) // size)).sum()) + sharers > available
 
@@ -242,11 +324,11 @@ class BatchState:
         )
 
     def _num_in_flight(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence are counted that nobody knows yet."""
+        """Return how many tokens of a sequence are counted that steps in flight draw."""
         return sum(schedule.draws_for(sequence) for schedule in self.in_flight)
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Take back what `sequence` holds, and have steps in flight bring it nothing any more.
+        """Take back what `sequence` holds; steps in flight bring it nothing any more.
 
         Its blocks may go to others at once: what such a step still writes to them is written before anything that a
         later step puts there, and no block that it writes to can be found.
@@ -258,6 +340,11 @@ class BatchState:
         self.prefilling.pop(sequence, None)
         self.tail_sharers.pop(sequence, None)
         self.stale = True
+
+    def _carried(self, schedule: Schedule, before: Schedule) -> Ints:
+        if schedule.version and schedule.version == before.version:
+            return self._pairs[: len(schedule.sequences)]  # both decode: all rows, in order
+        return schedule.carried_from(before, self._tables.num_slots)
 
     def _set_running(self, running: list[Sequence], slots: Index) -> None:
         self.running = running

@@ -1,23 +1,21 @@
-"""Which tokens the next step computes, and who may join or must leave for it."""
+"""Which tokens the next step computes, and which sequences join or leave for it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from types import MappingProxyType
 
 import numpy as np
 
 from engine.config import EngineConfig
-from engine.events import Added, Crowded, Lack, OnEvent, Preempted, Stalled, Started, Starved
+from engine.events import Added, Events, Preempted, Starved
 from engine.report import EngineStats, Finish, Ints
 from engine.request import FinishReason, GrammarState, Request, Sequence, SequenceStatus
 from engine.scheduler.admission import Admission
 from engine.scheduler.batch_state import BatchState
-from engine.scheduler.planner import Planner
-from engine.scheduler.schedule import Index, Schedule
+from engine.scheduler.prefill_adder import PrefillAdder
+from engine.scheduler.schedule import Hold, Index, Schedule
 from engine.scheduler.slots import Slots
 from engine.scheduler.update import FailureGuard, Updater
 from engine.scheduler.waiting import Deadlines
@@ -29,36 +27,8 @@ NO_FAILURES: Mapping[int, Exception] = MappingProxyType({})
 NO_GRAMMARS: Mapping[int, GrammarState] = MappingProxyType({})
 
 
-class Hold(StrEnum):
-    """Why a step waits for the results of the one before. All reasons are here.
-
-    A step is planned ahead from what can be counted: every row of the step before computes its tokens, and those that
-    draw draw one. What a row draws by the token that is drawn now holds nobody: penalties and bad words of several
-    tokens find it on the device, a grammar's mask is filled once it is known, while the model runs.
-    """
-
-    FORKS = "forks"  # siblings of n > 1 join when the prompt that they share has been computed
-    PROMPTS = "prompts"  # what is told of prompts decides whether a request is done, and what is computed again
-    DRAWS = "draws"  # rows of the step before may draw several tokens
-    BLOCKS = "blocks"  # somebody would be preempted, though the step that runs may end others and free theirs
-    MEMORY = "memory"  # the device has no memory for a second step beside the first (noted by the core)
-
-
-@dataclass(slots=True)
-class _Blocked:
-    """The head of the queue that did not fit.
-
-    found: leading blocks of its that were in the prefix cache. wanted: blocks that it waits for. Others may compute
-    and seal more of its prefix meanwhile; what is evicted of it shows when there seems to be room enough.
-    """
-
-    sequence: Sequence
-    found: int
-    wanted: int
-
-
 class Scheduler:
-    """One token budget per step: decodes first, then prompt chunks in running order, then whoever may join.
+    """One token budget per step: decodes first, then prompt chunks in running order, then waiting sequences.
 
     A step's way: `schedule`, then `advance` when the device has it, then `collect` with its tokens; the next step may
     be scheduled and advanced in between (`Hold` says when not). `add` and `abort` come whenever nothing else does.
@@ -66,10 +36,10 @@ class Scheduler:
 
     Preemption takes the youngest (or least urgent) sequence, which is recomputed later. The oldest is never taken for
     another's sake, and every request fits the cache alone, so something always advances.
-    A host-side exception on one sequence's account ends its request with ERROR and touches nobody else; where it may
+    A host-side exception on one sequence's account ends its request with ERROR and affects no other; where it may
     have (`FailureGuard`), everything is checked, and `schedule` and `collect` raise `IntegrityError` if it did.
 
-    now: seconds on the engine's clock at which the step began; set by whoever runs the steps. tell: hears of events.
+    now: seconds on the engine's clock at which the step began; set by the core before each step.
     most_draws: tokens that a row may draw in a step at most; how many it does is a result of the step.
     """
 
@@ -78,29 +48,25 @@ class Scheduler:
         config: EngineConfig,
         slots: Slots,
         admission: Admission,
-        tell: OnEvent,
+        events: Events,
         now: float,
         most_draws: int = 1,
     ) -> None:
         self.now = now
-        self._tell = tell
+        self._events = events
         self._batch = BatchState(slots, by_priority=config.scheduling_policy == "priority")
         self._guard = FailureGuard(self._batch)
         self._updater = Updater(slots, self._batch, self._guard)
-        self._planner = Planner(self._batch, slots, most_draws)
+        self._adder = PrefillAdder(config, slots, self._batch, self._guard, events, admission.limit)
         self._deadlines = Deadlines(self._batch.holds)
         self._slots = slots
         self._tables = slots.tables
         self._pool = slots.pool
-        self._limit = admission.limit
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
-        self._blocked: _Blocked | None = None
-        self._stalled: tuple[str, Lack] | None = None  # who was told of last
+        self._most_draws = most_draws
         self._any_starved = False  # in the last step
-        self._begun: list[Request] = []  # that joined for the first time, until somebody takes note
         self._ones: Ints = np.ones(config.max_num_seqs, np.int32)
-        self._prefix_queries = self._prefix_hits = self._prompt_tokens = 0  # since start, of those that joined
         self._num_preempted = self._num_generated = self._num_ahead = self._num_held = 0
 
     # ---- between steps ------------------------------------------------------------------------------------------
@@ -119,7 +85,7 @@ class Scheduler:
         grammars: choice -> where its output stands in the grammar that it must match.
         """
         number = self._batch.add(request, now, grammars)
-        self._tell(Added(request, now))
+        self._events.emit(Added(request, now))
         if request.deadline is not None:
             self._deadlines.watch(request.deadline, request.request_id, number)
 
@@ -164,7 +130,7 @@ class Scheduler:
         return self._batch.take_finished()
 
     def unreported(self, schedule: Schedule) -> list[Sequence]:
-        """Return those who left since the step was launched and whose end is still to be reported."""
+        """Return sequences that left since the step was launched and whose end is not reported yet."""
         return self._batch.unreported(schedule.gone) if schedule.gone else []
 
     def running(self) -> tuple[list[Sequence], Index]:
@@ -182,7 +148,7 @@ class Scheduler:
         """Choose the tokens of the next step; None when there is nothing to compute, or not yet."""
         batch = self._batch
         before = batch.in_flight[-1] if batch.in_flight else None
-        if before is not None and (reason := _held_by(before)):
+        if before is not None and (reason := before.holds_next):
             self.hold(reason)
             return None
         query_lens = self._share_budget()
@@ -191,12 +157,11 @@ class Scheduler:
             return None
         grown = self._make_room(query_lens)
         if batch.waiting and not batch.stale:
-            query_lens = self._admit(query_lens)
-        if batch.stale:
-            query_lens = query_lens[[s.status is SequenceStatus.RUNNING for s in batch.running]]
-            batch.refresh()
+            query_lens = self._adder.add(query_lens, self.now)
+        if (stays := batch.refresh()) is not None:
+            query_lens = query_lens[stays]
         self._check_if_in_doubt()
-        return self._planner.plan(query_lens, grown) if batch.running else None
+        return batch.plan(query_lens, grown, self._most_draws) if batch.running else None
 
     def hold(self, reason: Hold) -> None:
         """Note that the next step waits for the results of the one that runs."""
@@ -205,9 +170,9 @@ class Scheduler:
 
     def take_begun(self) -> list[Request]:
         """Return the requests that steps were scheduled for since the last call, and none before."""
-        begun = self._begun
+        begun = self._adder.begun
         if begun:
-            self._begun = []
+            self._adder.begun = []
         return begun
 
     def _share_budget(self) -> Ints:
@@ -229,7 +194,7 @@ class Scheduler:
         query_lens[decodes_first] = np.clip(self._budget - (ends - served), 0, served)
         if served.sum() > self._budget or self._any_starved:
             starved = (query_lens < np.minimum(left, 1)).nonzero()[0].tolist()
-            self._tell(Starved(tuple(batch.running[row].request for row in starved), self.now))
+            self._events.emit(Starved(tuple(batch.running[row].request for row in starved), self.now))
             self._any_starved = bool(starved)
         return query_lens
 
@@ -256,8 +221,7 @@ class Scheduler:
     def _part_tail(self, sequence: Sequence) -> None:
         position = sequence.num_computed_tokens
         if self._free_blocks(sequence, lambda: int(self._slots.shares_block(sequence, position))):
-            self._slots.part(sequence, position)
-            del self._batch.tail_sharers[sequence]
+            self._batch.part_tail(sequence)
 
     def _grow(self, sequence: Sequence, length: int) -> None:
         wanted = self._slots.missing_blocks(sequence, length)
@@ -271,115 +235,15 @@ class Scheduler:
         return sequence.status is SequenceStatus.RUNNING
 
     def _preempt(self, now: float) -> None:
-        self._tell(Preempted(self._batch.preempt(now).request, self.now))
+        self._events.emit(Preempted(self._batch.preempt(now).request, self.now))
         self._num_preempted += 1
-
-    # ---- who may join -------------------------------------------------------------------------------------------
-
-    def _admit(self, query_lens: Ints) -> Ints:
-        """Let waiting sequences join a step, in order, while budget, slots and blocks last.
-
-        query_lens: of those that run. Returns all query lengths.
-        """
-        waiting, budget = self._batch.waiting, self._budget - int(query_lens.sum())
-        granted: list[int] = []
-        promised = sum(self._slots.missing_blocks(one, one.num_tokens) for one in self._batch.prefilling)
-        while budget > 0 and (sequence := waiting.peek()) is not None:
-            grant = self._guard.run(sequence, self._join, sequence, budget, promised)
-            if grant is None:
-                self._guard.end_failed()
-                continue
-            if not grant:
-                break
-            granted.append(grant)
-            budget -= grant
-            promised += self._slots.missing_blocks(sequence, sequence.num_tokens)
-        if budget <= 0 and (head := waiting.peek()) is not None:
-            self._stall(head.request, Lack.BUDGET, lambda: f"all {self._budget} tokens of a step")
-        if waiting:
-            self._tell(Crowded(self.now))
-        return np.concatenate([query_lens, np.array(granted, np.int32)]) if granted else query_lens
-
-    def _join(self, sequence: Sequence, budget: int, promised: int) -> int:
-        """Place `sequence` and return how many tokens it may compute in this step; 0 if it does not fit yet.
-
-        promised: blocks that sequences in the middle of their prompts have still to take.
-        """
-        siblings = self._batch.siblings.get(sequence, [])
-        request = sequence.request
-        if self._slots.num_free <= len(siblings):
-            self._stall(request, Lack.SLOTS, lambda: f"all {self._tables.num_slots} are taken")
-            return 0
-        prefix = self._fitting_prefix(sequence, promised, len(siblings))
-        if prefix is None:
-            self._stall(request, Lack.BLOCKS, lambda: self._lack(sequence))
-            return 0
-        self._slots.place(sequence, siblings, prefix, self._limit(request))
-        if not sequence.preemptions:
-            self._count_arrival(sequence)
-            self._begun.append(request)
-        computed = sequence.num_computed_tokens
-        grant = min(sequence.num_tokens - computed, self._chunk, budget)
-        self._slots.grow(sequence, computed + grant)
-        self._batch.start(sequence, self.now)
-        self._stalled = None
-        self._tell(Started(sequence, self.now))
-        return grant
-
-    def _stall(self, request: Request, lack: Lack, detail: Callable[[], str]) -> None:
-        """Tell why the first in the queue cannot start, unless that was told of it last."""
-        if self._stalled != (request.request_id, lack):
-            self._stalled = (request.request_id, lack)
-            self._tell(Stalled(request, self.now, lack, detail()))
-
-    def _lack(self, sequence: Sequence) -> str:
-        wanted, room = self._slots.blocks_for(sequence.num_tokens), self._pool.num_available
-        return f"{wanted} for its tokens so far; {room} are free, some of them promised to those that run"
-
-    def _fitting_prefix(self, sequence: Sequence, promised: int, num_siblings: int) -> list[int] | None:
-        """Return the cached blocks to start with, or None if what is free does not hold the rest of `sequence`.
-
-        While others run, one more block for each of them stays free, so that who joins is not preempted at once.
-        """
-        room = self._pool.num_available - promised
-        if self._batch.running:
-            room -= self._tables.num_slots - self._slots.num_free + num_siblings
-        if self._is_still_blocked(sequence, room):
-            return None
-        prefix = self._slots.find_prefix(sequence)
-        wanted = self._slots.blocks_for(sequence.num_tokens) - len(prefix) + self._pool.count_idle(prefix)
-        self._blocked = _Blocked(sequence, len(prefix), wanted) if room < wanted else None
-        return prefix if self._blocked is None else None
-
-    def _is_still_blocked(self, sequence: Sequence, room: int) -> bool:
-        """Whether `sequence` did not fit before and `room` is still too little, with what others sealed since.
-
-        Looks only at blocks behind those that were found, so that a long prompt costs no more than a short one.
-        """
-        blocked = self._blocked
-        if blocked is None or blocked.sequence is not sequence:
-            return False
-        gained = self._slots.extend_prefix(sequence, blocked.found)
-        if gained:
-            blocked.found += len(gained)
-            blocked.wanted -= len(gained) - self._pool.count_idle(gained)
-        return room < blocked.wanted
-
-    def _count_arrival(self, sequence: Sequence) -> None:
-        hit = sequence.num_computed_tokens
-        if sequence.is_first:  # what the others find is this one's
-            sequence.num_cached_tokens = min(hit, sequence.num_prompt_tokens)
-        self._prompt_tokens += sequence.num_prompt_tokens
-        if self._pool.enable_prefix_caching:
-            self._prefix_queries += sequence.num_tokens
-            self._prefix_hits += hit
 
     # ---- after the step -----------------------------------------------------------------------------------------
 
     def advance(self, schedule: Schedule) -> None:
         """Count what a step that was launched computes and draws."""
         self._num_ahead += self.is_ahead
-        self._updater.advance(schedule)
+        self._batch.launch(schedule)
 
     def collect(
         self,
@@ -396,14 +260,13 @@ class Scheduler:
 
     def drop(self, schedule: Schedule) -> None:
         """Forget a step in flight whose sequences have all left."""
-        self._batch.forget(schedule)
+        self._batch.land(schedule)
 
-    def note_births(self, now: float) -> None:
-        """Note who drew a first token in the step that was collected last. now: when it had run, in seconds."""
-        if self._batch.unborn:
-            self._batch.note_births(now)
+    def note_first_tokens(self, now: float) -> None:
+        """Note what drew a first token in the step that was collected last. now: when it had run, in seconds."""
+        self._batch.note_first_tokens(now)
 
-    # ---- what is told -------------------------------------------------------------------------------------------
+    # ---- figures and invariants ---------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         """Return the figures as they are now."""
@@ -417,10 +280,10 @@ class Scheduler:
             kv_blocks_total=pool.num_blocks - 1,
             kv_blocks_free=pool.num_free,
             kv_blocks_cached=pool.num_cached,
-            prefix_query_tokens=self._prefix_queries,
-            prefix_hit_tokens=self._prefix_hits,
+            prefix_query_tokens=self._adder.prefix_queries,
+            prefix_hit_tokens=self._adder.prefix_hits,
             preemptions=self._num_preempted,
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=self._adder.prompt_tokens,
             generated_tokens=self._num_generated,
             outstanding_tokens=batch.waiting.num_tokens + prefilling,
             steps_ahead=self._num_ahead,
@@ -437,12 +300,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Check every invariant of queues, slots and blocks. Between steps only. Raises `IntegrityError`."""
         self._batch.check_integrity()
-
-
-def _held_by(before: Schedule) -> Hold | None:
-    """Return why no step can be planned while `before` runs; None where one can, if there are blocks for it."""
-    if before.forks:
-        return Hold.FORKS
-    if before.scores or before.pooled:
-        return Hold.PROMPTS
-    return Hold.DRAWS if before.most_draws > 1 else None

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
-from engine.events import BlocksTaken, Left, OnEvent
+from engine.events import BlocksTaken, Events, Left
 from engine.kv.block_manager import TOKEN_BYTES, BlockManager, block_hash, extend_hashes, root_hash, token_bytes
 from engine.report import Ints
 from engine.request import Request, Sequence
@@ -85,9 +85,9 @@ class SlotTables:
 
 
 class StopTokens:
-    """Tells in one gather which of a step's tokens could end anything; the few hits are then looked at one by one.
+    """Finds in one gather the tokens of a step that could end a sequence; the few hits are then checked one by one.
 
-    Every live sequence watches its `stop_token_ids`; the end-of-sequence ids are always watched.
+    The `stop_token_ids` of all placed sequences are watched, and the end-of-sequence ids always.
     """
 
     def __init__(self, eos_token_ids: Iterable[int], vocab_size: int) -> None:
@@ -106,7 +106,7 @@ class StopTokens:
             self._watchers[token] += change
 
     def hits(self, token_ids: Ints) -> NDArray[np.int32]:
-        """Return a nonzero figure for every token that someone watches. [num_samples] -> [num_samples]."""
+        """Return a nonzero figure for every token that is watched. [num_samples] -> [num_samples]."""
         return self._watchers.take(token_ids)
 
     def check_integrity(self, watching: Iterable[Request]) -> None:
@@ -120,24 +120,25 @@ class StopTokens:
 
 
 class Slots:
-    """Places sequences, gives them blocks, shares what they have in common, and takes all of it back.
+    """Places sequences in slots, allocates, shares and frees their blocks.
 
     The row of a slot is the only block table of its sequence. Used by the scheduler only; one thread.
-    tell: hears of blocks that are taken and given back.
+    events: of blocks that are taken and given back.
     """
 
     def __init__(
-        self, tables: SlotTables, params: SamplingTable, pool: BlockManager, stops: StopTokens, tell: OnEvent
+        self, tables: SlotTables, params: SamplingTable, pool: BlockManager, stops: StopTokens, events: Events
     ) -> None:
         self.tables = tables
         self.pool = pool
         self.stops = stops
         self._params = params
-        self._tell = tell
+        self._events = events
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
         # copied to nonetheless: its next owner writes later in the step.
         self.copies: dict[int, int] = {}
         self._num_structured = 0
+        self._within_block = np.arange(pool.block_size)
         self._free_slots = list(range(tables.num_slots - 1, -1, -1))  # a stack: slot 0 is taken first
 
     @property
@@ -157,7 +158,7 @@ class Slots:
 
     def capacity(self, slots: Index) -> Ints:
         """Return the tokens that the blocks of each slot hold. [slots]."""
-        return self.tables.num_blocks[slots] * np.int32(self.pool.block_size)
+        return self.tables.num_blocks[slots] * self.pool.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens`."""
@@ -216,7 +217,7 @@ class Slots:
         """Give each of `sequences` its next block: `grow` for many decoding sequences at once."""
         tables = self.tables
         blocks = self.pool.allocate(len(sequences))
-        self._tell(BlocksTaken(sequences, blocks))
+        self._events.emit(BlocksTaken(sequences, blocks))
         held = tables.num_blocks[slots]
         tables.flat_blocks[slots * tables.blocks.shape[1] + held] = blocks
         tables.num_blocks[slots] = held + 1
@@ -233,7 +234,7 @@ class Slots:
         return self.pool.is_shared(int(block))
 
     def part(self, sequence: Sequence, position: int) -> None:
-        """Give `sequence` its own copy of the block of `position`, unless nobody else holds it.
+        """Give `sequence` its own copy of the block of `position`, unless no other holds it.
 
         The copy itself is noted in `copies`. Raises `ValueError` when no block is available.
         """
@@ -252,8 +253,8 @@ class Slots:
         tokens = self.tables.tokens[sequence.slot, : last * size].tobytes()
         extend_hashes(hashes, tokens, size, root_hash(sequence.request.cache_salt))
         width, blocks = size * TOKEN_BYTES, self.tables.blocks[sequence.slot, first:last].tolist()
-        for i, block in enumerate(blocks, first):
-            self.pool.seal(block, hashes[i], tokens[i * width : (i + 1) * width])
+        contents = [tokens[start : start + width] for start in range(first * width, last * width, width)]
+        self.pool.seal(blocks, hashes[first:last], contents)
 
     def seal_last(self, sequences: Items[Sequence], slots: Index, computed: Ints) -> None:
         """Make findable the block that each of `sequences` filled with its last computed token.
@@ -263,23 +264,24 @@ class Slots:
         """
         size = self.pool.block_size
         first = slots * self.tables.context_len + computed - size
-        tokens = self.tables.flat_tokens[first[:, None] + np.arange(size)].tobytes()
+        tokens = self.tables.flat_tokens[first[:, None] + self._within_block].tobytes()
         width = size * TOKEN_BYTES
         contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
         indices = computed // size - 1
-        blocks = self.tables.blocks[slots, indices].tolist()
-        for sequence, index, block, content in zip(sequences, indices.tolist(), blocks, contents, strict=True):
+        digests = []
+        for sequence, index, content in zip(sequences, indices.tolist(), contents, strict=True):
             hashes = sequence.block_hashes
             if len(hashes) == index:
                 hashes.append(block_hash(hashes[-1] if hashes else root_hash(sequence.request.cache_salt), content))
-            self.pool.seal(block, hashes[index], content)
+            digests.append(hashes[index])
+        self.pool.seal(self.tables.blocks[slots, indices].tolist(), digests, contents)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back slot and blocks. The tokens are gone afterwards; a slot-less sequence is left as it is."""
         slot = sequence.slot
         if slot < 0:
             return
-        self._tell(Left(sequence, slot, self.pool.release(self.tables.held_blocks(slot))))
+        self._events.emit(Left(sequence, slot, self.pool.release(self.tables.held_blocks(slot))))
         sequence.num_known = sequence.num_tokens
         self.tables.clear(slot)
         self.stops.watch(sequence.request, -1)
@@ -323,4 +325,4 @@ class Slots:
         return slot
 
     def _taken(self, sequence: Sequence, blocks: list[int]) -> None:
-        self._tell(BlocksTaken([sequence] * len(blocks), blocks))
+        self._events.emit(BlocksTaken((sequence,), blocks))

@@ -1,4 +1,4 @@
-"""What becomes of the sequences of a step once it was launched, and once its tokens are known."""
+"""Takes in the results of a step: tokens of its sequences, and failures of single requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.scheduler.slots import Slots
 
 logger = logging.getLogger(__name__)
 
-OWN = (InvalidRequestError, GrammarError, PoisonedLogitsError, StepMemoryError)  # what a request alone may fail of
+OWN = (InvalidRequestError, GrammarError, PoisonedLogitsError, StepMemoryError)  # errors of one request alone
 
 
 class FailureGuard:
@@ -32,7 +32,7 @@ class FailureGuard:
 
     An `IntegrityError` is never one request's: it is passed on, and the engine ends. Any other error that is not
     known for a request's own is a bug of ours; where the part changes what all sequences share, it may have left
-    that half changed. Then the request ends, and everything is `in_doubt` until somebody has looked at it.
+    that half changed. Then the request ends, and everything is `in_doubt` until all invariants were checked.
     """
 
     def __init__(self, batch: BatchState) -> None:
@@ -78,7 +78,7 @@ class FailureGuard:
             message, code = str(error), error.code
         elif isinstance(error, StepMemoryError):
             logger.error("request %s is shed: %s", request_id, error, extra=about)
-            message, code = error.told, error.code
+            message, code = error.client_message, error.code
         else:
             logger.error("request %s failed in the engine", request_id, exc_info=redacted(error), extra=about)
             message = f"the engine failed on this request ({type(error).__name__})"
@@ -87,10 +87,9 @@ class FailureGuard:
 
 
 class Updater:
-    """Counts, names, forks, writes, ends: vectorised over rows, with Python loops only where something happens.
+    """Takes in the results of steps: names full blocks, forks, writes tokens, ends sequences.
 
-    What can be counted before a step has run is counted by `advance`, so that the next one can be planned while it
-    runs; what needs its tokens is done by `collect`. Both see each step once, in the order of the steps.
+    Vectorised over rows, with Python loops only where something happens.
     """
 
     def __init__(self, slots: Slots, batch: BatchState, guard: FailureGuard) -> None:
@@ -101,18 +100,6 @@ class Updater:
         self._shift = slots.pool.block_size.bit_length() - 1
         self._seals = slots.pool.enable_prefix_caching
 
-    def advance(self, schedule: Schedule) -> None:
-        """Count the tokens of a step that was launched as computed, and one for each row that it draws for."""
-        tables = self._tables
-        self._slots.copies.clear()
-        tables.num_computed[schedule.slots] = schedule.seq_lens
-        prefilling = self._batch.prefilling
-        if prefilling:
-            for sequence in [s for s in prefilling if s.num_computed_tokens == s.num_tokens]:
-                del prefilling[sequence]
-        tables.num_tokens[schedule.sample_slots] = schedule.sample_positions + 1
-        self._batch.in_flight.append(schedule)
-
     def collect(
         self, schedule: Schedule, token_ids: Ints, counts: Ints | None, failed: Mapping[int, Exception]
     ) -> Ints | None:
@@ -121,7 +108,7 @@ class Updater:
         token_ids: of `schedule.samples`, run by run. counts: tokens of each run, at least 1; None = 1 each.
         Returns how many tokens of each run its sequence got, [num_samples]; None = one each.
         """
-        self._batch.forget(schedule)
+        self._batch.land(schedule)
         for row, error in failed.items():
             self._guard.mark(schedule.samples[row], error)
         if self._seals:
@@ -150,8 +137,10 @@ class Updater:
             filled = filled[[schedule.sequences[row] not in schedule.gone for row in filled.tolist()]]
         if not filled.size:
             return
-        decoded = schedule.query_lens[filled] == 1
-        together, singly = filled[decoded], filled[~decoded].tolist()
+        together, singly = filled, []
+        if not schedule.decode:
+            decoded = schedule.query_lens[filled] == 1
+            together, singly = filled[decoded], filled[~decoded].tolist()
         try:
             sequences = [schedule.sequences[row] for row in together.tolist()]
             self._slots.seal_last(sequences, schedule.slots[together], schedule.seq_lens[together])
@@ -201,13 +190,13 @@ class Updater:
         drawn = token_ids[starts[rows] + within]
         tables.flat_tokens[slots[rows] * tables.context_len + positions[rows] + within] = drawn
         there = kept.nonzero()[0]
-        tables.num_tokens[slots[there]] += kept[there] - 1  # one of each run is counted
+        longer = (kept > 1).nonzero()[0]
+        self._batch.extend(schedule, longer, kept[longer] - 1)  # one of each run is counted
         if self._slots.any_structured:
             for place in self._slots.structured[slots[rows]].nonzero()[0].tolist():
                 row = rows[place]
                 self._match(schedule.samples[row], int(drawn[place]), int(positions[row] + within[place]))
         last = drawn[kept.cumsum()[there] - 1]
-        self._batch.prefilling.update({schedule.samples[row]: None for row in (kept > 1).nonzero()[0].tolist()})
         ended = np.logical_or(
             tables.num_tokens[slots[there]] >= tables.limits[slots[there]], self._slots.stops.hits(last)
         )

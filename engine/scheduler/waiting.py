@@ -1,4 +1,4 @@
-"""Who waits: for a place in the batch, in order, and for a deadline to pass."""
+"""Sequences that wait for a place in the batch, in order, and the deadlines of requests."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class WaitingQueue:
         heapq.heappush(self._heap, sequence.order)
 
     def peek(self) -> Sequence | None:
-        """Return the sequence whose turn it is, or None."""
+        """Return the first sequence, or None."""
         while self._heap and self._heap[0] not in self._members:
             heapq.heappop(self._heap)
         return self._members[self._heap[0]] if self._heap else None
 
     def waits_since(self) -> float | None:
-        """Return when the one that waits longest began to, None if nobody waits."""
+        """Return when the sequence that waits longest began to, None if none waits."""
         return next(iter(self._members.values())).queued_at if self._members else None
 
     def remove(self, sequence: Sequence) -> None:
@@ -75,11 +75,11 @@ class WaitingQueue:
 
 
 class Deadlines:
-    """The deadlines of requests, soonest first, by their ids and numbers; nothing else of them is held.
+    """The deadlines of requests, soonest first, with their ids and numbers; holds nothing else of them.
 
-    is_live: whether the request of an id and a number, which no other one ever has, has not ended.
+    is_live: whether the request of an id and a number, which is unique, has not ended.
 
-    Nobody tells of requests that end, so theirs are looked for when there may be more dead entries than live ones.
+    A request that ends leaves its entry here; dead entries are dropped when they may be more than the live ones.
     """
 
     def __init__(self, is_live: Callable[[str, int], bool]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from typing_extensions import override
-
 from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 
@@ -24,17 +22,6 @@ class Pending(ABC):
 
         Raises `EngineDeadError` when a rank died or missed the step deadline.
         """
-
-
-class Done(Pending):
-    """A step that ran while it was launched."""
-
-    def __init__(self, outputs: StepOutputs) -> None:
-        self._outputs = outputs
-
-    @override
-    def result(self) -> StepOutputs:
-        return self._outputs
 
 
 class Executor(ABC):

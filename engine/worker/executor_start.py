@@ -70,7 +70,7 @@ def build_executor(config: EngineConfig, on_phase: OnPhase = lambda _: None) -> 
     """Load the model on this machine and return its executor, ready for the first step.
 
     With `tensor_parallel_size` above 1 the other ranks are started as processes that end with this one. on_phase:
-    told each phase of loading as it begins.
+    called with each phase of loading as it begins.
 
     Raises `CheckpointError`, `ConfigError`, or `EngineDeadError` when a rank did not come up.
     """

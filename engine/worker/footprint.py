@@ -1,4 +1,4 @@
-"""The memory that one rank of a model takes, told without weights or a GPU.
+"""The memory that one rank of a model takes, computed without weights or a GPU.
 
 The engine's own model is built on torch's device `meta`, whose tensors have shapes and no contents, so that the sizes
 are those of the code that runs, not of a formula.
@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from engine.attention.base import AttentionBackend, AttentionContext, LayerCache, StepTensors, UnlikeLayers
+from engine.attention.base import AttentionContext, LayerCache, PagedAttention, StepTensors, UnlikeLayers
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
-from engine.inputs.step_tensors import dummy_step
+from engine.inputs.dummy_steps import dummy_step
 from engine.kernels.base import E4M3, TorchKernels
 from engine.kv.cache_specs import block_bytes
 from engine.layers.attention import attention_specs
@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 LAYERS_RUN = 2  # of layers that are alike: they take as much, and the second has what the first one leaves behind
-# Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are told, as
+# Bytes beside each logit that is drawn from, where top-p looks at whole rows and log-probabilities are given, as
 # tests/engine/worker/test_footprint.py measures.
 SAMPLER_BYTES = 44
 
@@ -229,7 +229,7 @@ def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int
     return inside.peak
 
 
-class BlueprintAttention(AttentionBackend):
+class BlueprintAttention(PagedAttention):
     """Attention that makes its result's tensor and nothing else, as kernels without scratch memory do."""
 
     name = "blueprint"

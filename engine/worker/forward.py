@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
 from engine.config import EngineConfig
 from engine.device.gpu import upload
-from engine.inputs.step_buffers import StepBuffers
-from engine.inputs.step_tensors import TokenFeedback, split_step, to_device
+from engine.inputs.step_buffers import StepBuffers, to_device
+from engine.inputs.token_feedback import TokenFeedback
 from engine.kv.cache import KVCache, opened_blocks
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
-from engine.sampling.sharded_draw import Head
+from engine.sampling.sharded_draw import OutputHead
 from engine.worker.graph_pool import GraphDevice, GraphPool
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
 from engine.worker.graphs import DecodeGraphs, MixedGraphs, MixedResults, RestOfHead
@@ -42,7 +44,7 @@ class Passed:
     """
 
     rows: Tensor
-    head: Head
+    head: OutputHead
     pooled: Tensor
 
 
@@ -175,3 +177,41 @@ class Forward:
             opened = opened_blocks(inputs.slot_mapping, cache.block_size)
             if opened.size:
                 cache.clear(upload([opened], self._device)[0])
+
+
+def split_step(inputs: StepInputs, most: int) -> list[StepInputs]:
+    """Cut a step into parts of about one size and at most `most` tokens, to be run one after another.
+
+    A sequence that is cut continues in the next part as a chunked prompt does. Block copies stay with the first part.
+    Every part has a share of all that is pooled, most of them an empty one.
+    """
+    count = -(-inputs.num_tokens // most)
+    if count <= 1:
+        return [inputs]
+    bounds = np.linspace(0, inputs.num_tokens, count + 1).astype(np.int32).tolist()
+    return [_part(inputs, start, end) for start, end in pairwise(bounds)]
+
+
+def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
+    """Return the step of the tokens [start, end) alone."""
+    first = inputs.query_start_loc[:-1].clip(start, end)
+    last = inputs.query_start_loc[1:].clip(start, end)
+    rows = np.flatnonzero(last > first)
+    first, last = first[rows], last[rows]
+    computed = inputs.num_computed_tokens[rows] + first - inputs.query_start_loc[rows]
+    wanted, carried = inputs.logits_indices, inputs.carried
+    mine = carried[(carried[:, 0] >= start) & (carried[:, 0] < end)]
+    return StepInputs(
+        input_ids=inputs.input_ids[start:end],
+        positions=inputs.positions[start:end],
+        slot_mapping=inputs.slot_mapping[start:end],
+        query_start_loc=np.append(first, end).astype(np.int32) - np.int32(start),
+        seq_lens=computed + last - first,
+        num_computed_tokens=computed,
+        block_tables=inputs.block_tables[rows],
+        logits_indices=wanted[(wanted >= start) & (wanted < end)] - np.int32(start),
+        copy_blocks=inputs.copy_blocks if start == 0 else inputs.copy_blocks[:0],
+        pooled=inputs.pooled.clip(start, end) - np.int32(start),
+        carried=mine - np.array([start, 0], np.int32),
+        slots=inputs.slots[rows] if len(inputs.slots) else inputs.slots,
+    )

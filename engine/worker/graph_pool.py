@@ -211,7 +211,7 @@ class CudaGraphDevice:
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a recording. Of one that CUDA cannot end torch's allocators are not told, and take it to go on.
+        """End a recording. Where CUDA cannot end one, torch's allocators do not hear of it and take it to go on.
 
         What two streams used, as results are, would never be free again, and nothing else be recorded into the pool.
         """

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, Ints, StepLayout, StepTensors
+from engine.attention.base import AttentionBackend, Ints, StepTensors
 from engine.inputs.step_buffers import MixedShape, StepBuffers
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs
@@ -114,7 +114,7 @@ class MixedResults(NamedTuple):
 Compute = Callable[[StepTensors, Tensor, MixedResults], None]
 
 
-class Fit(NamedTuple):
+class MixedPlan(NamedTuple):
     """The padded tokens that a step takes, and the attention backend's plan of it."""
 
     tokens: int
@@ -170,7 +170,7 @@ class MixedGraphs:
         self._buffers = buffers
         self._attention = attention
 
-    def choose(self, inputs: StepInputs) -> Fit | None:
+    def choose(self, inputs: StepInputs) -> MixedPlan | None:
         """Return how a step is padded, None where it is run as it is. Call before `load`."""
         tokens = self.pool.sizes.fit(inputs.num_tokens)
         if tokens is None:
@@ -184,29 +184,19 @@ class MixedGraphs:
         chosen = self.pool.choose(tokens)
         if chosen != tokens:  # it is not captured yet, and another is
             plan = None if chosen is None else self._plan(inputs, chosen)
-        return None if chosen is None or plan is None else Fit(chosen, plan)
+        return None if chosen is None or plan is None else MixedPlan(chosen, plan)
 
     def _plan(self, inputs: StepInputs, tokens: int) -> Ints | None:
-        return self._attention.mixed_plan(_layout(inputs), tokens, self.step.shape_of(tokens).rows)
+        return self._attention.mixed_plan(inputs, tokens, self.step.shape_of(tokens).rows)
 
-    def load(self, inputs: StepInputs, fit: Fit) -> tuple[Tensor, Tensor]:
+    def load(self, inputs: StepInputs, fit: MixedPlan) -> tuple[Tensor, Tensor]:
         """Fill in the step; return its ids, [num_tokens], which may be changed before `run`, and its block copies.
 
         The latter, [num_copies, 2], are to be made before `run`.
         """
         return self._buffers.load_mixed(inputs, self.step.shape_of(fit.tokens), fit.plan)
 
-    def run(self, inputs: StepInputs, fit: Fit) -> MixedResults:
+    def run(self, inputs: StepInputs, fit: MixedPlan) -> MixedResults:
         """Return the results of the step that is filled in, without those of padding."""
         self.pool.run(fit.tokens)
         return self.step.results.of(inputs.num_tokens, len(inputs.logits_indices))
-
-
-def _layout(inputs: StepInputs) -> StepLayout:
-    return StepLayout(
-        inputs.slot_mapping,
-        inputs.query_start_loc,
-        inputs.seq_lens,
-        inputs.num_computed_tokens,
-        inputs.block_tables,
-    )

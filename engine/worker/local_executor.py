@@ -33,7 +33,7 @@ LOOK_AROUND = 0.5  # and whether all ranks are still there
 
 
 class Workers(Protocol):
-    """The processes of ranks 1 to N-1, whoever started them (`parallel.launcher.LocalWorkerGroup`, Ray actors)."""
+    """The processes of ranks 1 to N-1: a `parallel.launcher.LocalWorkerGroup`, or Ray actors."""
 
     def check(self) -> None:
         """Raise with the reason when any rank has ended."""
@@ -84,7 +84,7 @@ class SoloExecutor(Executor):
 
 
 class WorkerGroupExecutor(Executor):
-    """The driver of a worker group: rank 0, in this process, tells the workers each step, then runs its share of it.
+    """The driver of a worker group: rank 0, in this process, sends the workers each step, then runs its share of it.
 
     Any error ends the whole worker group. Owns `group`, `channel`, `workers` and `threads`.
     """
@@ -103,7 +103,7 @@ class WorkerGroupExecutor(Executor):
         self._channel = channel
         self._workers = workers
         self._timeout = runner.config.step_timeout
-        self._steps = StepWriter(runner.config)
+        self._steps = StepWriter(runner.block_table)
         self._number = 0
 
     @override
@@ -115,9 +115,9 @@ class WorkerGroupExecutor(Executor):
             inputs.draws = pack_draws(sampling, self._group.device)
             began = time.perf_counter()
             self._channel.send(self._steps.pack(inputs, self._number), self._timeout)
-            told = time.perf_counter() - began
+            sending = time.perf_counter() - began
             return _WorkerGroupPending(
-                self, f"in step {self._number}", _launched(self._runner, inputs, sampling), told
+                self, f"in step {self._number}", _launched(self._runner, inputs, sampling), sending
             )
 
     @override
@@ -151,7 +151,7 @@ class WorkerGroupExecutor(Executor):
     @override
     def close(self) -> None:
         runner, self._runner = self._runner, None
-        # First the workers: a hung one would hold up whoever waits for it to read or to answer.
+        # First the workers: closing channel and group would wait for one that hangs.
         self._workers.kill()
         if runner is not None:
             runner.close()
@@ -164,7 +164,7 @@ class WorkerGroupExecutor(Executor):
 
     @contextmanager
     def _ordered(self, order: Buffer, when: str) -> Iterator[ModelRunner]:
-        """Tell the other ranks what rank 0 then does as well."""
+        """Send the other ranks an order that rank 0 then follows as well."""
         if self._runner is None:
             raise EngineDeadError("the executor is closed")
         with self.breaks_on_error(when):
@@ -186,13 +186,13 @@ class WorkerGroupExecutor(Executor):
 
 
 class _WorkerGroupPending(Pending):
-    """A step of a worker group. told: seconds that telling the other ranks took."""
+    """A step of a worker group. sending: seconds that it took to send it to the other ranks."""
 
-    def __init__(self, executor: WorkerGroupExecutor, when: str, pending: Pending, told: float) -> None:
+    def __init__(self, executor: WorkerGroupExecutor, when: str, pending: Pending, sending: float) -> None:
         self._executor = executor
         self._when = when
         self._pending = pending
-        self._ordered = told
+        self._sending = sending
 
     @property
     @override
@@ -204,7 +204,7 @@ class _WorkerGroupPending(Pending):
         with self._executor.breaks_on_error(self._when):
             self._executor.wait_for(self._pending)
             outputs = self._pending.result()
-        outputs.channel = self._ordered
+        outputs.channel = self._sending
         return outputs
 
 

@@ -13,8 +13,10 @@ from engine.attention.base import AttentionBackend
 from engine.attention.select import select_for_layers
 from engine.config import EngineConfig
 from engine.device.gpu import CudaCopies, current, on_own_device
-from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
-from engine.inputs.step_tensors import TokenFeedback, dummy_decode, dummy_sampling, dummy_step, fullest_sampling
+from engine.inputs.block_table import RankTable
+from engine.inputs.dummy_steps import dummy_decode, dummy_sampling, dummy_step, fullest_sampling
+from engine.inputs.step_buffers import NOT_MIXED, MixedShape, StepBuffers
+from engine.inputs.token_feedback import TokenFeedback
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv.cache import KVCache, cuda_budget
@@ -49,8 +51,8 @@ START_TIMEOUT = 300.0  # seconds that ranks wait for each other while they start
 class ModelRunner:
     """One rank's model and its part of the KV cache. Used by one thread; all ranks must make the same calls.
 
-    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: told each
-    phase as it begins.
+    config: resolved, `num_kv_blocks` included. phases: seconds spent per phase of starting. on_phase: called with
+    each phase as it begins.
 
     Raises `CheckpointError`, `ConfigError` or `ShardingError` naming what is wrong.
     """
@@ -79,6 +81,7 @@ class ModelRunner:
         self.model_config = folder.config
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.config = config
+        self.block_table = RankTable.of(config)
         self._logit_rows = logit_rows(config, self.model_config.vocab_size)
         with current(group.device):
             self._start(shrink)
@@ -249,21 +252,19 @@ class ModelRunner:
             torch.cuda.empty_cache()  # what the runs before the recordings took is their stream's: no step finds it
         sizes, mixed = pools[0].captured, [size for pool in pools[1:] for size in pool.captured]
         if sizes:
-            told = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
-            logger.info("CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *told)
+            figures = (len(sizes), sizes[-1], pools[0].bytes_taken / (1 << 20), len(pools[0].sizes.sizes))
+            logger.info(
+                "CUDA graphs: %d batch sizes up to %d captured, %.0f MiB; of %d, the rest when needed", *figures
+            )
         if mixed:
             logger.info("CUDA graphs of steps with prompts: up to %d tokens, padded to one of %s", max(mixed), mixed)
 
     def _buffers(self) -> StepBuffers | None:
         """Return where the device gets its inputs; a CPU reads them where they are."""
-        config, device = self.config, self.group.device
+        device, tokens = self.group.device, self.config.max_num_batched_tokens
         if device.type != "cuda":
             return None
-        tokens = config.max_num_batched_tokens
-        # The warm-up step may have more sequences than any other.
-        rows = max(config.max_num_seqs, -(-tokens // config.context_len))
-        sizes = BufferSizes(tokens, rows, config.max_blocks_per_seq, self._largest_mixed())
-        return StepBuffers(sizes, device, CudaCopies())
+        return StepBuffers(tokens, self.block_table, device, CudaCopies(), self._largest_mixed())
 
     def _largest_mixed(self) -> MixedShape:
         """Return the most that a mixed step is padded to."""

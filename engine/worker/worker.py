@@ -15,7 +15,7 @@ from engine.report import RankTimes
 from engine.resolve import ThreadShare
 from engine.worker.runner import START_TIMEOUT, ModelRunner
 from engine.worker.sleep import TAGS
-from parallel.channel import BroadcastChannel, Buffer, Channel, Message, pack, unpack
+from parallel.channel import BroadcastChannel, Buffer, Channel, ChannelMessage, pack, unpack
 from parallel.errors import ChannelClosed, RendezvousError
 from parallel.group import Group
 from parallel.message_ring import SharedMemoryRing
@@ -39,7 +39,7 @@ def worker_main(
     """Be rank 1 or more of a group until the driver closes the channel; blocks, in a process of its own.
 
     config: resolved by the driver. channel_handle: name of the driver's shared-memory ring, None for ranks on other
-    hosts, whose steps come over a broadcast. on_step: told the times of each step. Raises whatever ends this rank:
+    hosts, whose steps come over a broadcast. on_step: called with the times of each step. Raises what ends this rank:
     the whole worker group must then be ended.
     """
     rendezvous = Rendezvous.join(rendezvous_address, START_TIMEOUT)
@@ -93,11 +93,11 @@ class ControlChannel(BroadcastChannel):
 
 
 def serve_steps(runner: ModelRunner, channel: Channel, on_step: OnStep | None = None) -> None:
-    """Run the steps that come down the channel until it is closed, and sleep in between when told to.
+    """Run the steps that come down the channel until it is closed, and sleep in between when ordered to.
 
-    on_step: told the times of each step. Raises `ChannelError` for what is no such message.
+    on_step: called with the times of each step. Raises `ChannelError` for what is no such message.
     """
-    steps = StepReader(runner.config)
+    steps = StepReader(runner.block_table)
     ended = time.perf_counter()
     while True:
         try:
@@ -150,15 +150,15 @@ def device_of(config: EngineConfig, rank: int) -> str:
 
 def pack_sleep(level: int) -> Buffer:
     """Return the order to sleep as a message for the channel."""
-    return pack(Message(SLEEP, level))
+    return pack(ChannelMessage(SLEEP, level))
 
 
 def pack_wake(tag: str) -> Buffer:
     """Return the order to wake one of `TAGS` up as a message for the channel."""
-    return pack(Message(WAKE, TAGS.index(tag)))
+    return pack(ChannelMessage(WAKE, TAGS.index(tag)))
 
 
-def _sleep_or_wake(runner: ModelRunner, message: Message) -> None:
+def _sleep_or_wake(runner: ModelRunner, message: ChannelMessage) -> None:
     if message.kind == SLEEP:
         runner.sleep(message.number)
     else:

@@ -21,8 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.batch.backlog import Backlog, full_bounds
-from cluster.batch.check import check_input
+from cluster.batch.io.check import check_input
 from cluster.batch.io.manifest import OutputSpec, Style
 from cluster.batch.io.output_files import Finished, write_output
 from cluster.batch.io.source import open_source
@@ -30,8 +29,9 @@ from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job
 from cluster.batch.row_requests import Preparer
 from cluster.batch.row_tasks import kind_of, task_maker
-from cluster.batch.run import BatchLoop, RunLimits
-from cluster.batch.run_row import Answers, RowSource, Ticker
+from cluster.batch.run.backlog import Backlog, full_bounds
+from cluster.batch.run.loop import BatchLoop, RunLimits
+from cluster.batch.run.run_row import Answers, RowSource, Ticker
 from cluster.config import resolve_config
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.models import served_model

@@ -22,7 +22,8 @@ from engine.core import EngineCore
 from engine.report import SamplingInputs, StepInputs, StepOutputs
 from engine.request import Request
 from engine.sampling_params import SamplingParams
-from engine.worker.executor import Done, Executor, Pending
+from engine.worker.executor import Executor, Pending
+from tests.fake_executor import Done
 
 VOCAB = 32_000
 STAGES = ("schedule", "prepare", "update", "report", "accounts")
@@ -101,9 +102,9 @@ class Load:
         calls = {
             "schedule": [(core._scheduler, "schedule")],
             "prepare": [(core._launcher._inputs, "prepare")],
-            "update": [(core._scheduler, name) for name in ("advance", "collect", "note_births")],
+            "update": [(core._scheduler, name) for name in ("advance", "collect", "note_first_tokens")],
             "report": [(core, "_report")],
-            "accounts": [(core._events, "listener")],
+            "accounts": [(core._events, "emit")],
         }
         with ExitStack() as stack:
             for stage, parts in calls.items():

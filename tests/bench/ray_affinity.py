@@ -17,7 +17,7 @@ from random import Random
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
 from cluster.router.replica_handle import LiveRequest, ReplicaHandle
-from cluster.router.routing_policies import random_two
+from cluster.routing_policies import random_two
 
 logging.getLogger("cluster").setLevel(logging.WARNING)  # what was just imported shows all there is
 FIRST_CHARACTER = 0x10000  # a token is one character here, so that matching text is matching tokens

@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 
 from typing_extensions import override
 
-from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
 from cluster.router.counters import DispatcherCounters
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.inputs.step_tensors import dummy_sampling
+from engine.inputs.dummy_steps import dummy_sampling
 from engine.layers.embedding import ParallelLMHead
 from engine.models.causal_lm import CausalLM
 from engine.report import SamplingInputs

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.ingress.guard import RouterLossGuard
 from cluster.ingress.router_side import IngressCheck
-from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from engine.config import EngineConfig

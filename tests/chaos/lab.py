@@ -11,7 +11,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import replace
 
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp

@@ -53,7 +53,7 @@ async def test_a_step_without_memory_costs_the_newest_request_and_no_other_a_tok
         executor = Cramped(512, REQUESTS)
         replica = LabReplica("a", executor, 512, TIMES, max_num_seqs=REQUESTS)
         lab.alive["a"] = replica
-        lab.dispatcher.add_link(await replica.link())
+        await lab.link(replica)
         requests = [long_request(f"r{i}", seed=i) for i in range(REQUESTS)]
         running = [asyncio.create_task(outcome(lab, request)) for request in requests]
         await until(lambda: lab.dispatcher.counters.tokens > 10 * REQUESTS)
@@ -71,7 +71,7 @@ async def test_a_request_that_no_memory_is_enough_for_leaves_an_engine_that_serv
         executor = Cramped(512, 0)
         replica = LabReplica("a", executor, 512, TIMES)
         lab.alive["a"] = replica
-        lab.dispatcher.add_link(await replica.link())
+        await lab.link(replica)
         assert await outcome(lab, long_request("alone")) == "out_of_memory"
         executor.most = 8
         again = long_request("again")

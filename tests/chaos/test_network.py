@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.wire import tcp
 from cluster.wire.link import ReplicaLink
 from cluster.wire.messages import Abort, FinishChoice, Heartbeat, Report, Submit

@@ -20,7 +20,8 @@ import uvicorn
 
 from cluster.config import ClusterConfig, resolve_config
 from cluster.http.app import build_app
-from cluster.replica.core import ReplicaCore, ReplicaFacts
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.live_model import admission_queue, dispatcher_config
 from cluster.router.models import ModelFront, Models, served_model

@@ -8,8 +8,9 @@ from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
 from cluster.replica.grammar_start import Grammars
+from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire.link import LOST, RouterLink
@@ -98,9 +99,13 @@ class LabReplica:
         self.links: list[FaultyLink] = []
 
     async def link(
-        self, router: str = "router", plan: FaultPlan | None = None, rng: Random | None = None
+        self,
+        router: str = "router",
+        plan: FaultPlan | None = None,
+        rng: Random | None = None,
+        on_close: Callable[[str], None] = lambda _: None,
     ) -> FaultyLink:
-        link = FaultyLink(await connect_local(self.core.serve, router), plan, rng)
+        link = FaultyLink(await connect_local(self.core.serve, router), plan, rng, on_close)
         self.links.append(link)
         return link
 
@@ -120,7 +125,8 @@ class Lab:
     def __init__(self, config: DispatcherConfig | None = None, seed: int = 0, **settings: Any) -> None:
         self.rng = Random(seed)
         self.lost: list[tuple[str, str]] = []
-        self.dispatcher = Dispatcher(config, self.rng, lambda name, code: self.lost.append((name, code)))
+        self.on_lost: Callable[[str, str], object] = lambda name, code: self.lost.append((name, code))
+        self.dispatcher = Dispatcher(config, self.rng)
         self.alive: dict[str, LabReplica] = {}
         self.graveyard: list[LabReplica] = []
         self._settings = settings
@@ -154,8 +160,14 @@ class Lab:
         times = times or ReplicaTimes(heartbeat=0.05)
         replica = LabReplica(name, executor, num_blocks, times, fingerprint, spans, grammars, **self._settings)
         self.alive[name] = replica
-        self.dispatcher.add_link(await replica.link(plan=plan, rng=self.rng))
+        await self.link(replica, plan)
         return replica
+
+    async def link(self, replica: LabReplica, plan: FaultPlan | None = None) -> FaultyLink:
+        """Give the dispatcher a link to a replica; `on_lost` is called when the dispatcher gives it up."""
+        link = await replica.link(plan=plan, rng=self.rng, on_close=lambda code: self.on_lost(replica.name, code))
+        self.dispatcher.add_link(link)
+        return link
 
     def kill(self, name: str) -> LabReplica:
         """End a replica as kill -9 does: its links break, and nothing more is said."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.accounts.flight_recorder import FlightRecorder, Wait
-from cluster.batch.check import _Ids
+from cluster.batch.io.check import _Ids
 from cluster.batch.io.source import spooled
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import NewTokens

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.capacity.fit import CONTEXT_BYTES, NCCL_BYTES, fit
 from deploy.capacity.gpus import GPUS, gpu_named
-from deploy.capacity.load import Load, Replica, Roofline, Wanted, serve_load
+from deploy.capacity.load import ExpectedLoad, Roofline, SteadyReplica, Wanted, serve_load
 from deploy.capacity.plan import plan_capacity
 from deploy.cli.terminal import GIB
 from deploy.main import explain
@@ -227,7 +227,7 @@ def test_the_keys_that_queries_see_are_counted_as_one_by_one():
 
 
 def test_a_replica_does_what_its_sequences_get_done():
-    found, load = held(), Load(1024, 256, rps=100.0)
+    found, load = held(), ExpectedLoad(1024, 256, rps=100.0)
     done = serve_load(found, load)
     assert done.limit == "--max-num-seqs"
     assert done.rps == pytest.approx(256 / (256 * done.tpot))
@@ -236,7 +236,7 @@ def test_a_replica_does_what_its_sequences_get_done():
 
 def test_a_token_takes_a_step_and_its_part_of_the_prompts_that_come_meanwhile():
     found = held()
-    roofline, replica = Roofline(found), Replica(found, Load(1024, 256, share=0.5))
+    roofline, replica = Roofline(found), SteadyReplica(found, ExpectedLoad(1024, 256, share=0.5))
     prompt, step = roofline.prefill_seconds(1024), roofline.decode(8, 1024 + 128).seconds
     assert replica.tpot(8) == pytest.approx((step + 8 / 256 * prompt) / 0.5)
     assert replica.ttft(8) == pytest.approx((step + prompt) / 0.5)
@@ -244,15 +244,15 @@ def test_a_token_takes_a_step_and_its_part_of_the_prompts_that_come_meanwhile():
 
 def test_targets_lower_the_sequences_until_they_are_met():
     found = held()
-    free = serve_load(found, Load(1024, 256))
-    bound = serve_load(found, Load(1024, 256, tpot=free.tpot / 2))
+    free = serve_load(found, ExpectedLoad(1024, 256))
+    bound = serve_load(found, ExpectedLoad(1024, 256, tpot=free.tpot / 2))
     assert bound.limit == "--tpot"
-    replica = Replica(found, Load(1024, 256))
+    replica = SteadyReplica(found, ExpectedLoad(1024, 256))
     assert replica.tpot(bound.sequences) <= free.tpot / 2 < replica.tpot(bound.sequences + 1)
 
 
 def test_a_small_cache_bounds_the_sequences():
-    done = serve_load(held(num_kv_blocks=1001, max_model_len=4096), Load(2000, 500))
+    done = serve_load(held(num_kv_blocks=1001, max_model_len=4096), ExpectedLoad(2000, 500))
     assert (done.sequences, done.limit) == (100, "KV cache")
 
 
@@ -313,7 +313,7 @@ def test_lengths_of_which_nothing_is_said_fit_the_context(asked, context, length
 )
 def test_loads_that_are_none_are_refused_by_flag(values, flag):
     with pytest.raises(ConfigError) as error:
-        Load(**{"input_len": 1, "output_len": 1, **values})
+        ExpectedLoad(**{"input_len": 1, "output_len": 1, **values})
     assert error.value.flag == flag
 
 

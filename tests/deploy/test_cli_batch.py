@@ -10,10 +10,10 @@ import sys
 import pytest
 from rich.console import Console
 
-from cluster.batch.driver import BatchProgress
 from cluster.batch.errors import BatchError
 from cluster.batch.row_tasks import ColumnOptions
-from cluster.batch.run_row import failed
+from cluster.batch.run.driver import BatchProgress
+from cluster.batch.run.run_row import failed
 from cluster.errors import ApiError
 from cluster.model_names import resolve_model
 from deploy import main as cli

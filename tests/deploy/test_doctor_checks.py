@@ -16,7 +16,7 @@ from deploy.cli.terminal import GIB, MIB
 from deploy.doctor.checks import Level, ProbeError
 from deploy.doctor.machine import (
     GOOD_CACHE,
-    Usage,
+    DiskSpace,
     check_disks,
     devices,
     disk,
@@ -267,7 +267,7 @@ def test_serve_is_known_by_its_answer(body, level):
 
 @pytest.mark.parametrize(("free", "level"), [(64 * MIB, "fix"), (512 * MIB, "warning"), (8 * GIB, "ok")])
 def test_shared_memory(free, level):
-    found = shared_memory(Usage(free, 0, free))
+    found = shared_memory(DiskSpace(free, 0, free))
     assert found.level == level
     assert ("--shm-size" in found.remedy) is (level != "ok")
 
@@ -299,7 +299,7 @@ def test_open_files(soft, hard, level, words):
     [(99, 0.5, "fix"), (10, 5, "warning"), (979, 21, "warning"), (100, 900, "ok")],
 )
 def test_disks(tmp_path, used, free, level):
-    usage = Usage(int((used + free) * GIB), used * GIB, int(free * GIB))
+    usage = DiskSpace(int((used + free) * GIB), used * GIB, int(free * GIB))
     found = disk("model cache", tmp_path / "not" / "yet", GOOD_CACHE, "make room", lambda _: usage)
     assert found.level == level
     assert found.remedy == ("" if level == "ok" else "make room")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from cluster.accounts.costs import Costs
+from cluster.accounts.costs import EngineCosts
 from cluster.accounts.engine_accounts import EngineAccounts
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -72,7 +72,7 @@ class Driver:
         self.drain()
         return self.tokens
 
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """Return the accounts as they are now."""
         self.core.emit_time()
         return self.accounts.costs()

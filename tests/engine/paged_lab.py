@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionSpec, LayerCache, MergedHeads
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from engine.kernels.base import TorchKernels
 from engine.report import StepInputs
 

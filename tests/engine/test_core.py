@@ -25,9 +25,9 @@ from engine.sampling.parameter_table import SamplingTable
 from engine.sampling_params import SamplingParams, StructuredOutput
 from engine.scheduler.slots import Slots, SlotTables
 from engine.scheduler.update import Updater
-from engine.worker.executor import Done, Executor
+from engine.worker.executor import Executor
 from tests.engine.engine_driver import EOS, VOCAB, Driver, expected, request
-from tests.fake_executor import FakeExecutor
+from tests.fake_executor import Done, FakeExecutor
 
 
 class Broken(Executor):
@@ -340,7 +340,7 @@ STAGES = [
     (Slots, "place", lambda args: args[0].request.request_id == "bad"),
     (Slots, "grow", lambda args: args[0].request.request_id == "bad"),
     (Slots, "seal", lambda args: args[0].request.request_id == "bad"),
-    (BlockManager, "seal", lambda args: args[2] == token_bytes([13, 12, 11, 10])),
+    (BlockManager, "seal", lambda args: token_bytes([13, 12, 11, 10]) in args[2]),
     (Slots, "fork", lambda args: args[0].request.request_id == "bad"),
     (Slots, "part", lambda args: args[0].request.request_id == "bad"),
     (Updater, "_end_if_done", lambda args: args[0].request.request_id == "bad"),
@@ -418,10 +418,10 @@ def test_blocks_sealed_together_fail_one_by_one(monkeypatch, caplog):
     good, bad = request("good", 3, ignore_eos=True), request("bad", (13, 12, 11), ignore_eos=True)
     seal = BlockManager.seal
 
-    def faulty(self, block, digest, tokens):
-        if token_bytes([13]) == tokens[:4]:
+    def faulty(self, blocks, digests, contents):
+        if any(token_bytes([13]) == tokens[:4] for tokens in contents):
             raise RuntimeError("struck")
-        seal(self, block, digest, tokens)
+        seal(self, blocks, digests, contents)
 
     monkeypatch.setattr(BlockManager, "seal", faulty)
     with caplog.at_level(logging.CRITICAL, "engine"):

@@ -11,7 +11,7 @@ from engine.attention.base import AttentionSpec, LayerCache
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from tests.parity.step_layouts import NUM_BLOCKS, make_step
 
 pytestmark = [

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from parallel.channel import ALIGNMENT, DTYPES, Message, pack, unpack
+from parallel.channel import ALIGNMENT, DTYPES, ChannelMessage, pack, unpack
 from parallel.errors import ChannelError
 
 names = st.text(st.characters(categories=["L", "N"], include_characters="_"), min_size=1, max_size=12)
@@ -16,13 +16,16 @@ arrays = st.sampled_from(DTYPES).flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=6))
 )
 messages = st.builds(
-    Message, st.integers(0, 2**16 - 1), st.integers(-(2**63), 2**63 - 1), st.dictionaries(names, arrays, max_size=6)
+    ChannelMessage,
+    st.integers(0, 2**16 - 1),
+    st.integers(-(2**63), 2**63 - 1),
+    st.dictionaries(names, arrays, max_size=6),
 )
-EXAMPLE = Message(1, 2, {"ids": np.arange(5, dtype=np.int32), "table": np.ones((2, 3), dtype=np.float32)})
+EXAMPLE = ChannelMessage(1, 2, {"ids": np.arange(5, dtype=np.int32), "table": np.ones((2, 3), dtype=np.float32)})
 
 
 @given(messages)
-def test_what_is_packed_is_unpacked_in_order(message: Message):
+def test_what_is_packed_is_unpacked_in_order(message: ChannelMessage):
     found = unpack(pack(message))
     assert (found.kind, found.number) == (message.kind, message.number)
     assert list(found.arrays) == list(message.arrays)
@@ -42,7 +45,7 @@ def test_unpacked_arrays_are_aligned_views_that_can_be_written():
 
 def test_strided_arrays_are_packed_by_value():
     grid = np.arange(12, dtype=np.int64).reshape(3, 4)
-    np.testing.assert_array_equal(unpack(pack(Message(arrays={"t": grid.T[::2]}))).arrays["t"], grid.T[::2])
+    np.testing.assert_array_equal(unpack(pack(ChannelMessage(arrays={"t": grid.T[::2]}))).arrays["t"], grid.T[::2])
 
 
 @given(st.integers(0, len(pack(EXAMPLE)) - 1))
@@ -74,4 +77,4 @@ def test_a_foreign_message_is_refused_naming_how_it_begins():
 )
 def test_what_cannot_be_carried_is_refused_by_name(name: str, array: np.ndarray, complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        pack(Message(arrays={name: array}))
+        pack(ChannelMessage(arrays={name: array}))

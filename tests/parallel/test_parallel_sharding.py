@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from parallel.errors import ShardingError
 from parallel.sharding import (
     divide,
+    even_pieces,
     kv_head_start,
     kv_heads_per_rank,
     padded_vocab,
     qkv_pieces,
-    shard_ranges,
     vocab_pieces,
     vocab_range,
 )
@@ -34,7 +34,8 @@ def test_a_group_without_ranks_is_refused():
 
 @given(share=st.integers(1, 50), size=st.integers(1, 9))
 def test_ranges_cover_a_dimension_without_gap_or_overlap(share: int, size: int):
-    ranges = shard_ranges(share * size, size, "rows")
+    pieces = [even_pieces([share * size], rank, size, "rows")[0] for rank in range(size)]
+    ranges = [(piece.start, piece.start + piece.size) for piece in pieces]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == share * size
     assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.attention.base import StepTensors
 from engine.attention.reference import ReferenceAttention
-from engine.inputs.step_buffers import NOT_MIXED, BufferSizes, MixedShape, StepBuffers
+from engine.inputs.step_buffers import NOT_MIXED, MixedShape, StepBuffers
 from engine.worker.forward import Forward
 from engine.worker.graph_sizes import NO_SIZES, GraphSizes
 from engine.worker.runner import ModelRunner
@@ -109,12 +109,10 @@ def use_graphs(runner: ModelRunner, sizes: GraphSizes, device=None, attention=No
     attention: a backend other than `GraphAttention`. mixed: tokens of the graphs of mixed steps.
     """
     config, device = runner.config, device or RecordingDevice()
-    rows = max(config.max_num_seqs, -(-config.max_num_batched_tokens // config.context_len))
     runner._attention = attention = attention or GraphAttention(runner._attention.spec)
     most = min(config.max_num_seqs, mixed.largest)
     largest = MixedShape(mixed.largest, most, attention.mixed_plan_size(mixed.largest, most)) if most else NOT_MIXED
-    room = BufferSizes(config.max_num_batched_tokens, rows, config.max_blocks_per_seq, largest)
-    buffers = StepBuffers(room, CPU, WatchedCopies())
+    buffers = StepBuffers(config.max_num_batched_tokens, runner.block_table, CPU, WatchedCopies(), largest)
     runner._forward = Forward(runner.model, attention, runner._cache, runner._carry, buffers)
     runner._forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)
     return device

@@ -20,7 +20,7 @@ from parallel.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from parallel.parameter import TensorSource
+from tests.parallel.tensor_source import TensorSource
 
 HIDDEN = 24
 TOKENS = 7
@@ -57,7 +57,7 @@ def merged_column(group: Group) -> None:
     layer.weight.load(TensorSource(gate), 0)
     assert layer.weight.missing == (1,)
     layer.weight.load(TensorSource(up), 1)
-    own_gate, own_up = layer(x).split(layer.output_sizes, -1)
+    own_gate, own_up = layer(x).split([piece.size for piece in layer.weight.pieces], -1)
     same(group.all_gather(own_gate), F.linear(x, gate))
     same(group.all_gather(own_up), F.linear(x, up))
 

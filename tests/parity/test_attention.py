@@ -15,7 +15,7 @@ from engine.attention.select import select_backend
 from engine.attention.varlen import FlashAttention, why_not_flash
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from engine.loader.checkpoint import open_model
 from engine.resolve import check_model, resolve
 from tests.long import examples

@@ -63,6 +63,7 @@ def check(oracle, results):
             assert torch.all(expected.max(-1).values - chosen < 1e-4), "a token that the oracle would not choose"
             found = torch.tensor([one.logprob for one in output.logprobs])
             torch.testing.assert_close(found, chosen, rtol=3e-4, atol=3e-4)
+            assert output.cumulative_logprob == pytest.approx(chosen.sum().item(), rel=3e-4, abs=3e-3)
 
 
 def tokens_of(results):

@@ -20,7 +20,7 @@ from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.select import select_backend
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from engine.kernels import native as compiler
 from engine.kernels.base import TorchKernels
 from engine.kernels.native import NativeKernels

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from typing_extensions import override
 
+from engine.attention.base import UnlikeLayers
 from engine.config import EngineConfig
-from engine.layers.attention import Attention
+from engine.layers.attention import Attention, attention_specs
 from engine.layers.base import Build
 from engine.layers.mlp import MLP, GatedMLP
 from engine.layers.norm import RMSNorm
@@ -28,17 +30,21 @@ from engine.quantization.select import quantize
 from engine.worker.footprint import footprint_of
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
-from tests.parity.stepping import Stepper
+from tests.engine.worker.graph_lab import CPU
+from tests.parity.graph_lab import GraphAttention, use_graphs
+from tests.parity.stepping import Sequence, Stepper
+from tests.parity.test_graphs import MIXED, SIZES, capture, in_chunks, stepper_of
 from tests.parity.tiny_models import VOCAB, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 HIDDEN, INNER, EPS = 64, 96, 1e-5
-# Of each layer: query heads, KV heads, head size, window, base of the rotation, whether its feed-forward is gated.
+# Of each layer: query heads, KV heads, head size, window, base of the rotation, whether its feed-forward is gated,
+# and by what scores are multiplied.
 LAYERS = [
-    (4, 2, 32, 0, 10000.0, True),
-    (8, 4, 16, 7, 500.0, False),
-    (4, 2, 32, 11, 10000.0, True),
-    (2, 2, 64, 0, 500.0, True),
+    (4, 2, 32, 0, 10000.0, True, None),
+    (8, 4, 16, 7, 500.0, False, 0.125),
+    (4, 2, 32, 11, 10000.0, True, None),
+    (2, 2, 64, 0, 500.0, True, None),
 ]
 
 
@@ -51,10 +57,10 @@ class Motley(CausalLM):
     @override
     def stack(config: ModelConfig, build: Build) -> Stack:
         layers = []
-        for heads, kv_heads, head_dim, window, theta, gated in LAYERS:
+        for heads, kv_heads, head_dim, window, theta, gated, scale in LAYERS:
             rotary = Rotary(RopeSpec(theta), head_dim, build)
             mlp = GatedMLP(HIDDEN, INNER, "silu", build) if gated else MLP(HIDDEN, INNER, "gelu", build)
-            attention = Attention(HIDDEN, heads, kv_heads, head_dim, build, rotary=rotary, window=window)
+            attention = Attention(HIDDEN, heads, kv_heads, head_dim, build, rotary=rotary, window=window, scale=scale)
             layers.append(DecoderLayer(RMSNorm(HIDDEN, EPS, build), attention, RMSNorm(HIDDEN, EPS, build), mlp))
         return Stack(layers, RMSNorm(HIDDEN, EPS, build), tied=True)
 
@@ -88,7 +94,7 @@ def oracle(weights, tokens):
     x = weights["model.embed_tokens.weight"][torch.tensor(tokens)]
     count = len(tokens)
     place = torch.arange(count)
-    for number, (heads, kv_heads, head_dim, window, theta, gated) in enumerate(LAYERS):
+    for number, (heads, kv_heads, head_dim, window, theta, gated, scale) in enumerate(LAYERS):
 
         def weight(name, number=number):
             return weights[f"model.layers.{number}.{name}.weight"]
@@ -100,7 +106,7 @@ def oracle(weights, tokens):
         seen = place[None] <= place[:, None]
         if window:
             seen &= place[None] > place[:, None] - window
-        scores = torch.einsum("qhd,khd->hqk", q, k) * head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (scale or head_dim**-0.5)
         attended = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
         x = x + F.linear(attended.reshape(count, -1), weight("self_attn.o_proj"))
         y = F.rms_norm(x, (HIDDEN,), weight("post_attention_layernorm"), EPS)
@@ -138,6 +144,48 @@ def test_two_ranks_say_the_same(folder, two_ranks):
 
     pair = Stepper(SimpleNamespace(model=ranks[0].model, config=ranks[0].config, execute=execute))
     check(weights, pair.generate(ragged, 4), ragged)
+
+
+def test_tokens_from_graphs_are_those_of_plain_torch(folder):
+    path, weights = folder
+    shape = {"block_size": 4, "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    runner = ModelRunner(settings(path, attention_backend="reference", **shape), SoloGroup())
+    specs, kinds = attention_specs(runner.model.cached, runner.config, CPU)
+    assert kinds == (0, 1, 0, 2)
+    attention = UnlikeLayers([GraphAttention(spec) for spec in specs], kinds)
+    device = use_graphs(runner, SIZES, attention=attention, mixed=MIXED)
+    capture(runner)
+    assert [pool.captured for pool in runner._forward.pools] == [(2, 8), (4, 16, 48)]
+    ragged = prompts(5, seed=4)
+    check(weights, stepper_of(runner).generate(ragged, 4), ragged)
+    assert device.replays >= 3
+    sequences, before = [Sequence(list(prompt)) for prompt in ragged], device.replays
+    steps = in_chunks(stepper_of(runner), sequences, 3)
+    check(weights, sequences, ragged)
+    assert device.replays - before > 0.8 * steps > 3
+
+
+def test_each_kind_of_layer_gets_its_own_part_of_the_plan(folder):
+    class Planned(GraphAttention):
+        """Its plan is as long as a query's head."""
+
+        def mixed_plan_size(self, tokens, rows):
+            return self.spec.head_dim
+
+        def mixed_plan(self, layout, tokens, rows):
+            return np.full(self.spec.head_dim, self.spec.head_dim, np.int32)
+
+        def mixed_metadata(self, step, plan, max_seq_len):
+            return plan.tolist()
+
+    runner = ModelRunner(settings(folder[0], attention_backend="reference"), SoloGroup())
+    specs, kinds = attention_specs(runner.model.cached, runner.config, CPU)
+    attention = UnlikeLayers([Planned(spec) for spec in specs], kinds)
+    plan = attention.mixed_plan(None, 16, 4)
+    assert attention.mixed_plan_size(16, 4) == len(plan) == 32 + 16 + 64
+    step = SimpleNamespace(input_ids=range(16), seq_lens=range(4))
+    metadata = attention.mixed_metadata(step, torch.from_numpy(plan), 96)
+    assert metadata == ([32] * 32, [16] * 16, [64] * 64)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -8,7 +8,8 @@ from random import Random
 from types import TracebackType
 from typing import Self
 
-from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from engine.config import EngineConfig

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from typing_extensions import override
 
-from cluster.accounts.costs import Costs
+from cluster.accounts.costs import EngineCosts
 from cluster.replica.engine_thread import Command, Engine, EngineListener
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.report import SamplingInputs, StepInputs, StepOutputs, StepReport
-from engine.worker.executor import Done, Executor, Pending
+from engine.worker.executor import Executor, Pending
+from tests.fake_executor import Done
 
 FIRST_TOKEN = 3  # smaller ids are left to whoever wants one that ends a sequence
 
@@ -41,7 +42,7 @@ class SimulatedEngine(Engine):
 
     @property
     @override
-    def costs(self) -> Costs:
+    def costs(self) -> EngineCosts:
         """The accounts now."""
         self._core.emit_time()
         return self._accounts.costs()

@@ -102,9 +102,18 @@ class FaultyLink(ReplicaLink):
     """Wraps a link. `heard` keeps what came down, for `inject` into the link of a later life.
 
     `hold` stops both directions without closing anything (a partition, a stopped process) until `release`.
+    on_close: called with the code when the router gives the link up, the first time.
     """
 
-    def __init__(self, inner: ReplicaLink, plan: FaultPlan | None = None, rng: Random | None = None) -> None:
+    def __init__(
+        self,
+        inner: ReplicaLink,
+        plan: FaultPlan | None = None,
+        rng: Random | None = None,
+        on_close: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._on_close = on_close
+        self._given_up = False
         self.welcome = inner.welcome
         self.heard: list[Down] = []
         self._inner = inner
@@ -172,6 +181,9 @@ class FaultyLink(ReplicaLink):
     def close(self, code: str = CLOSED, message: str = "") -> None:
         """Close the wrapped link, unless it is held: then the replica hears nothing of it."""
         self._end(LinkClosedError(code, message))
+        if not self._given_up:
+            self._given_up = True
+            self._on_close(code)
         if self._flowing.is_set():
             self._inner.close(code, message)
 

@@ -118,7 +118,7 @@ class OpenAILines:
         return _encode(_Line(f"batch_req_{number}", custom_id, _response(done, number), None)) + b"\n"
 
     def error(self, done: RowDone, custom_id: str, place: str | None = None) -> bytes:
-        """Return the line of a row that ended in an error. place: where the row lies; None = it is not told.
+        """Return the line of a row that ended in an error. place: where the row lies; None = it is not written.
 
         What HTTP tells is in the response, with its status; of a row that was never asked there is an error alone.
         """

@@ -61,7 +61,7 @@ class OutputSpec:
 
     @property
     def format(self) -> str:
-        """The suffix that tells the format, in lower case."""
+        """The suffix that names the format, in lower case."""
         name = PurePosixPath(self.target)
         return (name.with_suffix("") if self.compression else name).suffix.lower()
 
@@ -121,7 +121,7 @@ def read_manifest(target: str) -> Manifest | None:
 def is_finished(spec: OutputSpec, job: Job) -> bool:
     """Whether the output is there, of this job and style, and as long as its manifest says."""
     place = place_of(spec.target)
-    manifest = _read(place)
+    manifest = read_manifest(spec.target)
     if manifest is None or manifest.job.digest != job.digest or place.size(CLAIM) is not None:
         return False
     if (manifest.style, manifest.answer_column) != (spec.style, spec.answer_column):

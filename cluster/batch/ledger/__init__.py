@@ -1,1 +1,1 @@
-"""What a batch has done so far, on disk beside its output: survives the death of whoever writes it."""
+"""What a batch has done so far, on disk beside its output: survives the death of its writer."""

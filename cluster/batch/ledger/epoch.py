@@ -101,7 +101,7 @@ class Epoch:
             )
 
     def remove_folder(self) -> None:
-        """Remove all that is a ledger's, let go, and remove the folder: nobody needs it any more.
+        """Remove all that is a ledger's, let go, and remove the folder, which is not needed any more.
 
         What others have put into the folder stays, and the folder with it. Raises `FencedError`, `LedgerError`.
         """
@@ -198,7 +198,7 @@ def _moves(path: Path, lease: float) -> bool:
 
 
 def boot_id() -> str:
-    """Return what tells this start of the machine from all others, "" where the system does not say."""
+    """Return the id of this boot of the machine, "" where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,6 +1,6 @@
 """The records of a ledger: the job it belongs to, rows that are done, tokens of rows that are not.
 
-A job holds all that decides its output; two jobs are compared in words for whoever runs a command again.
+A job holds all that decides its output; two jobs are compared in words when a command is run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from cluster.batch.rows import MAX_TOLD
-from cluster.config import ModelConfig, flag
+from cluster.config import ServedModelConfig, flag
 from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
 
@@ -162,7 +162,7 @@ def _shown(value: Any, text: str, begin: int) -> str:
     return repr(f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}")
 
 
-def answer_settings(config: ModelConfig) -> dict[str, Any]:
+def answer_settings(config: ServedModelConfig) -> dict[str, Any]:
     """Return it as JSON has it, by name: settings, and what makes prompts of requests. Raises `CheckpointError`."""
     settings = {name: getattr(config, name) for name in SETTINGS}
     return {**settings, "prompts": prompt_fingerprint(config.model, config.tokenizer)}

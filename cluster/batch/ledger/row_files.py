@@ -198,7 +198,7 @@ class TokenFile:
         self.partial.pop(row, None)
 
     def forget_all(self) -> None:
-        """All rows begin anew, for whoever reads the file too. Raises `LedgerError`."""
+        """All rows begin anew, also for readers of the file. Raises `LedgerError`."""
         self.partial.clear()
         self._pending.clear()
         self._compact()

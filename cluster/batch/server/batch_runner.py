@@ -1,6 +1,6 @@
 """Runs the batches that clients left with the server: of each tenant one at a time for each model, behind clients.
 
-Several runners may look at one store: who holds a batch's ledger runs it, and whoever comes after a dead one goes on.
+Several runners may look at one store: the holder of a batch's ledger runs it; the next one takes over when it dies.
 A sweeper removes what killed processes left, and files whose time is over.
 """
 
@@ -75,7 +75,7 @@ class Runner:
         return self._tasks
 
     async def run(self) -> None:
-        """Go on until cancelled; batches are then left as they are, for whoever comes next."""
+        """Go on until cancelled; batches are then left as they are, for the next runner."""
         try:
             while True:
                 await self._scan()
@@ -169,7 +169,7 @@ def by_turns(batches: Sequence[BatchRecord]) -> tuple[list[BatchRecord], list[Ba
     """Divide the batches of one model into those that are looked after, and those behind them.
 
     The tenants by turns, each in the order in which it made them: first the first one of every tenant, whatever their
-    number, so that nobody waits for the end of another tenant's batch. batches: the oldest first.
+    number, so that no tenant waits for the end of another tenant's batch. batches: the oldest first.
     """
     number: Counter[str] = Counter()
     turns: list[tuple[int, BatchRecord]] = []
@@ -202,7 +202,7 @@ class Sweeper:
             await asyncio.sleep(SWEEP_SECONDS)
 
     def sweep(self) -> None:
-        """Remove what nobody writes, shows or needs any more: drafts, signs of runners, files, ledgers."""
+        """Remove what is not written, shown or needed any more: drafts, signs of runners, files, ledgers."""
         self._store.sweep()
         sweep_signs(self._store.root, self._signs)
         for folder in self._folder.iterdir() if self._folder.exists() else ():
@@ -223,7 +223,7 @@ class Sweeper:
             if not self._is_needed(folder.name):
                 Epoch(folder).remove_folder()
         except BusyError:
-            return  # whoever ended it is about to
+            return  # the runner that ended it is about to
         except (BatchError, OSError) as error:
             logger.warning("the ledger %s stays until the next sweep, others go: %s", folder, error)
 

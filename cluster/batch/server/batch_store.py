@@ -2,9 +2,9 @@
 
 `batches/ID/batch.json`: a state, and how far it is; what readers begin with. At first the state with the number 0.
 `batches/ID/state-N.json`: the state with a higher number, which one process alone can have put there (`Root.create`).
-Whoever changes a batch says which state it knows, and is refused where another one follows that already: so no end is
+A change of a batch names the state that it follows, and is refused where another follows that already: so no end is
 ever left, and a runner that was taken for dead changes nothing any more, whenever it wakes.
-`open/ID`: its mark while it has not ended, so that nobody looks through all that ever were. It holds the id of the
+`open/ID`: its mark while it has not ended, so that listing open batches reads no ended ones. It holds the id of the
 input and is there before the batch, which is written once it is certain that the input stays: a batch that is taken
 back never was one to any runner.
 """
@@ -91,7 +91,7 @@ class BatchStore:
         self._root.write(_path(record.id, RECORD), msgspec.json.encode(record))
 
     def read(self, batch_id: str) -> BatchRecord | None:
-        """Return a batch as it is, whoever's it is. batch_id: one of ours."""
+        """Return a batch of any tenant. batch_id: one of ours."""
         return self._read_all([batch_id]).get(batch_id)
 
     def get(self, batch_id: str, tenant: str) -> BatchRecord | None:

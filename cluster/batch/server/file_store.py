@@ -63,7 +63,7 @@ class FileStore:
         self._root.write(_path(stored.id, META), msgspec.json.encode(stored))
 
     def remove_unpublished(self, stored: StoredFile) -> None:
-        """Remove what `add_unpublished` kept, and nobody was told of."""
+        """Remove what `add_unpublished` kept and was not published."""
         self._root.remove(_content(stored))
 
     def get(self, file_id: str, tenant: str) -> StoredFile | None:
@@ -139,7 +139,7 @@ class FileStore:
         return bool(self._marks(file_id))
 
     def remove(self, file_id: str) -> None:
-        """Delete a file, and all its marks. Whoever reads it on a disk of this machine reads on."""
+        """Delete a file, and all its marks. Open readers on a disk of this machine read on."""
         self._root.remove(_path(file_id, META))
         self._root.remove(file_folder(file_id))
         for mark in self._marks(file_id):

@@ -82,12 +82,12 @@ class Finalizer:
         ledger.remove()
 
     def as_decided(self, record: BatchRecord, epoch: Epoch) -> None:
-        """End a batch whose files are there: its runner was killed before it could tell."""
+        """End a batch whose files are there: its runner was killed before it recorded that."""
         self._end(record, epoch.check)
         epoch.remove_folder()
 
     def without_files(self, record: BatchRecord, epoch: Epoch) -> None:
-        """End a batch that is due, and of which nothing can be told."""
+        """End a batch that is due, and of which nothing is known."""
         nothing = Outcome(RequestCounts(record.request_counts.total), expired=True)
         self._changed(record, lambda now: now.finished(self._now(), nothing), epoch.check)
         epoch.remove_folder()
@@ -120,7 +120,7 @@ class Finalizer:
         return self._changed(record, to, ledger.check)
 
     def _decided(self, record: BatchRecord, opened: Opened) -> BatchRecord:
-        """Keep what the batch leaves: whoever ends it from then on ends it so."""
+        """Store the outcome of the batch: every later attempt to end it uses this one."""
         with ExitStack() as undo:
             outcome = self._outcome(record, opened, undo)
             try:
@@ -176,7 +176,7 @@ class Finalizer:
 
 
 def _decided_once(record: BatchRecord, outcome: Outcome) -> BatchRecord:
-    """Two attempts of one runner may meet, where the first was told to stop in the middle of this."""
+    """Two attempts of one runner may meet, where the first was stopped in the middle of this."""
     if record.outcome is not None:
         raise FencedError(f"what batch {record.id} leaves was decided by another attempt")
     return record.decided(outcome)
@@ -208,7 +208,7 @@ class _Usage:
 
 
 def line_errors(error: Exception) -> list[LineError]:
-    """Return what a batch tells of why it cannot be run: an entry for each row at fault, few and short ones."""
+    """Return why a batch cannot be run: an entry for each row at fault, few and short ones."""
     if isinstance(error, RowFaultsError):
         faults = [(one.text, one.line) for one in error.faults]
         faults += [(f"{error.more} more rows are at fault", None)] if error.more else []

@@ -43,7 +43,7 @@ class Ids:
         return f"{self.prefix}{kept}{own.hexdigest()}"
 
     def fits(self, text: str) -> bool:
-        """Whether `text` is spelt like one: fit for a path, whoever sent it."""
+        """Whether `text` has the form of an id, and so is safe in a path."""
         return self._pattern.fullmatch(text) is not None
 
     def may_be_of(self, text: str, tenant: str) -> bool:

@@ -3,7 +3,7 @@
 A ledger's epoch lets one driver at a time work on it. Behind a URL each machine has ledgers of its own, so that
 runners on two of them could both work on one batch. There a runner shows life in the store; another one takes its
 batches when it has seen none for `LEASE` seconds, and it stops by itself once it could not show any for `HOLD`.
-All times are differences of this process's own clock, which nobody sets.
+All times are differences of this process's own clock, which is monotonic.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What limits a server's batch: its completion window of 24 hours, and the quotas of its tenant.
 
-The window is measured by a clock that nobody sets, since a time of day may jump: it is corrected, or a machine was
+The window is measured by a monotonic clock, since a time of day may jump: it is corrected, or a machine was
 suspended. So while a runner lives it counts what passes; of the time between two runners the time of day tells, which
 may be wrong, so that it leaves a batch `GRACE` at least. Rows wait where the quota of their tenant has no room.
 """

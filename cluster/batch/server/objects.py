@@ -132,7 +132,7 @@ class Outcome(msgspec.Struct, frozen=True):
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A state of a batch: all of OpenAI's fields, and whose it is. Its methods make the next one.
 
-    number: of the state, from 0. runner: who alone may run it from this state on, "" = nobody yet. outcome: what it
+    number: of the state, from 0. runner: who alone may run it from this state on, "" = none yet. outcome: what it
     will leave, once that is decided. waits_for: why none of its rows begins now, None where there is no such reason;
     OpenAI has no such field. output_expires_after: seconds for which its files are kept, None = no end.
     """
@@ -229,7 +229,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return self._changed("expired", now, **outcome.fields())
 
     def decided(self, outcome: Outcome) -> BatchRecord:
-        """What it leaves is there, and is not made again: whoever ends it tells of this, and its status stays."""
+        """Whether its outcome is stored: it is not made again, and its status stays."""
         if self.ended or self.outcome is not None:
             raise IllegalChangeError(f"batch {self.id} is {self.status}: what it leaves is decided already")
         return replace(self, outcome=outcome)

@@ -17,9 +17,8 @@ import msgspec
 
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import tenant_salt
-from cluster.batch.backlog import Backlog
-from cluster.batch.check import Checked, check_input
 from cluster.batch.errors import InputError, StoreError, UnreachableError
+from cluster.batch.io.check import Checked, check_input
 from cluster.batch.io.paths import InputFile
 from cluster.batch.io.reading import MAX_LINE_BYTES
 from cluster.batch.io.source import FileSource
@@ -29,8 +28,9 @@ from cluster.batch.ledger.records import Job, difference
 from cluster.batch.row_requests import Preparer
 from cluster.batch.row_tasks import OpenAIRows
 from cluster.batch.rows import SourceRow, Task
-from cluster.batch.run import BatchLoop, RunLimits
-from cluster.batch.run_row import Answers, RowSource, Ticker, TokenLogSource
+from cluster.batch.run.backlog import Backlog
+from cluster.batch.run.loop import BatchLoop, RunLimits
+from cluster.batch.run.run_row import Answers, RowSource, Ticker, TokenLogSource
 from cluster.batch.server.batch_runner import TenantTurns
 from cluster.batch.server.finalizer import Finalizer, Opened, counts_of
 from cluster.batch.server.lease import Lease, ledger_site
@@ -73,7 +73,7 @@ ModelOf = Callable[[str | None], BatchModel]
 
 
 class EndpointRows(OpenAIRows):
-    """Rows of one endpoint: others are told so."""
+    """Rows of one endpoint; rows of others are refused."""
 
     def __init__(self, model: str, endpoint: str) -> None:
         super().__init__(model)
@@ -94,7 +94,7 @@ class OneBatch:
     model_of: finds a model by the name that rows use; raises `ApiError` where there is none. tenant_of: the tenant of
     a name, whose cache its rows use. max_line_bytes: that a row may have. windows: of the runner. private: whether
     the folder lies on this machine alone: runners elsewhere do not see it, and other users here must not open it.
-    quotas: that rows are charged to; None = nobody has any.
+    quotas: that rows are charged to; None = no tenant has one.
     """
 
     def __init__(

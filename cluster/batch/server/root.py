@@ -35,7 +35,7 @@ FLAG = "batch_dir"
 
 
 class Draft(Protocol):
-    """A file that is being written, which nobody sees. Of one thread at a time; ends with `put` or `discard`.
+    """A file that is being written and not visible yet. Used by one thread at a time; ends with `put` or `discard`.
 
     One that got no byte for two hours is taken for what a killed process left, and may be removed.
     """
@@ -181,7 +181,7 @@ class LocalRoot:
                 target.unlink()
 
     def sweep(self) -> None:
-        """Remove the drafts that killed processes left: those that nobody wrote to while this process looked on."""
+        """Remove the drafts that killed processes left: those that did not change while this process watched."""
         now, before, self._drafts = time.monotonic(), self._drafts, {}
         for path in (self._folder / DRAFTS).iterdir():
             with suppress(FileNotFoundError):  # it was put in place, or another router removed it

@@ -43,7 +43,7 @@ class NewBatch:
 class Store:
     """All methods block; they raise `ApiError`, and `OSError` where the root fails.
 
-    max_file_bytes: of one upload. on_created: see there; None = nobody waits.
+    max_file_bytes: of one upload. on_created: see there; None = there is no listener.
     """
 
     def __init__(self, root: Root, max_file_bytes: int, on_created: OnCreated | None = None) -> None:
@@ -148,7 +148,7 @@ class Store:
         return record
 
     def notify_created(self, record: BatchRecord) -> None:
-        """Tell whoever waits of a new batch. On the event loop."""
+        """Notify the listener of a new batch. On the event loop."""
         if self._on_created is not None:
             self._on_created(record)
 

@@ -29,7 +29,7 @@ def call_trace(
 class CallTrace:
     """The span of a call at an ingress. model: set once it is known which one is asked. Times are monotonic seconds.
 
-    Spans that are not ended are never exported, so whoever made one must end it.
+    Spans that are not ended are never exported, so the caller that starts one must end it.
     """
 
     def __init__(self, tracing: Tracing, span: Span, operation: str) -> None:

@@ -1,4 +1,4 @@
-"""A replica's spans: the phases of each attempt, made when it has ended, from times that the engine tells."""
+"""A replica's spans: the phases of each attempt, made when it has ended, from the engine's times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
-from cluster.accounts.flight_recorder import Event, FlightRecorder, Wait
+from cluster.accounts.flight_recorder import FlightRecorder, Wait, WaitEvent
 from cluster.telemetry.logs import about_request
 from cluster.telemetry.tracing import semantics as names
 from cluster.telemetry.tracing.provider import Tracing, is_fault, is_sampled
@@ -110,7 +110,7 @@ class EngineSpans:
         try:
             self._end(attempt, flight)
         except Exception:
-            # Whoever hands out the step's report would take the replica for broken.
+            # An exception here would make the caller treat the replica as broken.
             request_id = attempt.request.request_id
             log.exception("request %s: its spans could not be made", request_id, extra=about_request(request_id))
 
@@ -131,7 +131,7 @@ class EngineSpans:
                     _fail(span, code)
             span.end(self._tracing.nanos(end))
 
-    def _add_waits(self, phase: Span, within: Items[Event], events: Items[Event], now: float) -> None:
+    def _add_waits(self, phase: Span, within: Items[WaitEvent], events: Items[WaitEvent], now: float) -> None:
         for event in within:
             if event.what in WAITS:
                 told = {names.REASON: event.detail}

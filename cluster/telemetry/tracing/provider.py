@@ -1,6 +1,6 @@
 """The process's part in traces: a tracer, one clock for all spans, and the exporters that they leave by.
 
-No failure of an exporter harms whoever made the spans.
+A failing exporter does no harm to the code that makes the spans.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OURS = (frozenset(ENDS) - {DRAINED, SLOW_CONSUMER}) | {GIVEN_UP, QUARANTINED}
 class FileExporter(SpanExporter):
     """Appends one JSON object a line and span, as the SDK writes it. Many processes may share the file.
 
-    A new file is its owner's alone; one that is there keeps its modes, so that whoever is to read it may be let in.
+    A new file is its owner's alone; one that is there keeps its modes, so that an operator can grant others access.
     Raises `OSError` where it cannot be opened.
     """
 

@@ -20,7 +20,7 @@ from engine.attention.base import AttentionBackend, AttentionSpec, LayerCache
 from engine.attention.select import select_backend
 from engine.config import ATTENTION_BACKENDS
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from engine.report import StepInputs
 from tests.bench.gpu.bench import Bench, NotHere
 from tests.bench.gpu.figures import Figure, Part

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.inputs.step_tensors import dummy_sampling
+from engine.inputs.dummy_steps import dummy_sampling
 from engine.kernels.base import Kernels, TorchKernels
 from engine.sampling.sampler import sample
 from tests.bench.gpu.bench import Bench, NotHere

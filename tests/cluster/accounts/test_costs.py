@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, CostMeter, Usage, split
+from cluster.accounts.costs import MAX_TENANTS, NANOS, OTHERS, CostMeter, EngineUsage, split
 from cluster.accounts.engine_accounts import EngineAccounts
 from engine.config import EngineConfig
 from engine.core import EngineCore
@@ -105,9 +105,9 @@ def test_step_is_shared_by_tokens_and_the_rest_is_idle():
     engine.step(1.0, gap=0.5)  # a token each, on the same blocks
     engine.pass_seconds(2.0)
     costs = engine.costs()
-    assert costs.tenants == {"a": Usage(7 * NANOS, 11 * NANOS), "b": Usage(3 * NANOS, 11 * NANOS // 2)}
-    assert costs.idle == Usage(11 * NANOS, 885 * NANOS // 10)
-    assert costs.total == Usage(21 * NANOS, 105 * NANOS)
+    assert costs.tenants == {"a": EngineUsage(7 * NANOS, 11 * NANOS), "b": EngineUsage(3 * NANOS, 11 * NANOS // 2)}
+    assert costs.idle == EngineUsage(11 * NANOS, 885 * NANOS // 10)
+    assert costs.total == EngineUsage(21 * NANOS, 105 * NANOS)
     assert [(one.device_ns, one.block_ns) for one in engine.ended.values()] == [
         (7 * NANOS, 11 * NANOS),
         (3 * NANOS, 11 * NANOS // 2),
@@ -118,9 +118,9 @@ def test_shared_blocks_are_paid_for_once():
     engine = Metered()
     engine.add("a", 10, n=4, max_tokens=3, ignore_eos=True)
     engine.step(1.0)  # three blocks of the one prompt
-    assert engine.costs().tenants["a"] == Usage(NANOS, 3 * NANOS)
+    assert engine.costs().tenants["a"] == EngineUsage(NANOS, 3 * NANOS)
     engine.step(1.0)  # two of them shared, and the last one's three copies beside it
-    assert engine.costs().tenants["a"] == Usage(2 * NANOS, (3 + 2 + 4) * NANOS)
+    assert engine.costs().tenants["a"] == EngineUsage(2 * NANOS, (3 + 2 + 4) * NANOS)
 
 
 def test_what_the_prefix_cache_holds_costs_nothing():
@@ -215,7 +215,7 @@ def test_accounts_add_up_to_the_time_that_passed(shape, caching, actions, rest):
     costs = engine.costs()
     assert costs.idle.device_ns == engine.idle, "what passed between steps"
     passed = round(engine.now * NANOS) - round(START * NANOS)
-    assert costs.total == Usage(shape["devices"] * passed, engine.num_blocks * passed)
+    assert costs.total == EngineUsage(shape["devices"] * passed, engine.num_blocks * passed)
     for name in ("device_ns", "block_ns"):
         accounts = [costs.idle, *costs.tenants.values()]
         assert sum(getattr(one, name) for one in accounts) == getattr(costs.total, name)

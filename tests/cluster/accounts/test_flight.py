@@ -199,3 +199,12 @@ def test_wait_is_noted_once_however_many_steps_it_lasts():
     driver.core.add(request("b", 2, max_tokens=1))
     driver.drain()
     assert len(waits(driver, "b")) == 3
+
+
+def test_a_request_that_is_preempted_twice_waits_for_blocks_twice():
+    driver = Driver(num_blocks=9, max_num_seqs=4, block_size=2, max_model_len=16)
+    for number, length in ((1, 6), (2, 10), (3, 8)):
+        driver.core.add(request(f"r{number}", number, max_tokens=length, ignore_eos=True))
+    driver.drain()
+    whats = [what for _, what in waits(driver, "r3")]
+    assert whats == [Wait.PREEMPTION, Wait.BLOCKS, Wait.RUNS] * 2 + [Wait.ENDED]

@@ -18,7 +18,7 @@ from cluster.config import NO_KEYS, parse_config
 from cluster.http.gate import OPEN_PATHS, SCRAPED_PATHS
 from cluster.telemetry.families import FAMILIES
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats, ReplicaStats, account_metrics
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from deploy.cli.dry_run import describe_plans, make_plans
 from deploy.cli.keys import own_key, with_key_file
 from deploy.status import FOR_ADMINS, Condition, fetch, lines
@@ -27,6 +27,7 @@ from deploy.top.view import lines as top_lines
 from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.cluster.http.test_gate import routes_of
+from tests.metric_families import at_routers
 from tests.openai_app import MODEL, app_for, client_for, saying, served_model
 
 KEYS = """
@@ -59,9 +60,11 @@ def bearer(key):
 
 def costs_of_both():
     """The accounts of a replica that both tenants use."""
-    tenants = {"team-a": Usage(1.25, 2.0), "team-b": Usage(3.75, 6.0)}
+    tenants = {"team-a": ResourceUsage(1.25, 2.0), "team-b": ResourceUsage(3.75, 6.0)}
     grammars = {"team-a": 0.5, "team-b": 1.5}
-    return account_metrics(MODEL, {"replica-1": Costs(Usage(10.0, 16.0), Usage(5.0, 8.0), tenants, grammars)})
+    return account_metrics(
+        MODEL, {"replica-1": ReplicaCosts(ResourceUsage(10.0, 16.0), ResourceUsage(5.0, 8.0), tenants, grammars)}
+    )
 
 
 class Accounts(Collector):
@@ -111,7 +114,7 @@ async def test_metrics_show_a_tenant_what_bears_its_name_and_nothing_else(model,
         )
         assert all(whole[(one.name, *sorted(one.labels.items()))] == one.value for one in own)
         told = {one.name.removeprefix("squadron_").removesuffix("_total") for one in own}
-        assert told == {name for name, family in FAMILIES.items() if "tenant" in family.labels and family.at_routers}
+        assert told == {name for name, family in FAMILIES.items() if "tenant" in family.labels and at_routers(family)}
     for key in ("sk-admin", "sk-scrape"):
         assert {one.labels.get("tenant") for one in samples(texts[key])} >= {None, "team-a", "team-b"}
         assert ("vllm:" in texts[key]) == vllm

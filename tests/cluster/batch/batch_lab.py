@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import Job, RowDone
 from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import COMPLETIONS, SourceRow, Task
-from cluster.batch.run import BatchLoop, RunLimits
-from cluster.batch.run_row import Answers, RowSource, Ticker
+from cluster.batch.run.backlog import BackgroundBounds, Backlog, full_bounds
+from cluster.batch.run.loop import BatchLoop, RunLimits
+from cluster.batch.run.run_row import Answers, RowSource, Ticker
 from cluster.openai.served_model import ServedModel
 from cluster.telemetry.metrics import Metrics, ReplicaSetStats
 from cluster.token_source import TokenSource

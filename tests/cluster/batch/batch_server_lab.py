@@ -5,7 +5,7 @@ import errno
 import json
 from contextlib import asynccontextmanager
 
-from cluster.batch.backlog import Backlog, full_bounds
+from cluster.batch.run.backlog import Backlog, full_bounds
 from cluster.batch.server.batch_runner import TenantTurns
 from cluster.batch.server.one_batch import BatchModel, OneBatch
 from cluster.batch.server.store import NewBatch

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.batch.backlog import Backlog
+from cluster.batch.run.backlog import Backlog
 from cluster.batch.server.batch_runner import TenantTurns
 from tests.cluster.batch.batch_lab import cut_off
 

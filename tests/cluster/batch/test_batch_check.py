@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.batch import check
-from cluster.batch.check import check_input
 from cluster.batch.errors import InputError
+from cluster.batch.io import check
+from cluster.batch.io.check import check_input
 from cluster.batch.io.source import open_source
 from cluster.batch.row_tasks import ColumnOptions, RowKind, task_maker
 

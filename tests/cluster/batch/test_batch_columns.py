@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from cluster.batch.check import check_input
 from cluster.batch.errors import InputError
+from cluster.batch.io.check import check_input
 from cluster.batch.io.manifest import OutputSpec, Style
 from cluster.batch.io.output_files import Finished, write_output
 from cluster.batch.io.source import open_source

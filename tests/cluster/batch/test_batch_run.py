@@ -313,7 +313,7 @@ async def test_rows_are_as_large_as_in_the_input_and_held_without_their_bodies(m
             held.append(row)
             yield row
 
-    monkeypatch.setattr("cluster.batch.run.by_prefix", noting)
+    monkeypatch.setattr("cluster.batch.run.loop.by_prefix", noting)
     bodies = prompts(2)
     async with Lab() as lab:
         await lab.start("a")
@@ -353,7 +353,7 @@ class Flaky:
 
 
 async def test_what_may_be_over_is_tried_again_and_what_is_not_is_not(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("cluster.batch.run_row.RETRY_PAUSE", 0.001)
+    monkeypatch.setattr("cluster.batch.run.run_row.RETRY_PAUSE", 0.001)
     bodies = prompts(3)
     for error, times, asked, status in [
         (ApiError("replica_lost", "gone"), 2, 3, 200),

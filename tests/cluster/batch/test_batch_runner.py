@@ -8,8 +8,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from cluster.batch.check import check_input
 from cluster.batch.errors import BusyError, InputError, UnreachableError
+from cluster.batch.io.check import check_input
 from cluster.batch.io.output_files import write_output
 from cluster.batch.ledger.epoch import Epoch
 from cluster.batch.ledger.ledger import Ledger
@@ -251,7 +251,7 @@ async def test_trouble_with_reading_fails_no_batch(model, store, tmp_path, monke
     async with Lab() as lab:
         await lab.start("a")
         server = Server(lab, store, model, tmp_path / "ledgers")
-        for place in ("cluster.batch.io.reading._opened", "cluster.batch.check.tempfile.TemporaryDirectory"):
+        for place in ("cluster.batch.io.reading._opened", "cluster.batch.io.check.tempfile.TemporaryDirectory"):
             with monkeypatch.context() as trouble:
                 trouble.setattr(place, broken if place.endswith("_opened") else full)
                 with pytest.raises(UnreachableError):

@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.capacity import UNBOUNDED
 from cluster.admission.key_file import parse_keys
 from cluster.admission.keys import OPEN, FixedKeys, KeyRing, Tenant
 from cluster.admission.tenants import Tenancy, tenant_salt
@@ -179,7 +180,7 @@ async def test_a_prompt_that_never_fits_is_refused_for_good(model):
 
 async def test_a_place_is_free_again_after_every_kind_of_end(model):
     source = saying(model, "hello", hold=1)
-    admission = AdmissionQueue.unbounded(source)
+    admission = AdmissionQueue(source, lambda: UNBOUNDED)
     keys = parse_keys("- {key: sk-one, tenant: one, max_concurrent: 1}", "keys.yaml")
     tenancy = Tenancy(FixedKeys(KeyRing(keys)))
     async with (

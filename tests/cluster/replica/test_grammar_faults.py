@@ -149,7 +149,7 @@ async def failed(grammars: Grammars, n: int = 1, overlaps: bool = False, **rules
 
 
 def told(caplog) -> list[str]:
-    return [one.getMessage() for one in caplog.records if one.name == "cluster.router.dispatcher"]
+    return [one.getMessage() for one in caplog.records if one.name == "cluster.router.reports"]
 
 
 async def test_a_grammar_at_odds_with_itself_is_told_in_the_routers_log_with_its_form(caplog):

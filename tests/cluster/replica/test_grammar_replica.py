@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import pytest
 
 from cluster.accounts.flight_recorder import Wait
-from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.wire.messages import Abort, Rejected, Report
 from cluster.wire.translation import submit_message
 from engine.config import EngineConfig

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from cluster.accounts.flight_recorder import Wait
-from cluster.replica.core import ReplicaCore, ReplicaFacts, ReplicaTimes
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts, ReplicaTimes
 from cluster.wire.link import RouterLink
 from cluster.wire.messages import Abort, Rejected, TraceContext
 from cluster.wire.translation import submit_message

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from cluster.replica import core
-from cluster.replica.core import ReplicaTimes
-from cluster.replica.sessions import CachedBlocks, RouterSession
+from cluster.replica.runs import RouterSession
+from cluster.replica.sessions import CachedBlocks, ReplicaTimes
 from cluster.telemetry.step_metrics import StepMetrics, StepSpeed
 from cluster.wire.link import DAMAGED, ENGINE_DEAD, LOST, SUPERSEDED, LinkClosedError, LinkRefusedError, ReplicaLink
 from cluster.wire.messages import (
@@ -477,4 +477,4 @@ async def test_nothing_is_left_after_any_order_of_submits_aborts_and_losses(star
     await asyncio.wait_for(replica.core.drained(), 20)
     await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
     assert replica.held_blocks == 0
-    assert replica.core.num_requests == replica.core._runs.num_lanes == 0
+    assert replica.core.num_requests == len(replica.core._runs._lanes) == 0

@@ -43,7 +43,7 @@ class OutageLab:
     """
 
     def __init__(self, names: Iterable[str], poison: str | None = None, revives: bool = False) -> None:
-        self.dispatcher = Dispatcher(None, Random(0), self._on_link_lost)
+        self.dispatcher = Dispatcher(None, Random(0))
         self._poison = poison
         self._revives = revives
         self.lost: list[tuple[str, str]] = []
@@ -123,7 +123,8 @@ class OutageLab:
 
     async def _link(self, name: str) -> None:
         replica = self.replicas[name]
-        link = FaultyLink(await connect_local(replica.serve, "router"))
+        inner = await connect_local(replica.serve, "router")
+        link = FaultyLink(inner, on_close=lambda code: self._on_link_lost(name, code))
         self._links[name] = link
         self._all.append((replica, link))
         self.dispatcher.add_link(link)

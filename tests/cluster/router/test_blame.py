@@ -178,7 +178,7 @@ POISON = 60  # a token
 MORTAL_REPLICA = """
 import asyncio, json, os, signal, sys
 from cluster.wire.tcp import LinkServer
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from tests.cluster.cluster_lab import GatedExecutor, LabReplica
 
 class Mortal(GatedExecutor):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.errors import ApiError
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.replica_set import MESSAGES_PER_TURN
 from cluster.token_source import TokenChunk
@@ -228,7 +228,7 @@ async def test_router_that_comes_later_learns_what_is_cached():
         await lab.collect(request("first", prompt))
         first.links[0].cut("closed")
         await until(lambda: lab.lost == [("a", "closed")])
-        lab.dispatcher.add_link(await first.link())
+        await lab.link(first)
         await lab.start("b")
         await until(lambda: lab.dispatcher.counters.reports >= 1)
         for i in range(4):
@@ -339,7 +339,7 @@ async def test_picture_of_a_drained_replicas_cache_goes_with_it():
         await running
         await until(lambda: lab.lost == [("a", "drained")])
         await lab.start("b")
-        lab.dispatcher.add_link(await replica.link())
+        await lab.link(replica)
         await until(lambda: lab.dispatcher.counters.reports >= 6)
         for i in range(4):
             await lab.collect(request(f"r{i}", (*prompt, 1, 2, i)))

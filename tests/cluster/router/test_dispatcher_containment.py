@@ -10,7 +10,7 @@ import pytest
 
 from cluster.errors import ApiError
 from cluster.replica import core
-from cluster.replica.sessions import RouterSession
+from cluster.replica.runs import RouterSession
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.router.selection import Chooser
 from cluster.router.token_log import TokenLog
@@ -154,5 +154,5 @@ async def keep_linked(lab: Lab) -> None:
     told = 0
     while True:
         await until(lambda told=told: len(lab.lost) > told, deadline=60)
-        lab.dispatcher.add_link(await lab.alive[lab.lost[told][0]].link())
+        await lab.link(lab.alive[lab.lost[told][0]])
         told += 1

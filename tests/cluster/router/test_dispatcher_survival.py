@@ -10,7 +10,7 @@ import pytest
 
 from cluster.config_values import MIGRATIONS, SAME_WEIGHTS
 from cluster.errors import ApiError
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
 from cluster.wire.messages import Report
@@ -280,7 +280,7 @@ async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are
             tasks.append(asyncio.create_task(lab.start(f"{name}'", poison=poison, pace=0.001)))
 
         tasks: list[asyncio.Task] = []
-        lab.dispatcher._placement.on_link_lost = revive
+        lab.on_lost = revive
         await lab.start("a", poison=poison, pace=0.001)
         await lab.start("b", poison=poison, pace=0.001)
         # Prompts in which the fake model never says the poisonous token, fresh ones at the same time as the poison.
@@ -294,7 +294,7 @@ async def test_request_that_kills_its_replicas_is_quarantined_and_bystanders_are
         assert (error.code, error.status, error.retryable) == ("request_quarantined", 500, False)
         assert results == [oracle(r) for r in safe]
         assert lab.dispatcher.counters.links_lost == {"engine_dead": 3}
-        lab.dispatcher._placement.on_link_lost = None
+        lab.on_lost = lambda name, code: None
         await asyncio.gather(*tasks)
 
 
@@ -325,7 +325,7 @@ async def test_real_links_carry_requests_over_the_death_of_a_replica():
         replicas[1].executor.allow(100)
         replicas[0].core.on_dead("rank 1: killed")
         assert await asyncio.gather(*running) == [oracle(r) for r in requests]
-        assert lab.lost == [("a", "engine_dead")]
+        assert lab.dispatcher.counters.links_lost == {"engine_dead": 1}
         for server in servers:
             await server.close()
 
@@ -366,7 +366,7 @@ async def test_any_mix_of_kills_cuts_repeats_and_delays_leaves_every_token_in_it
                 await lab.start(f"{name[0]}{number}", plan=plan() if rounds < 40 else None, pace=0.001)
             elif fault == "cut":
                 replica.links[-1].cut()
-                lab.dispatcher.add_link(await replica.link(plan=plan()))
+                await lab.link(replica, plan())
             elif fault == "hold":
                 replica.links[-1].hold()
         assert [task.result() for task in running] == [oracle(r) for r in requests]
@@ -385,7 +385,7 @@ async def test_lost_link_to_a_living_replica_frees_its_requests_there():
         await until(lambda: lab.dispatcher.counters.reports >= 4)
         replica.links[0].cut()
         await until(lambda: replica.core.num_requests == 0)
-        lab.dispatcher.add_link(await replica.link())
+        await lab.link(replica)
         replica.executor.allow(100)
         assert await running == oracle(long_request("r"))
         await replica.until_stats(lambda stats: stats.num_running == 0)
@@ -413,7 +413,7 @@ async def test_replica_that_gives_a_silent_router_up_is_no_death_to_blame_a_requ
             await until(lambda times=times: running.done() or len(lab.lost) == times)
             if running.done():
                 break
-            lab.dispatcher.add_link(await replica.link())
+            await lab.link(replica)
             if times == 3:
                 replica.executor.allow(100)
         assert await running == oracle(long_request("r"))

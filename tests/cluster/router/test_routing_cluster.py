@@ -160,7 +160,7 @@ def test_lost_and_late_news_of_a_cache_are_asked_for_again_and_cost_no_token(see
                 link._plan = FaultPlan()
             await asyncio.sleep(3.0)
             for name, replica in cluster.replicas.items():
-                assert known_of(router, name) == set(replica._cached._keys), name
+                assert known_of(router, name) == set(replica._sessions._cached._keys), name
             await router.close()
             for link in links:
                 await link.wait_closed()

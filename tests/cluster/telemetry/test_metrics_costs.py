@@ -9,12 +9,13 @@ import pytest
 
 from cluster.accounts import costs as engine_costs
 from cluster.admission.admission_queue import AdmissionQueue
+from cluster.admission.capacity import UNBOUNDED
 from cluster.admission.keys import Tenant
 from cluster.admission.tenants import Tenancy
-from cluster.replica.core import ReplicaTimes
+from cluster.replica.sessions import ReplicaTimes
 from cluster.router.metrics import CostCollector
 from cluster.telemetry.metrics import Metrics
-from cluster.wire.messages import Costs, Usage
+from cluster.wire.messages import ReplicaCosts, ResourceUsage
 from cluster.wire.translation import costs_of
 from engine.request import Request
 from tests.cluster.cluster_lab import Lab, long_request, until
@@ -34,7 +35,7 @@ def of(found: dict, name: str, **labels: str) -> float:
     return found[(f"squadron_{name}", *sorted({"model_name": "demo", **labels}.items()))]
 
 
-def told(lab: Lab) -> dict[str, Costs]:
+def told(lab: Lab) -> dict[str, ReplicaCosts]:
     return {view.replica_id: view.costs for view in lab.dispatcher.replicas() if view.costs is not None}
 
 
@@ -46,7 +47,7 @@ async def ask_for(lab: Lab, one: Request) -> None:
 async def ask(lab: Lab, tenant: str, name: str, **params) -> None:
     """Have a tenant's request answered, as an ingress does."""
     async with await Tenancy().visit(Tenant(tenant)) as visit:
-        visit.ask("demo", AdmissionQueue.unbounded(lab.dispatcher))
+        visit.ask("demo", AdmissionQueue(lab.dispatcher, lambda: UNBOUNDED))
         async for _ in visit.source.generate(long_request(name, **params)):
             pass
 
@@ -96,7 +97,9 @@ async def test_what_a_tenants_grammars_took_is_told_beside_what_its_requests_use
 
 def test_grammars_of_tenants_without_an_account_are_told_together():
     many = {f"t{number}": 1.0 for number in range(engine_costs.MAX_TENANTS + 10)}
-    own = engine_costs.Costs(engine_costs.Usage(), engine_costs.Usage(), {"t70": engine_costs.Usage()})
+    own = engine_costs.EngineCosts(
+        engine_costs.EngineUsage(), engine_costs.EngineUsage(), {"t70": engine_costs.EngineUsage()}
+    )
     compiled = costs_of(own, many).grammars
     assert sum(compiled.values()) == len(many)
     assert (compiled["t0"], compiled["t70"], compiled[engine_costs.OTHERS]) == (1.0, 1.0, 9.0)
@@ -135,13 +138,18 @@ async def test_migrated_request_counts_what_its_last_replica_did_for_it():
             pass
         counters = lab.dispatcher.counters
         await until(
-            lambda: told(lab)["b"].tenants.get("t", Usage()).device_seconds >= counters.device_seconds.total - 1e-9
+            lambda: (
+                told(lab)["b"].tenants.get("t", ResourceUsage()).device_seconds
+                >= counters.device_seconds.total - 1e-9
+            )
         )
         assert counters.migrations == 1
         assert 0 < counters.device_seconds.total == pytest.approx(told(lab)["b"].tenants["t"].device_seconds)
 
 
 def test_accounts_travel_in_seconds():
-    one = engine_costs.Usage
-    used = engine_costs.Costs(one(3 * 10**9, 10**22), one(10**9, 1), {"t": one(2, 3)})
-    assert costs_of(used) == Costs(Usage(3.0, 1e13), Usage(1.0, 1e-9), {"t": Usage(2e-9, 3e-9)})
+    one = engine_costs.EngineUsage
+    used = engine_costs.EngineCosts(one(3 * 10**9, 10**22), one(10**9, 1), {"t": one(2, 3)})
+    assert costs_of(used) == ReplicaCosts(
+        ResourceUsage(3.0, 1e13), ResourceUsage(1.0, 1e-9), {"t": ResourceUsage(2e-9, 3e-9)}
+    )

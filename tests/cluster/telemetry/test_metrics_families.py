@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.report import EngineStats
 from tests.cluster.telemetry.test_metrics import asked
 from tests.docs.metrics_page import PAGE, page
+from tests.metric_families import at_routers
 from tests.openai_app import front_for
 
 VLLM_WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
@@ -111,7 +112,7 @@ def test_an_app_shows_families_of_the_table_and_no_others() -> None:
             continue  # prometheus_client's own addition
         assert family.name.startswith(PREFIX)
         assert (family.type, family.documentation) == (declared.kind.value, declared.text)
-        assert declared.at_routers
+        assert at_routers(declared)
         for sample in family.samples:
             assert {*sample.labels} - {"le"} == {*declared.labels}
 
@@ -123,7 +124,7 @@ def test_without_compatibility_nothing_has_vllms_names() -> None:
 def test_with_it_vllms_names_have_the_same_types_labels_and_values() -> None:
     found = {family.name: family for family in shown(vllm=True)}
     aliases = {name: family for name, family in found.items() if name.startswith("vllm:")}
-    assert {*aliases} == {f"vllm:{one.vllm}" for one in TABLE if one.vllm and one.at_routers}
+    assert {*aliases} == {f"vllm:{one.vllm}" for one in TABLE if one.vllm and at_routers(one)}
     for name, alias in aliases.items():
         ours = [found[one.full_name] for one in TABLE if f"vllm:{one.vllm}" == name]
         assert {alias.type} == {one.type for one in ours}

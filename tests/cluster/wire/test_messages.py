@@ -11,7 +11,6 @@ from cluster.accounts.flight_recorder import Wait
 from cluster.wire.messages import (
     Abort,
     BlockUpdate,
-    Costs,
     DamagedMessageError,
     Draining,
     Explain,
@@ -24,9 +23,10 @@ from cluster.wire.messages import (
     LogprobRow,
     Ping,
     Rejected,
+    ReplicaCosts,
     Report,
+    ResourceUsage,
     Resync,
-    Usage,
     Waited,
     Welcome,
     decode_down,
@@ -40,7 +40,9 @@ from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 LOAD = Load(1, 2, 3, 4, 1, 2, 7, 8, 9, 10, 11, 0.5)
-COSTS = Costs(Usage(4.0, 1e13), Usage(1.5, 0.5), {"team-a": Usage(2.5, 0.25), "": Usage()})
+COSTS = ReplicaCosts(
+    ResourceUsage(4.0, 1e13), ResourceUsage(1.5, 0.5), {"team-a": ResourceUsage(2.5, 0.25), "": ResourceUsage()}
+)
 REPORT = Report(
     3,
     2**62,
@@ -49,7 +51,7 @@ REPORT = Report(
     [0, 4],
     [5, 70000],
     LOAD,
-    [FinishRow(17, "stop", 5, "why", "", Usage(0.25, 1e13))],
+    [FinishRow(17, "stop", 5, "why", "", ResourceUsage(0.25, 1e13))],
     [LogprobRow(1, -0.25, [5, 6], [-0.25, -2.0])],
     [(16, 32)],
     BlockUpdate(4, [2**64 - 1], [0], cleared=True),

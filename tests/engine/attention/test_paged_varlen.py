@@ -22,7 +22,7 @@ from engine.attention.varlen import (
     why_not_torch_varlen,
 )
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import to_device
+from engine.inputs.step_buffers import to_device
 from tests.parity.test_attention import CPU, make_step, run, spec
 
 CUDA = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "block_size": 16}

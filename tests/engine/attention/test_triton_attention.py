@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import PagedAttention
 from engine.attention.triton import TritonAttention
 from engine.attention.triton_fit import OVERLAPPING
 from engine.attention.whole_prompts import TorchPrompts
@@ -220,7 +220,7 @@ def test_norms_rotation_and_store_in_one_kernel(normed, rotated, head_dim):
     plain = replace(fused, rotation=kernels.rotation(fused.rotation) if rotated else None)
     backend, other = TritonAttention(lab.spec), Lab(lab.spec, RAGGED)
     out = backend.forward_merged(fused, lab.cache, backend.prepare(lab.step), 0)
-    expected = AttentionBackend.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
+    expected = PagedAttention.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
     torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lab.cache.keys, other.cache.keys, rtol=2e-5, atol=2e-5, equal_nan=True)
     assert torch.equal(lab.cache.values.nan_to_num(9), other.cache.values.nan_to_num(9))
@@ -251,7 +251,7 @@ def test_fused_store_into_an_fp8_cache():
     backend, merged = TritonAttention(lab.spec), lab.heads(True, True)
     backend.forward_merged(merged, lab.cache, backend.prepare(lab.step), 0)
     plain = replace(merged, rotation=TorchKernels().rotation(merged.rotation))
-    AttentionBackend.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
+    PagedAttention.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
     assert (lab.cache.keys.view(torch.uint8) != other.cache.keys.view(torch.uint8)).float().mean() < 0.01
     assert torch.equal(lab.cache.values.view(torch.uint8), other.cache.values.view(torch.uint8))
 

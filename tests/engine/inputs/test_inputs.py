@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.inputs.grammar_masks import MaskMaker
-from engine.inputs.prepare import InputBuilder, attention_mask
+from engine.inputs.prepare import InputBuilder
 from engine.report import StepInputs
 from engine.sampling.parameter_table import SamplingTable
 from engine.scheduler.schedule import Schedule
@@ -21,8 +21,9 @@ class Recorder(FakeExecutor):
         self.inputs, self.sampling = [], []
 
     def execute(self, inputs, sampling):
-        names = list(StepInputs.__slots__)
-        self.inputs.append(StepInputs(**{name: getattr(inputs, name).copy() for name in names}))
+        given = {name: getattr(inputs, name) for name in StepInputs.__slots__}
+        copies = {name: value.copy() for name, value in given.items() if value is not None}
+        self.inputs.append(StepInputs(**copies))
         taken = {name: getattr(sampling, name) for name in sampling.__slots__}
         copies = {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in taken.items()}
         self.sampling.append(type(sampling)(**copies))
@@ -43,6 +44,7 @@ def schedule_of(query_lens, num_computed, num_tokens, slots=None):
         samples=[],
         sample_rows=rows,
         sample_slots=slots[rows],
+        sample_positions=(num_computed + query_lens)[rows],
         num_tokens=int(query_lens.sum()),
         decode=bool((query_lens == 1).all()) and len(rows) == len(slots),
     )
@@ -118,13 +120,13 @@ def test_worked_example_through_the_engine():
 def test_worked_example_request_level():
     _, recorder, reports = worked_example()
     first, second = recorder.inputs
-    assert (first.num_reqs, first.num_tokens, first.max_query_len) == (3, 10, 5)
+    assert (first.num_reqs, first.num_tokens, np.diff(first.query_start_loc).max()) == (3, 10, 5)
     assert first.query_start_loc.tolist() == [0, 3, 5, 10]
     assert first.seq_lens.tolist() == [3, 2, 5]
     assert first.num_computed_tokens.tolist() == [0, 0, 0]
     assert first.block_tables.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
     assert first.logits_indices.tolist() == [2, 4]
-    assert (second.num_reqs, second.num_tokens, second.max_query_len) == (3, 5, 3)
+    assert (second.num_reqs, second.num_tokens, np.diff(second.query_start_loc).max()) == (3, 5, 3)
     assert second.query_start_loc.tolist() == [0, 1, 2, 5]
     assert second.seq_lens.tolist() == [4, 3, 8]
     assert second.num_computed_tokens.tolist() == [3, 2, 5]
@@ -135,6 +137,17 @@ def test_worked_example_request_level():
         ["r0", "r1", "r2"],
     ]
     assert [report.num_tokens for report in reports] == [10, 5]
+
+
+def attention_mask(inputs):
+    """Which keys (columns) each query (row) may see, as section 7 of the design draws it.
+
+    In a step of whole prompts, one causal square of the longest query is shared by all requests
+    [longest query, longest query]; else there is a row per token [num_tokens, longest key range].
+    """
+    if not inputs.num_computed_tokens.any():
+        return np.tri(int(np.diff(inputs.query_start_loc).max()), dtype=bool)
+    return np.arange(inputs.seq_lens.max()) <= inputs.positions[:, None]
 
 
 def test_worked_example_masks():

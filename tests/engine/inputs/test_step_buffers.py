@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.device.gpu import HostPair
-from engine.inputs.step_buffers import ALIGNMENT, BufferSizes, MixedShape, StepBuffers
-from engine.inputs.step_messages import TableMirror
+from engine.inputs.block_table import ALIGNMENT, RankTable
+from engine.inputs.step_buffers import MixedShape, StepBuffers
 from engine.report import StepInputs
 from tests.engine.engine_driver import Driver, request
 from tests.engine.scheduler.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes
@@ -68,7 +68,7 @@ def decode(ids, slots, tables, lens):
 @given(st.data())
 def test_a_table_sent_by_difference_is_the_whole_table(data):
     rows, width = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
-    here, there = TableMirror(rows, width), TableMirror(rows, width)
+    here, there = RankTable(rows, width), RankTable(rows, width)
     for _ in range(data.draw(st.integers(1, 8))):
         chosen = np.array(data.draw(st.permutations(range(rows)))[: data.draw(st.integers(1, rows))], np.int32)
         columns = data.draw(st.integers(0, width))
@@ -83,7 +83,7 @@ def test_a_table_sent_by_difference_is_the_whole_table(data):
 
 
 def test_growth_by_a_block_sends_one_entry():
-    table = TableMirror(4, 8)
+    table = RankTable(4, 8)
     table.changes(np.array([3, 1], np.int32), np.array([[5, 6, 0], [7, 0, 0]], np.int32))
     grown = table.changes(np.array([3, 1], np.int32), np.array([[5, 6, 0], [7, 9, 0]], np.int32))
     assert grown.tolist() == [[1 * 8 + 1], [9]]
@@ -106,7 +106,7 @@ def test_of_two_buffers_none_is_overwritten_on_its_way(lengths, data):
 
 
 def test_padding_is_blank_and_a_smaller_step_leaves_nothing_behind():
-    buffers = StepBuffers(BufferSizes(64, 20, 3), CPU, WatchedCopies())
+    buffers = StepBuffers(64, RankTable(20, 16), CPU, WatchedCopies())
     ids = list(range(1, 13))  # 3 prompts with 4 outputs each
     buffers.load_decode(decode(ids, range(12), [[7, 8, 9]] * 12, [5] * 12), 16)
     step = buffers.decode_tensors(16)
@@ -128,7 +128,7 @@ def test_padding_is_blank_and_a_smaller_step_leaves_nothing_behind():
 
 def test_a_mixed_step_is_padded_in_tokens_and_rows_and_leaves_nothing_behind():
     shape = MixedShape(16, 6, 4)
-    buffers = StepBuffers(BufferSizes(8, 7, 3, shape), CPU, WatchedCopies())
+    buffers = StepBuffers(8, RankTable(7, 16), CPU, WatchedCopies(), shape)
     several = decode([1, 2, 3, 4, 5, 6], range(6), [[7, 8, 9]] * 6, [5] * 6)
     buffers.load_mixed(several, shape, np.arange(4, dtype=np.int32))
     step, plan = buffers.mixed_tensors(shape)
@@ -153,7 +153,7 @@ def test_a_mixed_step_is_padded_in_tokens_and_rows_and_leaves_nothing_behind():
 
 
 def test_arrays_begin_where_kernels_expect_them():
-    buffers = StepBuffers(BufferSizes(64, 20, 3), CPU, WatchedCopies())
+    buffers = StepBuffers(64, RankTable(20, 16), CPU, WatchedCopies())
     step, _ = buffers.load(decode([1, 2, 3], [0, 1, 2], [[4], [5], [6]], [1, 1, 1]))
     base = buffers._inputs.data_ptr()
     for tensor in (step.input_ids, step.positions, step.query_start_loc, step.seq_lens, step.logits_indices):
@@ -163,7 +163,7 @@ def test_arrays_begin_where_kernels_expect_them():
 
 def test_a_step_is_one_copy_and_more_only_where_very_many_blocks_are_new():
     copies = WatchedCopies()
-    buffers = StepBuffers(BufferSizes(4, 4, 400), CPU, copies)
+    buffers = StepBuffers(4, RankTable(4, 400), CPU, copies)
     buffers.load(decode([1], [0], [[4]], [1]))
     buffers.load_decode(decode([1, 2], [0, 1], [[4], [5]], [1, 1]), 4)
     assert len(copies.sent) == 2
@@ -178,13 +178,20 @@ def test_a_step_is_one_copy_and_more_only_where_very_many_blocks_are_new():
 
 def test_a_copy_that_failed_is_made_good(monkeypatch):
     copies = WatchedCopies()
-    buffers = StepBuffers(BufferSizes(8, 4, 4), CPU, copies)
+    buffers = StepBuffers(8, RankTable(4, 16), CPU, copies)
     buffers.load(decode([1], [2], [[4, 5]], [1]))
     step = decode([1], [2], [[4, 6]], [1])
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(copies, "send", lambda source, target: (_ for _ in ()).throw(MemoryError()))
         buffers.load(step)
     assert buffers.load(step)[0].block_tables[0, :2].tolist() == [4, 6]
+
+
+def test_buffers_that_are_made_anew_hold_what_the_rank_knows():
+    known, step = RankTable(4, 16), decode([1], [2], [[4, 5]], [1])
+    for _ in range(2):  # as after waking up
+        buffers = StepBuffers(8, known, CPU, WatchedCopies())
+        assert buffers.load(step)[0].block_tables[0, :3].tolist() == [4, 5, 0]
 
 
 def test_forks_and_their_copies_arrive():

@@ -1,4 +1,4 @@
-"""What the ranks of a gang are told of a step is the step, although the message holds only what is new."""
+"""What the ranks of a group get of a step is the step, although the message holds only what is new."""
 
 import numpy as np
 import pytest
@@ -7,19 +7,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.config import EngineConfig
+from engine.inputs.block_table import RankTable
+from engine.inputs.step_buffers import StepBuffers
 from engine.inputs.step_messages import PLAIN, StepReader, StepWriter
 from engine.report import StepInputs
-from parallel.channel import Message, pack, unpack
+from parallel.channel import ChannelMessage, pack, unpack
 from parallel.errors import ChannelError
 from tests.engine.engine_driver import VOCAB
 from tests.engine.inputs.test_step_buffers import decode
 from tests.engine.scheduler.test_engine_state_machine import CONTEXT, EngineMachine, PromptDriver, shapes
+from tests.engine.worker.graph_lab import CPU, WatchedCopies
 from tests.fake_executor import FakeExecutor
 
 
 def ends(**values):
     config = EngineConfig("fake", **values)
-    return StepWriter(config), [StepReader(config) for _ in range(2)]
+    return StepWriter(RankTable.of(config)), [StepReader(RankTable.of(config)) for _ in range(2)]
 
 
 class GangOfReaders(FakeExecutor):
@@ -68,6 +71,19 @@ def test_a_message_holds_what_is_new_not_the_table():
     assert len(writer.pack(step, 3)) - len(unchanged) <= 16
 
 
+def test_what_the_driver_found_to_be_new_is_on_the_device_of_each_rank():
+    tables = [RankTable(4, 16) for _ in range(2)]
+    writer, reader = StepWriter(tables[0]), StepReader(tables[1])
+    driver, worker = (StepBuffers(8, table, CPU, WatchedCopies()) for table in tables)
+    for number, blocks in enumerate(([[4, 5], [6, 0]], [[4, 5], [6, 7]], [[4, 9], [6, 7]])):
+        step = decode([1, 2], [3, 1], blocks, [2, 2])
+        same = reader.read(unpack(writer.pack(step, number)))
+        for buffers, inputs in ((driver, step), (worker, same)):
+            assert buffers.load(inputs)[0].block_tables[:, :2].tolist() == blocks
+    assert step.table_changes.tolist() == [[3 * 16 + 1], [9]]
+    assert np.array_equal(tables[0].table, tables[1].table)
+
+
 def test_a_step_without_slots_is_told_as_well():
     writer, readers = ends(max_model_len=64, max_num_seqs=4)
     step = decode([5, 6], [], [[3, 4], [7, 0]], [20, 9])
@@ -78,7 +94,7 @@ def test_a_step_without_slots_is_told_as_well():
 def test_what_is_no_step_is_refused(kind):
     _, readers = ends(max_model_len=64)
     with pytest.raises(ChannelError, match=f"message 5 of kind {kind} is no step"):
-        readers[0].read(unpack(pack(Message(kind, 5, {"input_ids": np.zeros(1, np.int32)}))))
+        readers[0].read(unpack(pack(ChannelMessage(kind, 5, {"input_ids": np.zeros(1, np.int32)}))))
 
 
 def test_every_array_of_a_step_is_told_but_what_rank_0_alone_needs():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.inputs.step_tensors import TokenFeedback
+from engine.inputs.token_feedback import TokenFeedback
 from engine.sampling.sampler import FAILED, STUCK
 from parallel.group import SoloGroup
 

@@ -10,7 +10,7 @@ def sealed(blocks, tokens, salt=b""):
     """Return a table that holds `tokens`, all full blocks of it findable."""
     table = blocks.allocate(-(-len(tokens) // SIZE))
     for i, digest in enumerate(prompt_hashes(tokens, SIZE, salt)):
-        blocks.seal(table[i], digest, token_bytes(tokens[i * SIZE : (i + 1) * SIZE]))
+        blocks.seal([table[i]], [digest], [token_bytes(tokens[i * SIZE : (i + 1) * SIZE])])
     return table
 
 
@@ -96,7 +96,7 @@ def test_of_two_equal_blocks_the_first_stays_known():
 def test_a_hash_collision_is_seen_by_comparing_tokens():
     blocks = BlockManager(4, SIZE)
     (block,) = blocks.allocate(1)
-    blocks.seal(block, b"same digest", token_bytes([1, 2]))
+    blocks.seal([block], [b"same digest"], [token_bytes([1, 2])])
     assert blocks.match([b"same digest"], token_bytes([1, 2])) == [block]
     assert blocks.match([b"same digest"], token_bytes([1, 3])) == []
 

@@ -5,7 +5,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.errors import CheckpointError
 from engine.kernels.base import TorchKernels
-from engine.layers.base import Build
+from engine.layers.base import Build, checkpoint_names
 from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
@@ -102,6 +102,15 @@ def test_a_familys_rules_are_the_tensors_that_transformers_saves_with_their_shap
     rules = list(model.weights())
     assert {rule.name: rule.shape for rule in rules} == {n: tuple(tensor.shape) for n, tensor in saved.items()}
     assert {rule.target for rule in rules} == {n for n, _ in model.named_parameters()}
+
+
+def test_experts_are_named_by_their_layer_and_their_number():
+    names = {
+        "layers.*.mlp.experts.*.down": "model.layers.*.mlp.experts.*.down_proj",
+        "layers.1.mlp.down": "first.down",
+    }
+    assert checkpoint_names(names, "layers.3.mlp.experts.17.down") == ("model.layers.3.mlp.experts.17.down_proj",)
+    assert checkpoint_names(names, "layers.1.mlp.down") == ("first.down",)
 
 
 def test_gpt2_assumes_what_transformers_does_where_its_config_says_nothing():

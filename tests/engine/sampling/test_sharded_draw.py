@@ -15,9 +15,9 @@ from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import MOST, Draws, draw, draw_apart
 from engine.sampling.sharded_draw import pack_draws as pack_for
-from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
 from tests.engine.thread_group import ThreadGroup, on_ranks
+from tests.parallel.tensor_source import TensorSource
 from tests.parity.stepping import sampling
 
 

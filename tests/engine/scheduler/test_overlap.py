@@ -6,8 +6,9 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.request import FinishReason
-from engine.scheduler.planner import Planner
-from engine.scheduler.scheduler import Hold, Scheduler
+from engine.scheduler.batch_state import BatchState
+from engine.scheduler.schedule import Hold
+from engine.scheduler.scheduler import Scheduler
 from tests.engine.engine_driver import VOCAB, Driver, expected, request
 from tests.engine.late_executor import LateExecutor
 from tests.engine.test_core import ANYTHING, AllButTheEnd, end_token
@@ -279,7 +280,7 @@ def test_nobody_is_looked_for_among_all_that_draw(monkeypatch):
         def __contains__(self, one):
             raise AssertionError("looked through")
 
-    plan = Planner.plan
+    plan = BatchState.plan
 
     def planned(self, *args):
         schedule = plan(self, *args)
@@ -287,7 +288,7 @@ def test_nobody_is_looked_for_among_all_that_draw(monkeypatch):
             schedule.samples = Unsearched(schedule.samples)
         return schedule
 
-    monkeypatch.setattr(Planner, "plan", planned)
+    monkeypatch.setattr(BatchState, "plan", planned)
     driver = overlapping(max_num_batched_tokens=5)
     asked = [request(f"r{i}", 3 * i, seed=i, temperature=1.0, ignore_eos=True) for i in range(1, 5)]
     for one in asked:

@@ -7,7 +7,7 @@ import pytest
 from engine.errors import IntegrityError
 from engine.kv.block_manager import BlockManager
 from engine.request import FinishReason, Request, Sequence
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.prefill_adder import PrefillAdder
 from engine.scheduler.waiting import FEW, WaitingQueue
 from tests.engine.engine_driver import VOCAB, Driver, expected, request
 
@@ -311,7 +311,7 @@ def test_a_long_prompt_that_waits_is_matched_once_while_another_computes_it(monk
 def refused_afresh(scheduler, sequence, *room):
     """Return whether a sequence that was refused is refused by one who remembers nothing, too."""
     kept, scheduler._blocked = scheduler._blocked, None
-    prefix = Scheduler._fitting_prefix(scheduler, sequence, *room)
+    prefix = PrefillAdder._fitting_prefix(scheduler, sequence, *room)
     scheduler._blocked = kept
     return prefix is None
 
@@ -320,7 +320,7 @@ def refused_afresh(scheduler, sequence, *room):
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_nobody_is_kept_waiting_by_what_is_remembered_of_an_earlier_step(seed, policy, monkeypatch):
     """Prompts with common beginnings in a small cache: sealed, evicted, shared and given back while one waits."""
-    remembered, decide = [], Scheduler._fitting_prefix
+    remembered, decide = [], PrefillAdder._fitting_prefix
 
     def decided(scheduler, sequence, *room):
         known = scheduler._blocked is not None and scheduler._blocked.sequence is sequence
@@ -328,11 +328,11 @@ def test_nobody_is_kept_waiting_by_what_is_remembered_of_an_earlier_step(seed, p
         if prefix is None:
             remembered.append(known)
             with monkeypatch.context() as patch:
-                patch.setattr(Scheduler, "_fitting_prefix", decide)
+                patch.setattr(PrefillAdder, "_fitting_prefix", decide)
                 assert refused_afresh(scheduler, sequence, *room)
         return prefix
 
-    monkeypatch.setattr(Scheduler, "_fitting_prefix", decided)
+    monkeypatch.setattr(PrefillAdder, "_fitting_prefix", decided)
     dice = random.Random(seed)
     driver = Driver(num_blocks=17, max_num_seqs=6, block_size=2, max_model_len=32, scheduling_policy=policy)
     roots = [tuple(dice.randrange(1, VOCAB) for _ in range(24)) for _ in range(2)]

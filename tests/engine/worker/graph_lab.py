@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.inputs.step_buffers import BufferSizes, StepBuffers
-from engine.inputs.step_tensors import TokenFeedback
+from engine.inputs.block_table import RankTable, aligned
+from engine.inputs.step_buffers import StepBuffers
+from engine.inputs.token_feedback import TokenFeedback
 from engine.report import StepInputs
 from engine.worker.graph_pool import CaptureError
 from engine.worker.graph_sizes import GraphSizes
@@ -82,7 +83,7 @@ class BufferedExecutor(FakeExecutor):
     def __init__(self, num_blocks, block_size, sizes, graphs=(1, 2, 4, 8), failing=(), patience=3) -> None:
         super().__init__(num_blocks, block_size, VOCAB)
         self.copies = WatchedCopies()
-        self.buffers = StepBuffers(sizes, CPU, self.copies)
+        self.buffers = StepBuffers(*sizes, CPU, self.copies)
         self.device = RerunDevice(failing)
         # Two fp32 hold the word of 64 bits that the fake model makes of a sequence.
         self.graphs = DecodeGraphs(
@@ -161,7 +162,7 @@ class BufferedExecutor(FakeExecutor):
             assert np.array_equal(getattr(told, name)[: len(getattr(inputs, name))], getattr(inputs, name)), name
         width = inputs.block_tables.shape[1]
         assert np.array_equal(told.block_tables[:rows, :width], inputs.block_tables)
-        assert np.array_equal(self.buffers.block_table()[inputs.slots, :width], inputs.block_tables)
+        assert np.array_equal(self.buffers._table.numpy()[inputs.slots, :width], inputs.block_tables)
         assert not self.buffers._table[-1].any(), "somebody wrote to the blocks of padding"
 
 
@@ -182,7 +183,7 @@ def told_by(step, inputs=None, copies=None) -> StepInputs:
     )
 
 
-def sizes_of(config_values: dict, context: int) -> BufferSizes:
-    """Return the buffers of an engine with these settings."""
+def sizes_of(config_values: dict, context: int) -> tuple[int, RankTable]:
+    """Return what the buffers of an engine with these settings hold: tokens, and a table."""
     columns = -(-context // config_values["block_size"])
-    return BufferSizes(config_values["max_num_batched_tokens"], config_values["max_num_seqs"], columns)
+    return config_values["max_num_batched_tokens"], RankTable(config_values["max_num_seqs"], aligned(columns))

@@ -11,7 +11,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.inputs.step_tensors import dummy_sampling, dummy_step
+from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import PromptScores, StepInputs
 from engine.sampling_params import SamplingParams

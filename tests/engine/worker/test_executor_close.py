@@ -12,7 +12,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
-from engine.inputs.step_tensors import dummy_sampling, dummy_step
+from engine.inputs.block_table import RankTable
+from engine.inputs.dummy_steps import dummy_sampling, dummy_step
 from engine.llm import LLM
 from engine.report import NO_DRAWS
 from engine.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kv_blocks": 20, "
 def test_a_gang_ends_its_workers_then_its_graphs_and_only_then_its_group():
     parts = mock.Mock()
     parts.runner.config = EngineConfig("model", **SIZES)
+    parts.runner.block_table = RankTable.of(parts.runner.config)
     gang = WorkerGroupExecutor(parts.runner, parts.group, parts.channel, parts.workers)
     gang.close()
     gang.close()
@@ -42,6 +44,7 @@ def gang():
     """One whose GPU never gets to the end of a step."""
     parts = mock.Mock()
     parts.runner.config = EngineConfig("model", **SIZES)
+    parts.runner.block_table = RankTable.of(parts.runner.config)
     parts.runner.launch.return_value.has_run = False
     parts.workers.check.side_effect = [None, ChannelError("rank 1 was killed"), ChannelError("rank 1 was killed")]
     with (
@@ -126,6 +129,7 @@ def test_the_driver_of_a_gang_gives_memory_back_unless_steps_still_run(gpu, monk
     parts = mock.Mock()
     parts.group.device = torch.device("cuda:0")
     parts.runner.config = EngineConfig("model", **SIZES)
+    parts.runner.block_table = RankTable.of(parts.runner.config)
     WorkerGroupExecutor(parts.runner, parts.group, parts.channel, parts.workers).close()
     assert bool(given) == idle
 

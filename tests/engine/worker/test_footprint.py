@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.inputs.step_tensors import dummy_step, fullest_sampling
+from engine.inputs.dummy_steps import dummy_step, fullest_sampling
 from engine.models.config import ModelConfig
 from engine.resolve import resolve_for
 from engine.worker import footprint

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.batch.backlog import BackgroundBounds, Backlog, full_bounds
-from cluster.batch.cost import Cost
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.row_requests import Preparer
 from cluster.batch.rows import InputSource, SourceRow, Task
-from cluster.batch.run import BatchLoop, RunLimits
-from cluster.batch.run_row import TICK, Answers, RowSource, Ticker
+from cluster.batch.run.backlog import BackgroundBounds, Backlog, full_bounds
+from cluster.batch.run.cost import Cost
+from cluster.batch.run.loop import BatchLoop, RunLimits
+from cluster.batch.run.run_row import TICK, Answers, RowSource, Ticker
 from cluster.config import ClusterConfig
 from cluster.errors import ApiError
 from cluster.openai.served_model import ServedModel
@@ -80,7 +80,7 @@ def refuse_cost(work: BatchWork) -> None:
     try:
         prepared = work.preparer.prepare(work.task_of(left))
     except (ApiError, InvalidRequestError):
-        return  # the run tells: it costs nothing
+        return  # the run reports it at no cost
     if cost.is_beyond(prepared):
         raise cost.refusal(prepared)
 

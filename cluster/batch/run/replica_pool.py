@@ -50,7 +50,7 @@ class BatchReplica:
             raise ReplicaStartError.of(error) from error
 
     async def announce(self, node: str) -> tuple[Announcement, str]:
-        """Start to take requests; tell the driver on `node` how to reach this, and its own node. Called once."""
+        """Start to take requests; return the address for a driver on `node`, and its own node. Called once."""
         self._host = ReplicaHost(self._id, self._config, self._group, lambda _: None)
         return await self._host.announce(node), ray.get_runtime_context().get_node_id()
 

@@ -1,4 +1,4 @@
-"""The pass over an input before any work: how many rows, which, and whether they can be told apart."""
+"""The pass over an input before any work: how many rows, which, and whether their ids are distinct."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Checking:
     def _take_id(self, ids: _Ids, row: SourceRow) -> None:
         custom_id = self._tasks.custom_id(row)
         if custom_id is not None:
-            if row.fields is not None:  # an id made of a row's number is nobody's
+            if row.fields is not None:  # an id made of a row's number is not the user's
                 ids.add(custom_id, row.number)
         elif row.fields is None:
             self._fault(row, f"{row.place} has no custom_id: {row.problem}")

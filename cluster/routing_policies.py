@@ -1,4 +1,7 @@
-"""The routing policies by name. Each is a pure function of candidates, request and random numbers."""
+"""The routing policies by name. Each is a pure function of candidates, request and random numbers.
+
+Reading a configuration checks the name, so this module imports nothing else of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
-from cluster.config_values import check_policy
 from engine.errors import ConfigError
 
 MAX_HOLDERS = 16  # of those with a cached prefix that are compared: more cost time and bring little
@@ -43,7 +45,7 @@ C = TypeVar("C", bound=Candidate)
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class RoutingQuery:
     """What a policy may know of a request.
 
     overlaps: replica id -> leading prompt tokens in its prefix cache, for those that have any.
@@ -97,7 +99,7 @@ def random_two(candidates: Sequence[C], rng: Random) -> tuple[C, C]:
     return candidates[first], candidates[(first + 1 + int(rng.random() * (count - 1))) % count]
 
 
-def kv_aware(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def kv_aware(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the cheapest of those with a cached prefix, whoever a new prefix belongs to, and a random one.
 
     It weighs the prefill work that a cached prefix saves against the load where it is cached.
@@ -156,15 +158,15 @@ def named_pair(candidates: Sequence[C], key: int) -> tuple[C, C]:
     return candidates[first], candidates[second]
 
 
-def _heirs(candidates: Sequence[C], query: Query) -> Sequence[C]:
-    """Return who is to have what nobody has now."""
+def _heirs(candidates: Sequence[C], query: RoutingQuery) -> Sequence[C]:
+    """Return the candidate that gets a prefix which none has now."""
     if query.cold_key is None:
         return ()
     known = [one for one in candidates if one.replica_id == query.heir] if query.heir is not None else []
     return known or named_pair(candidates, query.cold_key)
 
 
-def session(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def session(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the first on the ring from the session's point on whose load is not far above the mean.
 
     It keeps a conversation on one replica. Without a session id: what `kv_aware` says.
@@ -205,29 +207,28 @@ class Policy:
     reads_prefixes: whether it looks at what of the prompt is cached where; to find that out costs time.
     """
 
-    pick: Callable[[Sequence[Any], Query, Random, PolicyConfig], Any]
+    pick: Callable[[Sequence[Any], RoutingQuery, Random, PolicyConfig], Any]
     reads_prefixes: bool = False
 
 
-def power_of_two(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def power_of_two(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the one of two random candidates that has fewer sequences."""
     return min(random_two(candidates, rng), key=lambda candidate: candidate.num_requests)
 
 
-def round_robin(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def round_robin(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return one after the other."""
     return candidates[query.turn % len(candidates)]
 
 
-def least_tokens(candidates: Sequence[C], query: Query, rng: Random, config: PolicyConfig) -> C:
+def least_tokens(candidates: Sequence[C], query: RoutingQuery, rng: Random, config: PolicyConfig) -> C:
     """Return the one with the fewest prompt tokens to compute, then the fewest sequences; equals take turns."""
     start = int(rng.random() * len(candidates))
     turned = [*candidates[start:], *candidates[:start]]
     return min(turned, key=lambda candidate: (candidate.outstanding_tokens, candidate.num_requests))
 
 
-# The names stand in `cluster.config_values`, too: a configuration is read without the router's code.
-POLICIES: Mapping[str, Policy] = MappingProxyType(
+ROUTING_POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "kv_aware": Policy(kv_aware, reads_prefixes=True),
         "power_of_two": Policy(power_of_two),
@@ -240,5 +241,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 
 def policy_named(name: str) -> Policy:
     """Return a policy; raises `ConfigError` that names those there are."""
-    check_policy(name)
-    return POLICIES[name]
+    if name not in ROUTING_POLICIES:
+        known = ", ".join(ROUTING_POLICIES)
+        raise ConfigError(f"routing_policy must be one of {known}, not {name!r}", "routing_policy")
+    return ROUTING_POLICIES[name]

@@ -19,7 +19,7 @@ from cluster.batch.row_requests import Prepared
 from cluster.router.dispatcher import Dispatcher
 
 _FIRST, _NEW = 0, 1  # of a tenant's rows, those that were recalled go before the others
-QUIET_SECONDS = 1.0  # without a sequence of others, after which nobody else is there
+QUIET_SECONDS = 1.0  # without a sequence of others, after which the replicas count as free
 
 
 class BacklogBounds(Protocol):
@@ -83,7 +83,7 @@ class Backlog:
         return prepared.num_prompt_tokens + output
 
     async def enter(self, entry: _Entry, cost: int, first: bool) -> None:
-        """Return when a row is inside; whoever is must `leave`. cost: tokens that its tenant is charged."""
+        """Return when a row is inside; the caller must then `leave`. cost: tokens that its tenant is charged."""
         if not self._queue and self._fits(entry):
             self._queue.pass_by(entry.tenant, cost)
             self._take_in(entry)
@@ -131,7 +131,7 @@ class Backlog:
         self._tokens += entry.tokens
 
     def _give_up(self, entry: _Entry, priority: int) -> None:
-        """A row waits no longer: its batch was told to stop."""
+        """A row waits no longer: its batch was stopped."""
         if entry in self._inside:
             self.leave(entry, 0)
         else:
@@ -155,7 +155,7 @@ class BatchBacklog:
         self._rows: dict[int, _Entry] = {}
 
     async def enter(self, prepared: Prepared, first: bool = False) -> None:
-        """Return when the row may run; whoever entered must `leave`.
+        """Return when the row may run; the caller must then `leave`.
 
         first: before others of its tenant that wait, since it was inside before, and its prompt is paid for.
         """
@@ -187,7 +187,7 @@ class BatchBacklog:
         return self._backlog.expected(prepared)
 
     def close(self) -> None:
-        """Let all rows leave: the batch has ended, or was told to stop."""
+        """Let all rows leave: the batch has ended, or was stopped."""
         for row in list(self._rows):
             self.leave(row, 0)
 
@@ -199,7 +199,7 @@ def full_bounds(dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_token
 
 
 class BackgroundBounds:
-    """Bounds of a batch behind clients: all of `room` while nobody else asks, else a `share` of it, 0 to 1.
+    """Bounds of a batch behind clients: all of `room` while it is alone, else a `share` of it, 0 to 1.
 
     Others are what the replicas tell of requests beside those of `dispatcher`, which is the batch's own. Between two
     requests of theirs nothing is taken back at once: what is recalled has its prompt computed again.

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.inputs.step_tensors import split_step
+from engine.worker.forward import split_step
 from tests.parity.test_attention import make_step
 
 shapes = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 30)), min_size=1, max_size=8)

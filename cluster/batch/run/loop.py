@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from cluster.batch.backlog import BatchBacklog
-from cluster.batch.cost import Cost
 from cluster.batch.errors import BatchError, TooManyErrorsError
 from cluster.batch.ledger.ledger import Ledger
 from cluster.batch.ledger.records import RowDone
 from cluster.batch.row_requests import Prepared, Preparer, by_prefix, prefetched
 from cluster.batch.rows import InputSource, SourceRow, Task
-from cluster.batch.run_row import Answers, Ticker, failed
+from cluster.batch.run.backlog import BatchBacklog
+from cluster.batch.run.cost import Cost
+from cluster.batch.run.run_row import Answers, Ticker, failed
 from cluster.errors import ApiError, as_api_error
 from cluster.openai.thread_pool import FairThreadPool
 from cluster.tasks import first_error, is_cancelled

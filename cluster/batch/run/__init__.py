@@ -1,0 +1,1 @@
+"""One batch run: which rows run when, on what replicas, and at what cost."""
