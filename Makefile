@@ -1,6 +1,7 @@
 # make serve   install into .venv and serve the built-in demo model: two replicas, each a tensor-parallel pair
 # make test    the same environment, all tests          make lint    ruff, mypy, import-linter
-# make test-long   what takes too long for every change: long runs, and five times the examples of most properties
+# make test-long   what takes too long for every change: long runs, cases that show a thing again, three to five times
+#              the examples of properties
 # make bench   the table of figures, and bench.json     make clean   remove the environment and caches
 # make soak    ten minutes of streams, aborts and random kills, every invariant on (ARGS="--minutes 60")
 # make fuzz-http   an hour of random whole requests beside 31 streams that must not feel them (ARGS="--minutes 5")
@@ -16,6 +17,9 @@ EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
 WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm ui docs)
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
+
+# Tests start hundreds of processes: each would compile this repository anew where bytecode is not kept.
+test test-long: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: install serve test test-long lint docs bench soak fuzz-http advisories clean
 .DEFAULT_GOAL := install

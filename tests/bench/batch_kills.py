@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,17 +74,23 @@ class BatchSiege:
         }
 
 
-class Besieger:
-    """Runs a batch of `count` rows once in peace and once under `kills` kills, in `home`."""
+def drawn_kinds(kills: int, seed: int) -> list[str]:
+    """Return the kinds of so many kills: each as often as the others, in an order that the seed draws."""
+    kinds = [KINDS[i % len(KINDS)] for i in range(kills)]
+    Random(seed).shuffle(kinds)
+    return kinds
 
-    def __init__(self, home: Path, count: int, tokens: int, kills: int, seed: int) -> None:
+
+class Besieger:
+    """Runs a batch of `count` rows once in peace and once under kills of these kinds, in `home`."""
+
+    def __init__(self, home: Path, count: int, tokens: int, kinds: Sequence[str], seed: int) -> None:
         self.report = BatchSiege(count, seed)
         self._home = home
         self._input = write_rows(home / "rows.jsonl", rows(count, tokens, seed))
-        self._kills = kills
+        self._kills = len(kinds)
         self._rng = Random(seed)
-        self._kinds = [KINDS[i % len(KINDS)] for i in range(kills)]
-        self._rng.shuffle(self._kinds)
+        self._kinds = list(kinds)
 
     def run(self) -> BatchSiege:
         """Run both, compare, and return what was seen."""
@@ -210,7 +217,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="squadron-batch-"))
-    report = Besieger(home, options.rows, options.tokens, options.kills, options.seed).run()
+    kinds = drawn_kinds(options.kills, options.seed)
+    report = Besieger(home, options.rows, options.tokens, kinds, options.seed).run()
     figures = report.figures() | provenance()
     if figures["drawn_again_share"] > MOST_DRAWN_AGAIN:
         report.problems.append(f"more than {MOST_DRAWN_AGAIN:.0%} of the tokens were drawn again")

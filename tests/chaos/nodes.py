@@ -45,7 +45,7 @@ def start() -> tuple[Cluster, App]:
 
 async def check_disturbed(app: App, oracle: list[Stream], action: Callable[[], None]) -> None:
     """Run the streams with `action` in their middle: all must be whole and as undisturbed."""
-    strike = Strike(20 * STREAMS, action)
+    strike = Strike(20 * len(oracle), action)
     async with client_of(app.url) as client:
         check_exact(await read_all(client, [stream.asked for stream in oracle], strike), oracle)
     assert strike.at, "the streams ended before anything happened"
@@ -81,7 +81,8 @@ async def scenario(cluster: Cluster, app: App) -> None:
         await lose_a_raylet(cluster, app, oracle)
         print(f"a raylet was lost and replaced in {time.monotonic() - began:.1f} s", flush=True)
     async with Invariants(app.url):
-        await lose_the_gcs(app, oracle)
+        # Ray's nodes end themselves after 60 s without it: fewer streams, so that a busy machine has done by then.
+        await lose_the_gcs(app, oracle[: STREAMS // 2])
         print("the GCS was lost", flush=True)
 
 

@@ -6,17 +6,21 @@ from collections import Counter
 
 import pytest
 
-from tests.bench.batch_kills import Besieger
-from tests.chaos.batch import DRIVER, FULL, RANK, REPLICA, TORN, BatchProcess, rows, until, write_rows
+from tests.bench.batch_kills import Besieger, drawn_kinds
+from tests.chaos.batch import FULL, RANK, REPLICA, TORN, BatchProcess, rows, until, write_rows
 from tests.e2e.harness import gone
+from tests.long import long
+
+# A disk that is full at the start costs no driver beside it, and a torn write is that of a driver that is killed.
+FEW_STARTS = (FULL, REPLICA, RANK, TORN)
 
 
 @pytest.mark.timeout(600)
-def test_a_batch_survives_its_driver_its_replicas_a_torn_write_and_a_full_disk(tmp_path):
-    siege = Besieger(tmp_path, 150, 60, kills=5, seed=3)
-    report = siege.run()
+@pytest.mark.parametrize("kinds", [FEW_STARTS, long(drawn_kinds(5, seed=3))], ids=["few starts", "every kind"])
+def test_a_batch_survives_its_driver_its_replicas_a_torn_write_and_a_full_disk(tmp_path, kinds):
+    report = Besieger(tmp_path, 150, 60, kinds, seed=3).run()
     assert report.problems == []
-    assert Counter(report.kills) == Counter((DRIVER, REPLICA, RANK, TORN, FULL))
+    assert Counter(report.kills) == Counter(kinds)
     lines = [json.loads(line) for line in (tmp_path / "killed.jsonl").read_text().splitlines()]
     errors = [json.loads(line) for line in (tmp_path / "killed.jsonl.errors.jsonl").read_text().splitlines()]
     asked = [row["custom_id"] for row in rows(150, 60, 3)]

@@ -73,6 +73,17 @@ async def test_from_one_to_two_and_back_with_streams_unharmed(app: App) -> None:
         assert await texts(app, 60, range(2)) == alone
 
 
+def test_to_none_and_back_by_a_request_that_waits(app: App) -> None:
+    """The router that wakes the replica is the one that saw the last one go."""
+    eventually(lambda: replicas(app) == 0 and app.ready()["cold"], "no replica while nobody asks", 60)
+    router = app.ready()["router"]
+    answer = httpx.post(f"{app.url}/v1/completions", json=_json(asked(0, 20)), timeout=100)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 20
+    body = eventually(lambda: not (body := app.ready())["cold"] and body, "one replica is there again", 20)
+    assert (body["router"], len(body["replicas"])) == (router, 1)
+
+
 def test_to_none_and_back_by_a_request_that_waits_for_a_router_that_came_anew(app: App) -> None:
     """The router dies while there is no replica: the next one wakes nobody, until somebody asks."""
     eventually(lambda: replicas(app) == 0 and app.ready()["cold"], "no replica while nobody asks", 60)

@@ -13,6 +13,11 @@ from tests.e2e.harness import eventually, free_port
 MODEL = ("--model", "demo", "-tp", "2", "--cpus-per-worker", "0.5", "--log-interval", "0.5")
 
 
+def joined(head):
+    """Variables of a command that joins the head's Ray."""
+    return {"RAY_ADDRESS": head.address, "RAY_AUTH_MODE": "disabled"}
+
+
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     """The folder that jobs are submitted with."""
@@ -22,15 +27,36 @@ def work(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def quiet(head, work, tmp_path_factory):
-    """What a job that nothing befalls makes of the rows."""
-    output = tmp_path_factory.mktemp("quiet") / "quiet.jsonl"
-    job = head.submit(work, "rows.jsonl", str(output), *MODEL)
+def refused(head, work, tmp_path_factory):
+    """A job that writes `quiet.jsonl` beside it, and the second driver that wanted to, which has ended."""
+    home = tmp_path_factory.mktemp("quiet")
+    arguments = ("rows.jsonl", str(home / "quiet.jsonl"), *MODEL)
+    job = head.submit(work, *arguments, "--resume")
+    assert until((home / "quiet.jsonl.ledger" / "epoch-00000001").exists, 120)
+    source, *others = arguments
+    second = BatchProcess(str(work / source), *others, "--resume", home=home, **joined(head))
+    second.wait()
+    return job, second
+
+
+@pytest.fixture(scope="module")
+def quiet(head, refused):
+    """What a job that no kill befalls makes of the rows."""
+    job, second = refused
+    output = second.log.parent / "quiet.jsonl"
     assert head.until_ended(job) == JobStatus.SUCCEEDED, head.client.get_job_logs(job)
     logs = head.client.get_job_logs(job)
     assert "rows      150, of which 3 failed: 3 invalid_value" in logs
     assert "tokens/s" in logs
     return output.read_bytes()
+
+
+def test_two_drivers_on_one_output_never_both_write(refused, quiet):
+    _, second = refused
+    assert second.process.returncode == 1
+    assert "another driver (process " in second.text
+    written = [json.loads(line)["custom_id"] for line in quiet.decode().splitlines()]
+    assert len(written) == len(set(written)) == 147
 
 
 @pytest.mark.timeout(400)
@@ -65,13 +91,13 @@ def test_a_batch_uses_the_replicas_of_a_running_app(head, work, quiet, tmp_path)
     source = str(work / "rows.jsonl")
     sizes = ("--replicas", "2", "-tp", "2", "--cpus-per-worker", "0.5")
     server = Command("serve", "demo", *sizes, "--port", str(free_port()), home=tmp_path, RAY_ADDRESS=head.address)
-    joined = {"RAY_ADDRESS": head.address, "RAY_AUTH_MODE": "disabled"}
     try:
         server.wait_for("Ctrl-C stops it")
         flags = ("--log-interval", "0.5", "--app", "squadron")
-        batch = BatchProcess(source, str(tmp_path / "beside.jsonl"), *flags, home=tmp_path, **joined)
+        batch = BatchProcess(source, str(tmp_path / "beside.jsonl"), *flags, home=tmp_path, **joined(head))
         assert batch.wait() == 0, batch.text
-        wrong = BatchProcess(source, str(tmp_path / "no.jsonl"), *flags, "--model", "x", home=tmp_path, **joined)
+        flags = (*flags, "--model", "x")
+        wrong = BatchProcess(source, str(tmp_path / "no.jsonl"), *flags, home=tmp_path, **joined(head))
         assert wrong.wait() == 1
         assert "name one of the models of squadron with --model: demo" in wrong.text
         assert server.ctrl_c() == 0

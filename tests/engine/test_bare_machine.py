@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
+
 PROGRAM = """
 import importlib.abc, sys
 
@@ -82,7 +84,7 @@ llm.close()
 """
 
 
-@pytest.mark.parametrize("run_as", ["script", "standard input", "notebook"])
+@pytest.mark.parametrize("run_as", ["script", long("standard input"), "notebook"])
 def test_a_group_of_ranks_needs_no_guard_around_the_program(tmp_path: Path, run_as: str) -> None:
     (tmp_path / "program.py").write_text(UNGUARDED)
     in_a_notebook = f"exec(compile(open({str(tmp_path / 'program.py')!r}).read(), '<cell 1>', 'exec'))"

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.inputs.step_buffers import to_device
 from engine.loader.checkpoint import open_model
 from engine.resolve import check_model, resolve
+from tests.long import examples
 from tests.parity.step_layouts import BLOCK, NUM_BLOCKS, make_step
 
 CPU = torch.device("cpu")
@@ -75,7 +76,7 @@ sequence_shapes = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(sequence_shapes, st.sampled_from([0, 1, 3, 7, 16]), st.sampled_from([0.0, 5.0]), st.booleans())
 def test_reference_matches_the_definition(shapes, window, softcap, small_tiles):
     backend = ReferenceAttention(spec(windows=(window,), softcap=softcap))

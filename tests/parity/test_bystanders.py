@@ -17,6 +17,7 @@ from engine.report import Finish
 from engine.request import FinishReason, Request
 from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor
+from tests.long import examples
 from tests.parity.tiny_models import VOCAB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -136,7 +137,7 @@ def engine(models, request):
     engine.core.close()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(values=extremes(), priority=st.integers(-(2**70), 2**70))
 @example(values={"temperature": 0.0, "repetition_penalty": 1e-39}, priority=0)
 @example(values={"temperature": 1.0, "repetition_penalty": 1e-39}, priority=0)

@@ -27,6 +27,7 @@ from engine.kernels.native import NativeKernels
 from engine.kernels.select import select_kernels
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
+from tests.long import examples
 from tests.parity import test_attention as paged
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
@@ -92,7 +93,7 @@ def tokens(s, count, seed):
 
 
 @needs_compiler
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     dtype=st.sampled_from(DTYPES),
     head_dim=st.sampled_from([16, 48, 64, 128]),

@@ -13,6 +13,7 @@ from engine.llm import LLM
 from engine.request import Request
 from engine.sampling_params import SamplingParams, StructuredOutput
 from tests.grammar_walk import random_schema
+from tests.long import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -53,9 +54,9 @@ def tokens_of(results):
     return [[output.token_ids for output in result.outputs] for result in results]
 
 
-def test_outputs_of_200_random_schemas_parse_and_validate(llm):
+def test_outputs_of_random_schemas_parse_and_validate(llm):
     rng = Random(12)
-    schemas = [random_schema(rng) for _ in range(200)]
+    schemas = [random_schema(rng) for _ in range(examples(200))]
     wanted = [StructuredOutput("json_schema", json.dumps(schema)) for schema in schemas]
     chosen = [
         params(each, temperature=0.0) if number % 3 == 0 else params(each, n=1 + number % 3, seed=number)
@@ -63,7 +64,7 @@ def test_outputs_of_200_random_schemas_parse_and_validate(llm):
     ]
     ended = 0
     for schema, spec, result in zip(
-        schemas, wanted, llm.generate([PROMPT] * 200, chosen, use_tqdm=False), strict=True
+        schemas, wanted, llm.generate([PROMPT] * len(chosen), chosen, use_tqdm=False), strict=True
     ):
         validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
         for output in result.outputs:

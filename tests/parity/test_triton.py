@@ -24,6 +24,7 @@ from parallel.group import SoloGroup
 from parallel.linear import ParallelLinear
 from tests.engine.paged_lab import spec
 from tests.interpreter import exact_halves
+from tests.long import long
 from tests.parallel.parallel_ranks import FakeGroup
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import check_against, make, oracle_logits, prompts
@@ -39,7 +40,7 @@ def generate(stepper, prompts_):
     return sequences
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_windows", "gpt2"])
+@pytest.mark.parametrize("name", [long("qwen3"), "qwen2_windows", "gpt2"])
 def test_greedy_tokens_are_those_of_the_reference(tmp_path, name):
     model = make(name, tmp_path)
     ragged = prompts(3, longest=20, seed=5)

@@ -19,6 +19,7 @@ from engine.attention.whole_prompts import TorchPrompts
 from engine.kernels.base import TorchKernels
 from tests.engine.paged_lab import Lab, spec
 from tests.interpreter import exact_halves
+from tests.long import examples, long
 from tests.triton_compiler import compiled
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -64,7 +65,7 @@ def test_pages_of_any_power_of_two(size):
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 33])
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("softcap", [long(0.0), 3.0])
 def test_windows_and_softcaps(window, softcap):
     # The last two begin to see at the last key of a tile.
     shapes = [(70, 1), (0, 40), (50, 9), (3, 1), (62 + window, 1), (62 + window, 9)]
@@ -103,7 +104,7 @@ def shared_out(launch):
     return [tuple(share) for share in launch.tiles.tolist() if share[2]]
 
 
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("window", [long(0), 300])
 def test_keys_of_long_decodes_are_split_and_joined(window):
     lab = Lab(spec(windows=(window,), softcap=2.0), [(700, 1), (0, 1), (127, 1), (300, 1)])
     backend = split(lab)
@@ -111,8 +112,9 @@ def test_keys_of_long_decodes_are_split_and_joined(window):
     check(lab, backend, window)
 
 
-@pytest.mark.parametrize("processors", [1, 1000])
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("poison", "processors"), [(torch.nan, 1000), (torch.inf, 1), long(torch.nan, 1), long(torch.inf, 1000)]
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_what_is_no_number_is_told_and_stays_in_its_row(processors, poison):
     """Left out with its split it would give tokens that nobody could tell from good ones."""
@@ -210,7 +212,7 @@ def test_a_graph_has_room_for_some_prompts_and_any_decodes():
 
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("rotated", [True, False])
-@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("head_dim", [long(16), 24])
 def test_norms_rotation_and_store_in_one_kernel(normed, rotated, head_dim):
     lab = Lab(spec(head_dim=head_dim, num_heads=6, num_kv_heads=2), RAGGED)
     fused = lab.heads(normed, rotated)
@@ -237,7 +239,7 @@ def test_the_fused_kernel_rounds_once():
     assert torch.equal(stored, whole[:, 4:].float().bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [long(torch.float32), torch.bfloat16])
 def test_fp8_cache_with_a_scale_per_head(dtype):
     lab = Lab(spec(fp8_cache=True, dtype=dtype), [(40, 1), (7, 9), (300, 1)])
     check(lab, split(lab))
@@ -284,8 +286,7 @@ def test_batch_invariant_rows_have_the_same_bits_in_any_company():
         assert torch.equal(results[0][0], results[1][1])
 
 
-@pytest.mark.parametrize("window", [0, 30])
-@pytest.mark.parametrize("cut", [257, 299])
+@pytest.mark.parametrize(("cut", "window"), [(257, 30), (299, 0), long(257, 0), long(299, 30)])
 def test_batch_invariant_tokens_have_the_same_bits_in_a_prompt_in_chunks_and_decoded(window, cut):
     s = spec(batch_invariant=True, windows=(window,))
     whole, rest = Lab(s, [(0, 300)]), Lab(s, [(cut, 300 - cut)])
@@ -349,7 +350,7 @@ def beside_torch(lab, into=True):
     ],
 )
 @pytest.mark.parametrize("window", [0, 6])
-@pytest.mark.parametrize("heads", [(4, 2), (2, 2)])
+@pytest.mark.parametrize("heads", [(4, 2), long((2, 2))])
 def test_whole_prompts_are_torchs(shapes, whole, window, heads):
     lab = Lab(spec(num_heads=heads[0], num_kv_heads=heads[1], windows=(0, window)), shapes)
     backend, theirs = beside_torch(lab, into=window > 0)
@@ -382,7 +383,7 @@ sequences = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(sequences, st.sampled_from([(2, 1), (3, 3), (6, 2)]), st.sampled_from([0, 7]), st.sampled_from([1, 1000]))
 def test_any_step(shapes, heads, window, processors):
     lab = Lab(spec(num_heads=heads[0], num_kv_heads=heads[1], head_dim=8, windows=(window,)), shapes)

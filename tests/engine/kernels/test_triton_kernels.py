@@ -19,6 +19,7 @@ from engine.kernels.triton_kernels import WIDEST, TritonKernels
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.interpreter import exact_halves
+from tests.long import examples, long
 from tests.parity.stepping import Stepper
 from tests.parity.tiny_models import check_against, make, prompts
 from tests.triton_compiler import compiled
@@ -107,7 +108,7 @@ def test_heads_within_a_merged_product_are_normed_and_rotated(dtype, heads, size
         assert torch.equal(whole[:, heads:], value)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.integers(1, 9), st.integers(1, 70), st.integers(0, 8))
 def test_a_row_has_the_same_bits_in_any_company(rows, pairs, row):
     row %= rows
@@ -143,7 +144,7 @@ def test_a_model_gives_the_tokens_of_transformers(name, tmp_path, monkeypatch):
     check_against(model, Stepper(ModelRunner(config, SoloGroup(DEVICE))).generate(few, 2), few)
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [long(80), 90])
 def test_all_kernels_compile_for_gpus_without_one(architecture):
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "tests.compile_small_kernels", str(architecture)]

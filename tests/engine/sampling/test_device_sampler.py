@@ -21,6 +21,7 @@ from engine.sampling.sampler import FAILED, STUCK, sample
 from tests.engine.sampling.test_logit_rules import bits_of
 from tests.engine.sampling.test_sampler import allowed, chi_square_fits, random_logits
 from tests.engine.thread_group import on_ranks
+from tests.long import examples, long
 from tests.parity.stepping import sampling
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +72,7 @@ def batches(draw):
     return torch.from_numpy(logits.astype(np.float32)), sampling(rows, positions=np.arange(rows), **values)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(batches())
 def test_the_tokens_are_those_of_the_cpu(batch):
     agree(*batch)
@@ -83,7 +84,7 @@ def test_a_top_p_that_is_nothing_in_fp32_leaves_the_best(values):
     assert agree(logits, sampling(1, temperature=1.0, top_p=5e-324, **values)) == [2]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(batches(), st.sampled_from([torch.bfloat16, torch.float16]))
 def test_what_is_drawn_from_16_bits_is_what_would_be_from_a_copy_in_32(batch, dtype):
     logits, inputs = batch
@@ -123,7 +124,7 @@ def test_only_rules_and_log_probabilities_take_a_copy_of_the_logits(values, draw
         {"min_p": 0.4},
         {"top_p": 0.5},
         {"top_k": 10, "top_p": 0.5},
-        {"min_p": 0.4, "top_p": 0.5},
+        long({"min_p": 0.4, "top_p": 0.5}),
         {"top_k": 60, "min_p": 0.4},
     ],
     ids=str,
@@ -268,7 +269,7 @@ def shares_of(logits, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("vocab", [50, 65, 1000])
+@pytest.mark.parametrize("vocab", [long(50), 65, 1000])
 def test_shares_of_a_vocabulary_draw_the_very_tokens_of_the_whole(size, vocab):
     rng = np.random.default_rng(vocab + size)
     logits = torch.stack([random_logits(vocab, seed) for seed in range(12)])

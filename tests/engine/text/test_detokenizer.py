@@ -8,6 +8,7 @@ from engine.sampling_params import SamplingParams
 from engine.text.detokenizer import ByteDecoder, StopStrings, TextDecoders, TextStream, WindowDecoder
 from engine.text.tokenizer import Tokenizer
 from tests import tiny_tokenizer
+from tests.long import examples
 
 BYTE_LEVEL = tiny_tokenizer.byte_level()
 SENTENCEPIECE = tiny_tokenizer.sentencepiece_like()
@@ -95,7 +96,7 @@ def expected_with_stops(pieces, stops, include):
     return text, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.data())
 def test_stop_strings_cut_the_text_at_the_same_place_however_it_arrives(data):
     text = data.draw(TEXTS)
