@@ -13,6 +13,7 @@ QUANTIZATIONS = ("fp8", "int8", "compressed-tensors")
 DEVICES = ("cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+MODEL_IMPLS = ("auto", "native", "transformers")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
 # What fields of a type take, and how that is told.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -27,6 +28,8 @@ class EngineConfig:
     """What one engine runs and how much it may use; checked on construction.
 
     model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
+    model_impl: "native" = this engine's own layers, "transformers" = those of the transformers library over this
+    engine's products, attention and cache; "auto" = native where there is a family for the architecture.
     device: "cpu", "cuda" or None for cuda where there is one.
     quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU) or "int8", made as plain
     weights are loaded; None = as the checkpoint has them, "compressed-tensors" among others.
@@ -51,6 +54,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    model_impl: str = "auto"
     tensor_parallel_size: int = 1
     dtype: str = "auto"
     quantization: str | None = None
@@ -89,6 +93,7 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)

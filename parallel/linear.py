@@ -154,8 +154,12 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole product on every rank: [num_tokens, in_per_rank] -> [num_tokens, out]."""
-        # The sum over the ranks would count the bias once per rank, so only rank 0 adds it.
-        return self.group.all_reduce(self.method.apply(x, self.bias if self.group.rank == 0 else None))
+        return self.group.all_reduce(self.part(x))
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum over the ranks: [num_tokens, in_per_rank] -> [num_tokens, out]."""
+        # The sum would count the bias once per rank, so only rank 0 adds it.
+        return self.method.apply(x, self.bias if self.group.rank == 0 else None)
 
 
 def _column_parameters(

@@ -23,6 +23,20 @@ class WeightSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class TensorSource(WeightSource):
+    """A tensor in memory, of weights that are made of several on disk."""
+
+    tensor: Tensor
+
+    def get_shape(self) -> Sequence[int]:
+        """Return the tensor's shape."""
+        return tuple(self.tensor.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """A part of a tensor on disk and where it goes.
 

@@ -100,7 +100,7 @@ class Models:
 
 def served_model(config: ClusterConfig) -> ServedModel:
     """Read a resolved configuration's tokenizer and config files, and fetch no weights; raises `SquadronError`."""
-    folder = open_model(config.model, TEXT_FILES)
+    folder = open_model(config.model, TEXT_FILES, config.model_impl)
     model = folder.config
     tools, reasoning = config.tool_call_parser, config.reasoning_parser
     shrink = config.max_model_len is None

@@ -42,7 +42,7 @@ def make_plan(config: ClusterConfig) -> Plan:
 
     Raises `ConfigError`, `CheckpointError` or `ShardingError`.
     """
-    model = read_model_config(resolve_model(config.model))
+    model = read_model_config(resolve_model(config.model), config.model_impl)
     resolved = resolve(config.engine, model)
     check_model(resolved, model)
     return Plan(config, resolved, model)
@@ -104,12 +104,15 @@ def _facts(plan: Plan) -> tuple[str, str]:
     )
 
 
-def read_model_config(model: str) -> ModelConfig:
-    """Read the config of a folder, or of a hub id without fetching its weights. Raises `CheckpointError`."""
+def read_model_config(model: str, impl: str = "auto") -> ModelConfig:
+    """Read the config of a folder, or of a hub id without fetching its weights. impl: `model_impl`.
+
+    Raises `CheckpointError`.
+    """
     # The hub's retries would be told line by line; what comes of them is in the error.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        return open_model(model, CONFIG_FILES).config
+        return open_model(model, CONFIG_FILES, impl).config
     except CheckpointError as error:
         near = difflib.get_close_matches(model, known_models(), n=1)
         if Path(model).is_dir() or not near:

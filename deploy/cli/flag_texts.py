@@ -38,6 +38,7 @@ HELP = {
     "Model": {
         "tokenizer": "Folder or hub id of the tokenizer.",
         "served_model_name": "Model id for clients; several separated by commas, of which answers show the first.",
+        "model_impl": "Who implements the layers: this engine, or the transformers library over its cache.",
         "dtype": "Data type of weights and activations.",
         "quantization": "Type of the weights of linear layers: fp8 needs a GPU, int8 works on any device.",
         "max_model_len": "Maximum tokens of one sequence, prompt and output.",

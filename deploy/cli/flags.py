@@ -32,7 +32,15 @@ from cluster.config_values import (
 )
 from cluster.routing_policies import ROUTING_POLICIES
 from deploy.cli.flag_texts import HELP, OPEN_DEFAULTS
-from engine.config import ATTENTION_BACKENDS, DEVICES, DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS, SCHEDULING_POLICIES
+from engine.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    MODEL_IMPLS,
+    QUANTIZATIONS,
+    SCHEDULING_POLICIES,
+)
 from engine.errors import ConfigError
 
 SIZES = "--cudagraph-capture-sizes"
@@ -85,6 +93,7 @@ def join_sizes(arguments: Sequence[str]) -> list[str]:
 SHORT = {"tensor_parallel_size": ("-tp", "--tp"), "quantization": ("-q",)}
 POSITIONAL = "model"
 CHOICES = {
+    "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
     "quantization": QUANTIZATIONS,
     "device": DEVICES,

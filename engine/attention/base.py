@@ -21,6 +21,7 @@ class AttentionSpec:
     """What layers ask of attention that differ in their windows alone, on this rank.
 
     windows: the distinct sliding windows of the layers (0 = none). softcap: c in c * tanh(score / c); 0 = none.
+    sinks: whether each head has a score that takes its share of the softmax and adds nothing (gpt-oss).
     dtype: of queries, keys and values, and of the cache unless `fp8_cache`, which holds float8_e4m3fn.
     batch_invariant: the bits of a token's result must not depend on what else is in its step.
     """
@@ -36,6 +37,7 @@ class AttentionSpec:
     device: torch.device
     fp8_cache: bool = False
     batch_invariant: bool = False
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -69,7 +71,8 @@ class MergedHeads:
     heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. norms: a weight for each head
     of queries and keys, [num_heads + num_kv_heads, head_dim], None = no norms. rotation: None = not rotated; for a
     backend that `rotates` the step's cosines and sines, [num_tokens, 2, head_dim / 2] fp32, else what `norm_rotate`
-    takes. norm_rotate: of `engine.kernels.base.Kernels`.
+    takes. norm_rotate: of `engine.kernels.base.Kernels`. sinks: a score for each query head, [num_heads] fp32, None
+    where `AttentionSpec.sinks` is False.
     """
 
     heads: Tensor
@@ -77,6 +80,7 @@ class MergedHeads:
     rotation: Any
     eps: float
     norm_rotate: Callable[[Tensor, Tensor | None, Any, float], Tensor]
+    sinks: Tensor | None = None
 
 
 class StepLayout(Protocol):
@@ -181,12 +185,19 @@ class PagedAttention(AttentionBackend):
 
     @abstractmethod
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: Any, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        metadata: Any,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write `key` and `value` into the layer's `cache` and return the attention of `query`.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; rows may be
-        strided. window: one of `spec.windows`.
+        strided. window: one of `spec.windows`. sinks: as of `MergedHeads`.
 
         Returns [num_tokens, num_heads, head_dim], contiguous.
         """
@@ -199,7 +210,7 @@ class PagedAttention(AttentionBackend):
         if merged.norms is not None or merged.rotation is not None:
             query_key = merged.norm_rotate(query_key, merged.norms, merged.rotation, merged.eps)
         query, key = query_key.split((heads, kv_heads), dim=1)
-        return self.forward(query, key, value, cache, metadata, window)
+        return self.forward(query, key, value, cache, metadata, window, merged.sinks)
 
     @override
     def attend(self, layer: int, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:

@@ -103,6 +103,7 @@ class NativeAttention(PagedAttention):
         cache: LayerCache,
         metadata: _Metadata,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty(query.shape, dtype=query.dtype)
         self._library.attend(
@@ -113,5 +114,6 @@ class NativeAttention(PagedAttention):
                 for number in (heads_address(each, self.spec.dtype), each.stride(0))
             ),
             *(cache.keys.data_ptr(), cache.values.data_ptr(), out.data_ptr(), window),
+            None if sinks is None else sinks.data_ptr(),
         )
         return out

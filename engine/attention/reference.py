@@ -228,16 +228,17 @@ class ReferenceAttention(PagedAttention):
         cache: LayerCache,
         metadata: _Metadata,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for queries in metadata.direct[window]:
-            own = (_pick(each, queries) for each in (query, key, value))
-            _place(out, queries, self._attend(*own))
+            own_query, own_key, own_value = (_pick(each, queries) for each in (query, key, value))
+            _place(out, queries, self._attend(own_query, own_key, own_value, sinks=sinks))
         for tile in metadata.paged[window]:
             keys, values = (self._gather(i, store, tile) for i, store in enumerate((cache.keys, cache.values)))
-            _place(out, tile.queries, self._attend(_pick(query, tile.queries), keys, values, tile.mask))
+            _place(out, tile.queries, self._attend(_pick(query, tile.queries), keys, values, tile.mask, sinks))
         return out
 
     def _queries(self, rows: Rows) -> _Queries:
@@ -267,7 +268,9 @@ class ReferenceAttention(PagedAttention):
         torch.index_select(store, 0, tile.blocks, out=room)
         return room.view(tile.queries.rows.size, -1, *store.shape[2:])
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend causally (mask None) or as the mask says.
 
         query: [size, width, heads, head_dim]; key, value: [size, keys, kv_heads, head_dim]. Returns query's shape.
@@ -276,23 +279,31 @@ class ReferenceAttention(PagedAttention):
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         shape = (size, width, self.spec.num_kv_heads, self.group, head_dim)
         if width == 1:  # the query heads of a group take the place of the missing queries
-            grouped = self._scores(query.view(size, *shape[2:]), key, value, mask)
+            by_head = None if sinks is None else sinks.view(1, *shape[2:4], 1)
+            grouped = self._scores(query.view(size, *shape[2:]), key, value, mask, by_head)
             return grouped.reshape(size, 1, heads, head_dim)
         by_group = query.view(shape).permute(3, 0, 2, 1, 4)  # [group, size, kv_heads, width, head_dim]
-        out = [self._scores(each, key, value, mask) for each in by_group.unbind()]
+        of_group = [None] * self.group if sinks is None else list(sinks.view(1, -1, self.group, 1, 1).unbind(2))
+        rows = zip(by_group.unbind(), of_group, strict=True)
+        out = [self._scores(each, key, value, mask, sink) for each, sink in rows]
         return torch.stack(out, dim=3).transpose(1, 2).reshape(size, width, heads, head_dim)
 
-    def _scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Plain attention over [size, kv_heads, queries, head_dim]."""
-        if not self.spec.softcap:
+    def _scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+        """Plain attention over [size, kv_heads, queries, head_dim]. sinks: as the scores, but of width 1."""
+        if not self.spec.softcap and sinks is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.spec.scale
             )
         if mask is None:
             hidden = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
             mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
-        scores = torch.matmul(query, key.transpose(2, 3)).float() * (self.spec.scale / self.spec.softcap)
-        weights = torch.softmax(scores.tanh_() * self.spec.softcap + mask, dim=-1)
+        scores = torch.matmul(query, key.transpose(2, 3)).float() * self.spec.scale
+        if self.spec.softcap:
+            scores = (scores / self.spec.softcap).tanh_() * self.spec.softcap
+        scores = scores + mask
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
         return torch.matmul(weights.to(value.dtype), value)
 
 

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 # What "auto" tries before the reference, best first.
 ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
+WITH_SINKS = ("native",)
+NO_SINKS = "it has no attention sinks, which this model needs"
 
 
 def select_backend(wanted: str, spec: AttentionSpec) -> PagedAttention:
@@ -46,7 +48,7 @@ def select_backend(wanted: str, spec: AttentionSpec) -> PagedAttention:
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
     reasons: dict[str, str] = {}
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
-        found = finders[name](spec)
+        found = NO_SINKS if spec.sinks and name not in WITH_SINKS else finders[name](spec)
         if not isinstance(found, str):
             others = "".join(f"; {reason}" for reason in _lines(reasons))
             logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
@@ -94,7 +96,9 @@ def _none_is_invariant(reasons: list[str]) -> str:
 
 
 def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> PagedAttention:
-    found = _triton(spec) if wanted in ("auto", "triton") else f"{wanted} keeps keys and values in the model's dtype"
+    found: PagedAttention | str = NO_SINKS if spec.sinks else f"{wanted} keeps keys and values in the model's dtype"
+    if wanted in ("auto", "triton") and not spec.sinks:
+        found = _triton(spec)
     if not isinstance(found, str):
         logger.info("attention backend: triton, the one with an fp8 cache")
         return found

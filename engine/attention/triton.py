@@ -200,7 +200,14 @@ class TritonAttention(PagedAttention):
 
     @override
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: _Metadata, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        metadata: _Metadata,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         spec = self.spec
         tokens, kv_heads, head_dim = key.shape

@@ -51,7 +51,14 @@ class PagedVarlen(PagedAttention):
 
     @override
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: LayerCache, metadata: PagedStep, window: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: LayerCache,
+        metadata: PagedStep,
+        window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.step.slot_mapping, new)
@@ -159,6 +166,7 @@ class FlashAttention(PagedAttention):
         cache: LayerCache,
         metadata: _Metadata,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.step.slot_mapping, new)

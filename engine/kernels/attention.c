@@ -90,10 +90,11 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
     }
 }
 
-/* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum. */
-static float soften(float *scores, int low, int high, int width, float softcap) {
+/* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum with that of
+ * `sink`, a score of no key, -INFINITY where there is none. */
+static float soften(float *scores, int low, int high, int width, float softcap, float sink) {
     vec most = splat(-INFINITY), total = splat(0);
-    float top = -INFINITY, sum = 0;
+    float top = sink, sum = 0;
     if (softcap > 0)
         for (int i = 0; i < width; i += LANES)
             put_float(scores + i, softcap * hyperbolic_tangent(get_float(scores + i) / softcap));
@@ -110,7 +111,7 @@ static float soften(float *scores, int low, int high, int width, float softcap) 
         total += weight;
     }
     for (int i = 0; i < LANES; i++) sum += total[i];
-    return sum;
+    return sink == -INFINITY ? sum : sum + exponential(splat(sink - top))[0];
 }
 
 /* What the query at `position` of the span's sequence sees of it. */
@@ -174,7 +175,7 @@ static void mix_tile(const float *weights, long rows, long group, const elem *va
 
 /* One tile with one KV head; room: queries and results [rows][HEAD_DIM], sums [rows], scores [rows][keys]. */
 static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
-                        const elem *keys, const elem *values, int window, float *room) {
+                        const elem *keys, const elem *values, int window, const float *sinks, float *room) {
     const long heads = step->kv_heads, group = step->group, rows = tile.count * group;
     const Span span = span_of(step, tile, window);
     const long width = (long)span.count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
@@ -191,7 +192,8 @@ static void attend_tile(const Step *step, Tile tile, int head, const elem *query
     for (long r = 0; r < rows; r++) {
         const Span own = seen_from(span.end - tile.count + r / group, window, span);
         const int before = span.first * BLOCK;
-        sums[r] = soften(scores + r * width, larger(own.begin - before, 0), own.end - before, width, step->softcap);
+        sums[r] = soften(scores + r * width, larger(own.begin - before, 0), own.end - before, width, step->softcap,
+                         sinks ? sinks[head * group + r % group] : -INFINITY);
     }
     mix_tile(scores, rows, group, values, heads, span, window, scaled);
     for (long r = 0; r < rows; r++)
@@ -214,9 +216,9 @@ static void store_token(const Step *step, long slot, const elem *key, const elem
 
 /* Store the step's keys and values in the layer's cache, then attend. query: [tokens][kv_heads * group][HEAD_DIM], key
  * and value: [tokens][kv_heads][HEAD_DIM], tokens as far apart as the strides say; out: as query, contiguous.
- * window: tokens that a query sees, 0 = all. */
+ * window: tokens that a query sees, 0 = all. sinks: [kv_heads * group] scores of no key, null where there are none. */
 void attend(const Step *step, const elem *query, int64_t query_stride, const elem *key, int64_t key_stride,
-            const elem *value, int64_t value_stride, elem *keys, elem *values, elem *out, int window) {
+            const elem *value, int64_t value_stride, elem *keys, elem *values, elem *out, int window, const float *sinks) {
 #pragma omp parallel num_threads(step->threads)
     {
         float *room = step->scratch + omp_get_thread_num() * step->room;
@@ -226,6 +228,7 @@ void attend(const Step *step, const elem *query, int64_t query_stride, const ele
 #pragma omp for schedule(dynamic) collapse(2)
         for (long tile = 0; tile < step->num_tiles; tile++)
             for (int head = 0; head < step->kv_heads; head++)
-                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys, values, window, room);
+                attend_tile(step, step->tiles[tile], head, query, query_stride, out, keys, values, window, sinks,
+                            room);
     }
 }

@@ -255,7 +255,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
         library.silu_gate.argtypes = (c_void_p,) * 2 + (c_int64,) * 3
         library.attend.argtypes = (
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
-            *(c_void_p, c_void_p, c_void_p, c_int),
+            *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
         )
         library.pack.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)

@@ -20,54 +20,33 @@ from engine.layers.rope import Rotary
 from parallel.linear import QKVParallelLinear, RowParallelLinear
 
 
-class Attention(Layer):
-    """Attention of grouped heads, over all tokens or the last ones.
+class CachedAttention(Layer):
+    """What a layer that attends asks of the cache and of the attention backend; heads of this rank.
 
-    all_kv_heads: of all ranks. num_heads, num_kv_heads: of this rank. window: how many last tokens a query sees,
-    itself included; 0 = all, as where no sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of each
-    head's query and key before the rotation, None = there are none. scale: of scores, None = head_dim ** -0.5.
-    softcap: c in c * tanh(score / c); 0 = none.
-    rotary: None = not rotated.
-
-    Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
+    window: how many last tokens a query sees, itself included; 0 = all. scale: of scores; None = 1 / sqrt(head_dim).
+    softcap: c in c * tanh(score / c); 0 = none. all_kv_heads: of all ranks.
+    sinks: whether each head has a score of no key.
     """
 
     def __init__(
         self,
-        hidden: int,
         heads: int,
         kv_heads: int,
         head_dim: int,
-        build: Build,
         *,
-        rotary: Rotary | None = None,
+        all_kv_heads: int,
         window: int = 0,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        head_norm_eps: float | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
-        if heads % kv_heads:
-            raise CheckpointError(
-                f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
-            )
-        group, dtype = build.group, build.dtype
-        self.head_dim, self.all_kv_heads = head_dim, kv_heads
-        self.window = 0 if window >= build.max_positions else window
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.all_kv_heads = all_kv_heads
+        self.window = window
         self.scale = float(head_dim**-0.5) if scale is None else scale
         self.softcap = softcap
-        self.rotary = rotary
-        self.qkv = QKVParallelLinear(hidden, heads, kv_heads, head_dim, qkv_bias, group=group, dtype=dtype)
-        self.output = RowParallelLinear(heads * head_dim, hidden, output_bias, group=group, dtype=dtype)
-        self.num_heads, self.num_kv_heads = self.qkv.num_heads, self.qkv.num_kv_heads
-        self.eps = head_norm_eps or 0.0
-        self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if head_norm_eps is not None:
-            self.q_norm, self.k_norm = (RMSNorm(head_dim, head_norm_eps, build) for _ in "qk")
+        self.has_sinks = sinks
 
     @override
     def cache_spec(self, dtype: torch.dtype) -> FullAttentionSpec:
@@ -89,7 +68,60 @@ class Attention(Layer):
             device=device,
             fp8_cache=config.fp8_cache,
             batch_invariant=config.batch_invariant,
+            sinks=self.has_sinks,
         )
+
+
+class Attention(CachedAttention):
+    """Attention of grouped heads, over all tokens or the last ones.
+
+    heads, kv_heads: of all ranks. window: how many last tokens a query sees, itself included; 0 = all, as where no
+    sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of each head's query and key before the
+    rotation, None = there are none. scale, softcap: as of `CachedAttention`. rotary: None = not rotated.
+
+    Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        build: Build,
+        *,
+        rotary: Rotary | None = None,
+        window: int = 0,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        head_norm_eps: float | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
+            )
+        group, dtype = build.group, build.dtype
+        qkv = QKVParallelLinear(hidden, heads, kv_heads, head_dim, qkv_bias, group=group, dtype=dtype)
+        super().__init__(
+            qkv.num_heads,
+            qkv.num_kv_heads,
+            head_dim,
+            all_kv_heads=kv_heads,
+            window=0 if window >= build.max_positions else window,
+            scale=scale,
+            softcap=softcap,
+        )
+        self.rotary = rotary
+        self.qkv = qkv
+        self.output = RowParallelLinear(heads * head_dim, hidden, output_bias, group=group, dtype=dtype)
+        self.eps = head_norm_eps or 0.0
+        self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if head_norm_eps is not None:
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, head_norm_eps, build) for _ in "qk")
 
     @override
     def finish_loading(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.attention.base import AttentionSpec
 from engine.config import EngineConfig
@@ -59,7 +60,8 @@ class WeightRule:
 
     name: in the checkpoint. target: the model's parameter. part: the piece of a merged parameter, None = all of it.
     shape: on disk. transposed: stored as [in, out]. packed: four bytes in an int32. scale: of a quantised weight, one
-    number for each row, which a checkpoint may hold in other shapes.
+    number for each row, which a checkpoint may hold in other shapes. index: of the entry of a tensor that holds
+    several parameters stacked, None = it holds this one alone; shape is that of the entry.
     """
 
     name: str
@@ -69,6 +71,26 @@ class WeightRule:
     transposed: bool = False
     packed: bool = False
     scale: bool = False
+    index: int | None = None
+
+
+class MadeTensors(Protocol):
+    """Tensors of a model that are made of several of a checkpoint, or of parts of one."""
+
+    def tensors(self, read: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        """Return them by their names in the rules. read: returns a tensor of the checkpoint by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a checkpoint holds a model whose tensors it has under other names, or in other shapes.
+
+    plain: name in the rules -> name on disk. made: what has to be made. unknown: on disk, and not of this model.
+    """
+
+    plain: Mapping[str, str]
+    made: Sequence[MadeTensors]
+    unknown: Sequence[str]
 
 
 class Conv1D(str):

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, known_token_ids
-from engine.models.registry import check_architecture
+from engine.models.registry import implementation
 
 logger = logging.getLogger(__name__)
 
@@ -245,8 +245,10 @@ class ModelFolder:
     phases: Mapping[str, float] = field(default_factory=dict)
 
 
-def open_model(model: str, files: Sequence[str] = HUB_FILES) -> ModelFolder:
+def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto") -> ModelFolder:
     """Find a checkpoint (folder or hub id) and read its config. files: what of it is wanted from the hub.
+
+    impl: `model_impl` of the engine's config.
 
     What a family asks of the config is read when a model is built, first by `engine.models.blueprint`.
 
@@ -257,7 +259,7 @@ def open_model(model: str, files: Sequence[str] = HUB_FILES) -> ModelFolder:
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
     config = ModelConfig.of(values)
-    check_architecture(config.architecture)
+    config = replace(config, implementation=implementation(config.architecture, impl))
     generation = path / "generation_config.json"
     if generation.is_file():
         more = known_token_ids(read_json(generation).get("eos_token_id"), config.vocab_size)

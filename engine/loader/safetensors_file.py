@@ -78,6 +78,12 @@ class TensorOnDisk(WeightSource):
         shape = (*self.shape[:-1], self.shape[-1] * self.dtype.itemsize)
         return TensorOnDisk(self.file, self.name, torch.uint8, shape, self.start)
 
+    def entry(self, index: int) -> TensorOnDisk:
+        """Return what lies at one index of the first axis, as a tensor of the other axes."""
+        shape = self.shape[1:]
+        start = self.start + index * math.prod(shape) * self.dtype.itemsize
+        return TensorOnDisk(self.file, self.name, self.dtype, shape, start)
+
     def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
         """Return a copy of what slices of step 1 select; nothing else is read."""
         first, *inner = index if isinstance(index, tuple) else (index,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.layers.attention import Attention
-from engine.layers.base import Build, WeightRule
+from engine.layers.attention import CachedAttention
+from engine.layers.base import Build, Stored, WeightRule
 from engine.loader.checkpoint import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import fill
@@ -24,7 +25,7 @@ from engine.quantization.config import QuantizationSpec
 from engine.quantization.select import quantize
 from parallel.group import Group
 from parallel.linear import ParallelLinear
-from parallel.parameter import ShardedParameter, Transfer, WeightSource
+from parallel.parameter import ShardedParameter, TensorSource, Transfer, WeightSource
 from parallel.sharding import kv_head_start, kv_heads_per_rank
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ def read_kv_scales(folder: Path, model: CausalLM) -> tuple[Tensor | None, ...]:
     None for a layer of no attention, 1.0 where the checkpoint has none. A tensor holds one number for all KV heads of
     a layer or one for each. Raises `CheckpointError` for another shape and for a scale that is no positive number.
     """
-    layers = {path.rpartition(".")[0]: part for path, part in model.named_modules() if isinstance(part, Attention)}
+    layers = {
+        path.rpartition(".")[0]: part for path, part in model.named_modules() if isinstance(part, CachedAttention)
+    }
     scales = {path: torch.ones(2, part.all_kv_heads) for path, part in layers.items()}
     checkpoint = Checkpoint(folder)
     try:
@@ -104,7 +107,9 @@ def load_model(
     `CheckpointError` naming tensors and files, `ShardingError` before anything is read when the sizes cannot be split
     over the group.
     """
-    model: CausalLM = family_of(folder.config.architecture)(folder.config, Build(group, dtype, max_positions))
+    config = folder.config
+    family = family_of(config.architecture, config.implementation)
+    model: CausalLM = family(config, Build(group, dtype, max_positions))
     model.requires_grad_(False)
     quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
@@ -119,8 +124,11 @@ def load_model(
 def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     """Fill all parameters. stored: whether the checkpoint is a quantised one."""
     rules = list(model.weights())
-    names = _names_on_disk(checkpoint.names, rules)
     wanted = {rule.name for rule in rules}
+    if (held := model.stored(checkpoint.names, wanted)) is not None:
+        _load_converted(model, rules, held, checkpoint)
+        return
+    names = _names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD}
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
@@ -140,6 +148,22 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
+    """Fill the parameters of a model of transformers, by its own mapping of names and shapes."""
+    by_name: dict[str, list[WeightRule]] = defaultdict(list)
+    for rule in rules:
+        by_name[rule.name].append(rule)
+    _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
+    found = set(held.plain)
+    for one in held.made:
+        for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
+            found.add(name)
+            for rule in by_name.get(name, ()):
+                source = TensorSource(tensor if rule.index is None else tensor[rule.index])
+                _sharded(model.get_parameter(rule.target), rule).load(source, rule.part, rule.transposed)
+    _refuse(checkpoint.folder, "missing", by_name.keys() - found)
 
 
 def _batches(model: CausalLM, rules: list[WeightRule]) -> Iterator[list[WeightRule]]:
@@ -194,6 +218,8 @@ def _reads(
     source = checkpoint.source(name)
     if rule.packed:
         source = source.as_bytes()
+    if rule.index is not None:
+        source = source.entry(rule.index)
     if source.shape != rule.shape:
         raise CheckpointError(
             f"{source.file.path}: tensor {name} has shape {list(source.shape)}, "

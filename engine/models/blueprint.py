@@ -53,5 +53,5 @@ def blueprint(
     """
     build = Build(BlueprintGroup(size), dtype, max_positions or config.max_positions)
     with META:
-        model: CausalLM = family_of(config.architecture)(config, build)
+        model: CausalLM = family_of(config.architecture, config.implementation)(config, build)
     return model.requires_grad_(False).eval()

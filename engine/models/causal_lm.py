@@ -1,4 +1,4 @@
-"""What all families are: a stack of layers between an embedding and an output head.
+"""What the engine asks of a model.
 
 Activations are flat, [num_tokens, ...]: the tokens of all sequences one after another, no padding.
 """
@@ -6,8 +6,8 @@ Activations are flat, [num_tokens, ...]: the tokens of all sequences one after a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,92 +15,81 @@ from torch import Tensor, nn
 from engine.attention.base import AttentionContext
 from engine.kernels.base import Kernels
 from engine.kv.cache_specs import CacheSpec
-from engine.layers.attention import Attention
-from engine.layers.base import Build, Layer, Names, WeightRule, weight_rules
-from engine.layers.embedding import LearnedPositions, ParallelLMHead, VocabParallelEmbedding
-from engine.layers.norm import Norm
-from engine.layers.rope import Rotary
-from engine.models.config import ModelConfig
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm block: attention and feed-forward, each added to the residual stream.
-
-    attention: called as `Attention` is. mlp: dense or of experts, [num_tokens, hidden] -> [num_tokens, hidden].
-    """
-
-    def __init__(self, attention_norm: Norm, attention: Layer, mlp_norm: Norm, mlp: Layer) -> None:
-        super().__init__()
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def forward(
-        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
-    ) -> Tensor:
-        """Return what is to be added to the residual stream; all are [num_tokens, hidden].
-
-        update: what the layer before returned; it is added to `residual` here, in place, in one go with the norm.
-        """
-        update = self.attention(self.attention_norm.add(residual, update), rotations, context)
-        added: Tensor = self.mlp(self.mlp_norm.add(residual, update))
-        return added
-
-
-class Stack(NamedTuple):
-    """What a family is composed of.
-
-    layers: called as a `DecoderLayer` is. positions: learned ones that are added to the embeddings. tied: whether the
-    output head is the embedding's table. softcap: c in c * tanh(logit / c); 0 = none.
-    """
-
-    layers: Sequence[nn.Module]
-    norm: Norm
-    tied: bool
-    positions: LearnedPositions | None = None
-    softcap: float = 0.0
+from engine.layers.attention import CachedAttention
+from engine.layers.base import Layer, Names, Stored, WeightRule
+from engine.layers.embedding import ParallelLMHead
+from parallel.group import Group
 
 
 class CausalLM(nn.Module, ABC):
-    """A decoder-only transformer with its output head. A family says what it is composed of, and what its weights are
-    called in a checkpoint.
+    """A decoder-only transformer with its output head, on one rank.
+
+    logits_dtype: of `logits` and `own_logits`. cached: the layers that have a cache, in order. layers: all that lies
+    between embedding and final norm. names: what modules are called in a checkpoint; empty where they are not
+    our layers. supports_graphs: whether its steps can be recorded in CUDA graphs.
     """
 
-    names: ClassVar[Names]
-
-    def __init__(self, config: ModelConfig, build: Build) -> None:
-        super().__init__()
-        stack = self.stack(config, build)
-        self.group = build.group
-        self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
-        self.softcap = stack.softcap
-        # Samplers widen logits as they read them; where they are capped they are wide already.
-        self.logits_dtype = torch.float32 if stack.softcap else build.dtype
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build.group, build.dtype)
-        self.positions = stack.positions
-        self.layers = nn.ModuleList(stack.layers)
-        self.norm = stack.norm
-        self.head = ParallelLMHead(config.hidden_size, config.vocab_size, False, build.group, build.dtype)
-        if stack.tied:
-            self.head.tie_to(self.embedding)
-        self.rotaries = tuple(dict.fromkeys(part for part in self.modules() if isinstance(part, Rotary)))
-        self.cached = tuple(part for part in self._parts() if part.cache_spec(build.dtype) is not None)
-        for index, layer in enumerate(self.cached):
-            layer.cache_index = index
-
-    @staticmethod
-    @abstractmethod
-    def stack(config: ModelConfig, build: Build) -> Stack:
-        """Return what the family is composed of.
-
-        Raises `CheckpointError` naming the field of the config that asks for what is not implemented.
-        """
+    names: ClassVar[Names] = {}
+    supports_graphs: ClassVar[bool] = True
+    group: Group
+    hidden_size: int
+    vocab_size: int
+    logits_dtype: torch.dtype
+    layers: nn.Module
+    head: ParallelLMHead
+    cached: tuple[Layer, ...]
 
     @property
-    def attention(self) -> tuple[Attention, ...]:
+    @abstractmethod
+    def table(self) -> Tensor:
+        """This rank's rows of the embedding table."""
+
+    @property
+    @abstractmethod
+    def kernels(self) -> Kernels:
+        """What is computed with outside of attention."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[WeightRule]:
+        """Yield a rule for every tensor that a checkpoint must have."""
+
+    @abstractmethod
+    def use_kernels(self, select: Callable[[int], Kernels]) -> None:
+        """Compute norms, rotations and gates with these from now on. select: the kernels for heads of a size."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Return the hidden states that `final`, `logits` and `own_logits` take.
+
+        ids, positions [num_tokens] -> [num_tokens, hidden].
+        """
+
+    @abstractmethod
+    def final(self, hidden: Tensor) -> Tensor:
+        """Return the final hidden states in fp32, which embeddings are made of: [num, hidden] -> [num, hidden]."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits on every rank, of `logits_dtype`: [num_samples, hidden] -> [num_samples, vocab].
+
+        They are in a buffer of their own.
+        """
+
+    @abstractmethod
+    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share].
+
+        They are of `logits_dtype`. out: where to put them; None = a buffer of their own.
+        """
+
+    def stored(self, names: Iterable[str], wanted: Iterable[str]) -> Stored | None:
+        """Return how a checkpoint with tensors of these names holds those of the rules; None = under their names."""
+        return None
+
+    @property
+    def attention(self) -> tuple[CachedAttention, ...]:
         """The layers that attend."""
-        return tuple(part for part in self.cached if isinstance(part, Attention))
+        return tuple(part for part in self.cached if isinstance(part, CachedAttention))
 
     @property
     def heads(self) -> str:
@@ -108,61 +97,15 @@ class CausalLM(nn.Module, ABC):
         kinds = dict.fromkeys((part.num_heads, part.num_kv_heads) for part in self.attention)
         return " or ".join(f"{heads} heads on {kv_heads} KV heads" for heads, kv_heads in kinds)
 
-    def weights(self) -> Iterator[WeightRule]:
-        """Yield a rule for every tensor that a checkpoint must have."""
-        return weight_rules(self, self.names)
-
     def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         """Return what the layers that have a cache keep of each token. dtype: of keys and values."""
         return tuple(spec for layer in self.cached if (spec := layer.cache_spec(dtype)) is not None)
 
     def finish_loading(self) -> None:
         """Prepare what depends on the weights; called once, after all of them are loaded."""
-        for part in self._parts():
+        for part in self.parts():
             part.finish_loading()
 
-    def use_kernels(self, select: Callable[[int], Kernels]) -> None:
-        """Compute norms, rotations and gates with these from now on. select: the kernels for heads of a size."""
-        sizes: dict[Layer, int] = {
-            part: part.head_dim for part in self._parts() if isinstance(part, Attention | Rotary)
-        }
-        found = {size: select(size) for size in dict.fromkeys(sizes.values())}
-        for part in self._parts():
-            part.kernels = found[sizes.get(part, next(iter(found)))]
-
-    def _parts(self) -> Iterator[Layer]:
+    def parts(self) -> Iterator[Layer]:
+        """Yield all layers inside the model."""
         return (part for part in self.modules() if isinstance(part, Layer))
-
-    def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-        """Return the hidden states before the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
-        residual = self.embedding(input_ids)
-        if self.positions is not None:
-            residual += self.positions(positions)
-        rotations = {rotary: rotary(positions, context) for rotary in self.rotaries}
-        update = None
-        for layer in self.layers:
-            update = layer(residual, update, rotations, context)
-        return residual if update is None else residual.add_(update)
-
-    def final(self, hidden: Tensor) -> Tensor:
-        """Return the final hidden states in fp32, which embeddings are made of: [num, hidden] -> [num, hidden]."""
-        return self.norm(hidden).float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits on every rank, of `logits_dtype`: [num_samples, hidden] -> [num_samples, vocab].
-
-        They are in a buffer of their own.
-        """
-        return self._capped(self.head(self.norm(hidden)))
-
-    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return logits of this rank's share of the vocabulary, -inf for padding: [num_samples, share].
-
-        They are of `logits_dtype`. out: where to put them; None = a buffer of their own.
-        """
-        logits = self._capped(self.head.own(self.norm(hidden)))
-        logits[:, self.head.num_own :] = float("-inf")
-        return logits if out is None else out.copy_(logits)
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        return logits if not self.softcap else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)

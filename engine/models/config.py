@@ -6,7 +6,7 @@ Needs no torch: a router reads checkpoints too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from engine.errors import CheckpointError
@@ -25,7 +25,11 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     }
 }
 # What older families call fields that all have.
-OTHER_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "max_position_embeddings": "n_positions"}
+OTHER_NAMES = {
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "num_layers"),
+    "max_position_embeddings": ("n_positions",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,14 @@ class HFConfig:
 
     def spelling(self, name: str) -> str:
         """Return what this file calls a field that older families call otherwise; refuses two that differ."""
-        other = OTHER_NAMES[name]
-        if other in self.values and self.values.get(name, self.values[other]) != self.values[other]:
-            raise CheckpointError(
-                f"config.json: {name} is {self.values[name]!r} and {other} is {self.values[other]!r}; "
-                "they mean the same: leave one out"
-            )
-        return other if other in self.values and name not in self.values else name
+        others = [other for other in OTHER_NAMES[name] if other in self.values]
+        for other in others:
+            if self.values.get(name, self.values[other]) != self.values[other]:
+                raise CheckpointError(
+                    f"config.json: {name} is {self.values[name]!r} and {other} is {self.values[other]!r}; "
+                    "they mean the same: leave one out"
+                )
+        return others[0] if others and name not in self.values else name
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
         """Return a whole number of at least `low` and at most `high`."""
@@ -110,7 +115,9 @@ class ModelConfig:
     """What every model's config.json says; what only some do a family reads from `hf`.
 
     dtype: what the weights were saved in, by torch's name such as "bfloat16". eos_token_ids: tokens that end a text,
-    as the model's own files say; may be empty. quantization: of the checkpoint, None = plain weights.
+    as the model's own files say; may be empty.
+    quantization: of the checkpoint, None = plain weights. raw: config.json as
+    it is. implementation: who builds the model, "native" or "transformers".
     """
 
     architecture: str
@@ -122,6 +129,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationSpec | None
     hf: HFConfig
+    raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    implementation: str = "native"
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
@@ -139,6 +148,7 @@ class ModelConfig:
             eos_token_ids=known_token_ids(hf.get("eos_token_id"), vocab),
             quantization=read_quantization(values),
             hf=hf,
+            raw=values,
         )
 
 

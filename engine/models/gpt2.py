@@ -12,14 +12,14 @@ from engine.layers.base import Build, Conv1D, Names
 from engine.layers.embedding import LearnedPositions
 from engine.layers.mlp import ACTIVATIONS, MLP
 from engine.layers.norm import LayerNorm
-from engine.models.causal_lm import CausalLM, DecoderLayer, Stack
 from engine.models.config import ModelConfig
+from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 
 # What config.json may say of variants.
 ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
-class GPT2(CausalLM):
+class GPT2(DecoderLM):
     """GPT2LMHeadModel."""
 
     names: ClassVar[Names] = {

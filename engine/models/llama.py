@@ -13,8 +13,8 @@ from engine.layers.base import Build
 from engine.layers.mlp import ACTIVATIONS, GatedMLP
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import RopeSpec, Rotary
-from engine.models.causal_lm import CausalLM, DecoderLayer, Stack
 from engine.models.config import HFConfig, ModelConfig, positive
+from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 
 LLAMA_NAMES: dict[str, str | tuple[str, ...]] = {
     "embedding": "model.embed_tokens",
@@ -29,7 +29,7 @@ LLAMA_NAMES: dict[str, str | tuple[str, ...]] = {
 }
 
 
-class Llama(CausalLM):
+class Llama(DecoderLM):
     """LlamaForCausalLM."""
 
     names = LLAMA_NAMES

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing_extensions import override
 
 from engine.layers.base import Build
-from engine.models.causal_lm import CausalLM, Stack
 from engine.models.config import ModelConfig
+from engine.models.decoder import DecoderLM, Stack
 from engine.models.llama import LLAMA_NAMES, llama_stack
 
 
-class Mistral(CausalLM):
+class Mistral(DecoderLM):
     """MistralForCausalLM."""
 
     names = LLAMA_NAMES

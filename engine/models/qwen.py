@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing_extensions import override
 
 from engine.layers.base import Build
-from engine.models.causal_lm import CausalLM, Stack
 from engine.models.config import HFConfig, ModelConfig
+from engine.models.decoder import DecoderLM, Stack
 from engine.models.llama import LLAMA_NAMES, llama_stack
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class Qwen2(CausalLM):
+class Qwen2(DecoderLM):
     """Qwen2ForCausalLM."""
 
     names = LLAMA_NAMES
@@ -23,7 +23,7 @@ class Qwen2(CausalLM):
         return llama_stack(config, build, windows=layer_windows(config.hf, config.num_layers), qkv_bias=True)
 
 
-class Qwen3(CausalLM):
+class Qwen3(DecoderLM):
     """Qwen3ForCausalLM."""
 
     names = LLAMA_NAMES | {

@@ -20,15 +20,26 @@ FAMILIES: Mapping[str, str] = {
 }
 
 
-def check_architecture(architecture: str) -> None:
-    """Raise `CheckpointError` for an architecture that is not served."""
-    if architecture not in FAMILIES:
+TRANSFORMERS = "engine.models.transformers.model.TransformersModel"
+
+
+def implementation(architecture: str, asked: str = "auto") -> str:
+    """Return who builds an architecture, "native" or "transformers". asked: of these, or "auto".
+
+    Raises `CheckpointError` where `asked` is "native" and there is no family. Whether transformers has the
+    architecture, and whether it can be served, is found out when the model is built.
+    """
+    if asked == "native" and architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise CheckpointError(f"config.json: architecture {architecture!r} is not supported; known: {known}")
+        raise CheckpointError(
+            f"config.json: architecture {architecture!r} has no native family; known: {known}; "
+            "use model_impl=transformers"
+        )
+    return "native" if architecture in FAMILIES and asked != "transformers" else "transformers"
 
 
-def family_of(architecture: str) -> Any:
-    """Return the class of an architecture, a `CausalLM`. Raises `CheckpointError` for one that is not served."""
-    check_architecture(architecture)
-    module, _, name = FAMILIES[architecture].rpartition(".")
+def family_of(architecture: str, implementation: str) -> Any:
+    """Return the class that builds an architecture, a `CausalLM`. implementation: "native" or "transformers"."""
+    found = FAMILIES[architecture] if implementation == "native" else TRANSFORMERS
+    module, _, name = found.rpartition(".")
     return getattr(import_module(module), name)

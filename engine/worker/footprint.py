@@ -19,7 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from engine.attention.base import AttentionContext, LayerCache, PagedAttention, StepTensors, UnlikeLayers
+from engine.attention.base import (
+    AttentionContext,
+    AttentionSpec,
+    LayerCache,
+    PagedAttention,
+    StepTensors,
+    UnlikeLayers,
+)
+from engine.attention.select import NO_SINKS
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
@@ -30,6 +38,7 @@ from engine.layers.attention import attention_specs
 from engine.models.blueprint import META, blueprint
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
+from engine.models.decoder import DecoderLM
 from engine.quantization.method import QuantizedLinear
 from engine.quantization.select import quantization_of, quantize
 from engine.sampling.sampler import score
@@ -121,8 +130,8 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     specs, _ = attention_specs(built.cached, config, META)
     weights = sum(weight.nbytes for weight in built.parameters())
     inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear)]
-    no_attention = next((why for spec in specs if (why := unfit_for_flash(spec) and unfit_for_triton(spec))), None)
-    lookup = 0 if built.head.weight is built.embedding.weight else built.embedding.weight.nbytes
+    no_attention = next((why for spec in specs if (why := _why_no_attention(spec))), None)
+    lookup = 0 if built.head.weight is built.table else built.table.nbytes
     dtype = specs[0].cache_dtype
     attention = [
         AttentionWork(part.window, 4 * part.num_heads * part.head_dim, part.cache_spec(dtype).block_bytes(1))
@@ -141,8 +150,13 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         no_attention=no_attention,
     )
     _shorten(built)
-    graphs = 0 if no_attention else graph_bytes(config, built)
+    graphs = 0 if no_attention or not built.supports_graphs else graph_bytes(config, built)
     return replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
+
+
+def _why_no_attention(spec: AttentionSpec) -> str | None:
+    """Return why no kernel of a GPU serves these layers, None when one does."""
+    return NO_SINKS if spec.sinks else unfit_for_flash(spec) and unfit_for_triton(spec)
 
 
 def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
@@ -160,7 +174,9 @@ def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
 
 
 def _shorten(model: CausalLM) -> None:
-    """Leave `LAYERS_RUN` of the layers that are alike."""
+    """Leave `LAYERS_RUN` of the layers that are alike, where the layers are ours."""
+    if not isinstance(model, DecoderLM):
+        return
     seen: Counter[str] = Counter()
     kept = []
     for layer in model.layers:
@@ -247,6 +263,7 @@ class BlueprintAttention(PagedAttention):
         cache: LayerCache,
         metadata: object,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         return query.new_empty(query.shape)
 

@@ -41,6 +41,7 @@ def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attentio
         "code": sources_digest(),
         "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := _version(name)) is not None),
         "device": _device(group.device),
+        "layers": type(model).__name__,
         "tensor_parallel_size": str(group.size),
         "attention": attention,
         "kernels": ", ".join(sorted(kernels)),

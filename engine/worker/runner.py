@@ -65,7 +65,7 @@ class ModelRunner:
         on_phase: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._on_phase = on_phase
-        folder = folder or open_model(config.model)
+        folder = folder or open_model(config.model, impl=config.model_impl)
         shrink = config.max_model_len is None
         config = resolve(config, folder.config)
         check_invariance(config, group)
@@ -188,7 +188,7 @@ class ModelRunner:
         made = quantization_of(self.config, self.model_config.quantization)
         model = load_model(self._folder, self.config.context_len, self.group, self.dtype, made)
         model.use_kernels(self._kernels)
-        choose_products(model, model.norm.kernels)
+        choose_products(model, model.kernels)
         if self.config.batch_invariant and self.group.device.type == "cuda":
             fix_products(model)
         return model
@@ -201,7 +201,7 @@ class ModelRunner:
     def _assemble(self) -> Forward:
         """Return what runs the model over the cache, in graphs where the device can."""
         forward = Forward(self.model, self._attention, self._cache, self._carry, self._buffers())
-        if self.group.device.type == "cuda":
+        if self.group.device.type == "cuda" and self.model.supports_graphs:
             sizes, mixed, config = graph_sizes(self.config), mixed_sizes(self.config), self.config
             device = CudaGraphDevice(self.group.device)
             forward.use_graphs(device, sizes, config.context_len, mixed, config.max_num_seqs)

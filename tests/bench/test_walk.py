@@ -115,7 +115,7 @@ def test_a_decode_step_walks_through_the_engine_and_its_layers():
     assert next(iter(walk["rest"])) == "engine/core.py", "the step begins there"
     assert {"engine/scheduler/scheduler.py", "engine/worker/local_executor.py"} <= walk["rest"].keys()
     assert "engine/kv/block_manager.py" in walk["rest"], "a block is filled"
-    assert {"engine/models/causal_lm.py", "parallel/linear.py"} <= walk["layers"].keys()
+    assert {"engine/models/decoder.py", "parallel/linear.py"} <= walk["layers"].keys()
     assert walk["files"] == walk["files_of_rest"] + walk["files_of_layers"]
     assert sum(walk["files_by_folder"].values()) == walk["files"]
 
@@ -137,7 +137,7 @@ def test_a_chat_request_walks_from_the_gate_to_the_engine():
 
 def test_the_tables_hold_what_is_measured(tree):
     house = count_house(tree)
-    walk = told({"engine/core.py": 3, "engine/models/causal_lm.py": 1234})
+    walk = told({"engine/core.py": 3, "engine/models/decoder.py": 1234})
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*house_tables(house), walk_table("decode", walk))
     shown = console.export_text()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.inputs.dummy_steps import dummy_sampling
 from engine.layers.embedding import ParallelLMHead
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DecoderLM
 from engine.report import SamplingInputs
 from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import draw_apart, pack_draws
@@ -41,7 +41,7 @@ class Head:
         self.norm = torch.nn.Identity()
         self.vocab_size = VOCAB
 
-    logits, own_logits, _capped = CausalLM.logits, CausalLM.own_logits, CausalLM._capped
+    logits, own_logits, _capped = DecoderLM.logits, DecoderLM.own_logits, DecoderLM._capped
 
 
 def kinds(rows: int) -> dict[str, SamplingInputs]:

@@ -12,9 +12,8 @@ from safetensors.torch import save_file
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.errors import ShardingError
 from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from parallel.parameter import replicated
+from parallel.parameter import TensorSource, replicated
 from tests.parallel.parallel_ranks import FakeGroup
-from tests.parallel.tensor_source import TensorSource
 
 
 class Spy:

@@ -20,7 +20,7 @@ from parallel.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
-from tests.parallel.tensor_source import TensorSource
+from parallel.parameter import TensorSource
 
 HIDDEN = 24
 TOKENS = 7

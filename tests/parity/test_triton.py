@@ -249,7 +249,7 @@ def built(folder, rank=0, size=1):
     group = SoloGroup()
     group.rank, group.size = rank, size
     config = open_model(str(folder)).config
-    return family_of(config.architecture)(config, Build(group, torch.float32, 64))
+    return family_of(config.architecture, config.implementation)(config, Build(group, torch.float32, 64))
 
 
 def test_a_model_is_served_with_an_fp8_cache_half_as_large(tmp_path, caplog):

@@ -21,8 +21,8 @@ from engine.layers.norm import RMSNorm
 from engine.layers.rope import RopeSpec, Rotary
 from engine.loader.checkpoint import open_model
 from engine.models.blueprint import blueprint
-from engine.models.causal_lm import CausalLM, DecoderLayer, Stack
 from engine.models.config import ModelConfig
+from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 from engine.models.llama import LLAMA_NAMES
 from engine.models.registry import FAMILIES
 from engine.quantization.config import QuantizationSpec
@@ -48,7 +48,7 @@ LAYERS = [
 ]
 
 
-class Motley(CausalLM):
+class Motley(DecoderLM):
     """No two layers of it are alike."""
 
     names = LLAMA_NAMES | {"layers.1.mlp.up": "model.layers.1.mlp.up_proj"}

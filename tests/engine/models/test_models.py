@@ -10,7 +10,7 @@ from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
 from engine.models.llama import read_rope
-from engine.models.registry import FAMILIES, family_of
+from engine.models.registry import FAMILIES, implementation
 from parallel.group import SoloGroup
 from tests.parity.tiny_models import CONFIGS, LLAMA3, SMALL
 
@@ -120,6 +120,11 @@ def test_gpt2_assumes_what_transformers_does_where_its_config_says_nothing():
     assert ModelConfig.of({"architectures": ["GPT2LMHeadModel"]}).eos_token_ids == (expected.eos_token_id,)
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_are_known():
-    with pytest.raises(CheckpointError, match=r"'BertModel' is not supported; known: LlamaForCausalLM, .*GPT2LMHead"):
-        family_of("BertModel")
+def test_an_architecture_without_a_family_goes_to_transformers_unless_native_is_asked_for():
+    assert implementation("LlamaForCausalLM") == "native"
+    assert implementation("LlamaForCausalLM", "transformers") == "transformers"
+    assert implementation("GemmaForCausalLM") == "transformers"
+    with pytest.raises(
+        CheckpointError, match=r"'GemmaForCausalLM' has no native family; known: LlamaForCausalLM, .*GPT2"
+    ):
+        implementation("GemmaForCausalLM", "native")

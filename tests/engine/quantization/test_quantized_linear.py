@@ -18,8 +18,7 @@ from engine.quantization.int8 import Int8Linear, TorchInt8Linear
 from engine.quantization.select import choose_products
 from parallel.group import SoloGroup
 from parallel.linear import ColumnParallelLinear, LinearMethod, MergedColumnParallelLinear, PlainLinear
-from parallel.parameter import ShardedParameter
-from tests.parallel.tensor_source import TensorSource
+from parallel.parameter import ShardedParameter, TensorSource
 
 FP8, INT8 = Fp8Linear, Int8Linear
 GROUP = SoloGroup()

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.layers.embedding import ParallelLMHead
-from engine.models.causal_lm import CausalLM
+from engine.models.decoder import DecoderLM
 from engine.report import PromptScores
 from engine.sampling.gumbel import RUN
 from engine.sampling.sampler import sample
 from engine.sampling.sharded_draw import MOST, Draws, draw, draw_apart
 from engine.sampling.sharded_draw import pack_draws as pack_for
+from parallel.parameter import TensorSource
 from parallel.sharding import padded_vocab
 from tests.engine.thread_group import ThreadGroup, on_ranks
-from tests.parallel.tensor_source import TensorSource
 from tests.parity.stepping import sampling
 
 
@@ -129,7 +129,7 @@ class OneHead:
         self.vocab_size = weight.shape[0]
         self.norm = torch.nn.Identity()
 
-    logits, own_logits, _capped = CausalLM.logits, CausalLM.own_logits, CausalLM._capped
+    logits, own_logits, _capped = DecoderLM.logits, DecoderLM.own_logits, DecoderLM._capped
 
 
 @pytest.mark.parametrize("size", [2, 4])

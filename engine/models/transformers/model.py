@@ -1,0 +1,267 @@
+"""A decoder of transformers as one of our models: its own layers and head, our products, attention, cache and draws.
+
+What it needs of a model is what transformers asks of one for flash attention: it calls attention through
+`AttentionInterface`, takes explicit positions, and keeps nothing but keys and values of its tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from typing_extensions import override
+
+from engine.attention.base import AttentionContext
+from engine.errors import CheckpointError
+from engine.kernels.base import Kernels
+from engine.layers.attention import CachedAttention
+from engine.layers.base import Build, Stored, WeightRule
+from engine.models.blueprint import META, BlueprintGroup
+from engine.models.causal_lm import CausalLM
+from engine.models.config import ModelConfig
+from engine.models.registry import FAMILIES
+from engine.models.transformers.attention import NAME, Call, PagedAttention, Step, connect, record
+from engine.models.transformers.conversions import stored
+from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
+from parallel.parameter import ShardedParameter
+
+KINDS = ("full_attention", "sliding_attention")
+
+
+class TransformersModel(CausalLM):
+    """Any `...ForCausalLM` of transformers that attends through its `AttentionInterface` and keeps no other state.
+
+    Raises `CheckpointError` with the reason for one that cannot be served so.
+    """
+
+    supports_graphs: ClassVar[bool] = False  # experts ask on the host how many rows each gets
+    embedding: ParallelEmbedding
+
+    def __init__(self, config: ModelConfig, build: Build) -> None:
+        super().__init__()
+        calls = attention_calls(config, build)
+        self.group = build.group
+        self.hf = outline(config, build.dtype)
+        self.body_name = _body_name(self.hf)
+        embedding, head = parallelise(self.hf, build)
+        self.step = Step()
+        self.paged = nn.ModuleList(PagedAttention(call, build) for call in calls)
+        connect(self.hf, calls, self.paged, self.step)
+        self.hidden_size, self.vocab_size = head.weight.shape[1], config.vocab_size
+        self.logits_dtype = build.dtype
+        self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
+        for index, layer in enumerate(self.cached):
+            layer.cache_index = index
+        # These are parts of `hf` already, where modules of torch look for them.
+        vars(self).update(head=head, layers=self.hf.get_submodule(self.body_name), embedding=embedding)
+        if build.group.device != META:
+            _fill_buffers(self.hf, build.group.device)
+
+    @property
+    @override
+    def table(self) -> Tensor:
+        return self.embedding.weight
+
+    @property
+    @override
+    def kernels(self) -> Kernels:
+        return self.cached[0].kernels
+
+    @override
+    def weights(self) -> Iterator[WeightRule]:
+        stacked = {path: part for path, part in self.named_modules() if isinstance(part, StackedExperts)}
+        for path, part in stacked.items():
+            yield from part.rules(path, path.removeprefix("hf."))
+        for target, parameter in self.named_parameters():
+            if not any(target.startswith(f"{path}.") for path in stacked):
+                name = target.removeprefix("hf.").replace(".inner.weight", ".weight")
+                if not isinstance(parameter, ShardedParameter):
+                    raise TypeError(f"{target} is no parameter that can load itself")
+                yield WeightRule(name, target, parameter.full_shape())
+
+    @override
+    def stored(self, names: Iterable[str], wanted: Iterable[str]) -> Stored:
+        return stored(self.hf, names, wanted)
+
+    @override
+    def use_kernels(self, select: Callable[[int], Kernels]) -> None:
+        found = {size: select(size) for size in dict.fromkeys(part.head_dim for part in self.attention)}
+        for part in self.parts():
+            part.kernels = found[part.head_dim if isinstance(part, CachedAttention) else next(iter(found))]
+
+    @override
+    def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Return the hidden states after the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
+        self.step.context = context
+        try:
+            return _run(self.layers, input_ids, positions)
+        finally:
+            self.step.context = None
+
+    @override
+    def final(self, hidden: Tensor) -> Tensor:
+        return hidden.float()
+
+    @override
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.join(self._tail(hidden))
+
+    @override
+    def own_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        logits = self._tail(hidden)
+        logits[:, self.head.num_own :] = float("-inf")
+        return logits if out is None else out.copy_(logits)
+
+    def _tail(self, hidden: Tensor) -> Tensor:
+        """Do what the model does after its layers (head, scale, cap): its own `forward`, over states that are there.
+
+        [num_samples, hidden] -> this rank's share of the logits, [num_samples, share].
+        """
+        body = self.hf._modules[self.body_name]
+        self.hf._modules[self.body_name] = _States(hidden)
+        try:
+            logits: Tensor = self.hf(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
+            return logits
+        finally:
+            self.hf._modules[self.body_name] = body
+
+
+class _Output:
+    """What layers return: hidden states, and nothing of all else that some models hand on."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _States(nn.Module):
+    """In the place of a model's layers: returns hidden states that are there already."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self._output = _Output(states.unsqueeze(0))
+        object.__setattr__(self, "decoder", self)  # as OPT's is called
+
+    @override
+    def forward(self, *_: Any, **__: Any) -> _Output:
+        return self._output
+
+
+def attention_calls(config: ModelConfig, build: Build) -> list[Call]:
+    """Return what a model's layers ask of attention, heads of one rank, by running it over the device meta.
+
+    Raises `CheckpointError` for a model that this backend cannot serve.
+    """
+    model = outline(config, build.dtype)
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or KINDS) - set(KINDS)
+    if build.max_positions <= (getattr(text, "attention_chunk_size", None) or 0):
+        kinds.discard("chunked_attention")  # a sequence that fits its first chunk sees all of it
+    if "chunked_attention" in kinds:
+        raise CheckpointError(
+            f"config.json: layer_types has chunked_attention; set max_model_len to {text.attention_chunk_size}"
+        )
+    if kinds:
+        raise CheckpointError(
+            f"config.json: layer_types has {', '.join(sorted(kinds))}; through transformers only "
+            f"{' and '.join(KINDS)} are served"
+        )
+    body = model.get_submodule(_body_name(model))
+    with META:
+        parallelise(model, Build(BlueprintGroup(build.group.size), build.dtype, build.max_positions))
+        calls = record(model, lambda ids, positions: _run(body, ids, positions))
+    layers = model.config.get_text_config().num_hidden_layers
+    if getattr(model, "_is_stateful", False) or len(calls) < layers:
+        raise CheckpointError(
+            f"config.json: {type(model).__name__} keeps a recurrent state beside its cache, or attends in "
+            f"{len(calls)} of {layers} layers alone; such models are not served through transformers"
+        )
+    return calls
+
+
+def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model as transformers makes it of config.json, on the device meta.
+
+    Raises `CheckpointError` for an architecture that it does not know, or that is no decoder of text alone.
+    """
+    values = dict(config.raw)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(values.get("model_type")))
+    if known != config.architecture:
+        raise CheckpointError(_unknown(config.architecture, known))
+    try:
+        hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        with META:
+            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=NAME)
+    except Exception as error:
+        # Each type checks its config in its own way.
+        raise CheckpointError(
+            f"config.json: transformers {version('transformers')} makes no {config.architecture} over a paged cache: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None  # or each step looks for padding
+    return model.requires_grad_(False).eval()
+
+
+def _unknown(architecture: str, known: str | None) -> str:
+    near = difflib.get_close_matches(architecture, sorted({*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
+    advice = f"; the nearest that are known: {', '.join(near)}" if near else ""
+    found = f"transformers {version('transformers')} has no such decoder of text"
+    if known is not None:
+        found = f"of its model_type transformers makes {known}"
+    return f"config.json: architecture {architecture!r} is not supported: {found}{advice}"
+
+
+def _run(body: nn.Module, input_ids: Tensor, positions: Tensor) -> Tensor:
+    ids, places = input_ids.unsqueeze(0).long(), positions.unsqueeze(0).long()
+    states: Tensor = body(input_ids=ids, position_ids=places, use_cache=False)[0][0]
+    return states
+
+
+def _body_name(model: PreTrainedModel) -> str:
+    """Return what a model calls all that lies before its head: that of its parts which has the embedding."""
+    embedding = model.get_input_embeddings()
+    for name, part in model.named_children():
+        if any(inner is embedding for inner in part.modules()):
+            return name
+    raise CheckpointError(f"config.json: {type(model).__name__} has no layers that can be told from its head")
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give the buffers that no checkpoint holds, such as the frequencies of rotations, their values."""
+    owners = {
+        inner: part for part in model.modules() if isinstance(part, PreTrainedModel) for inner in part.modules()
+    }
+    for module, owner in owners.items():
+        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not missing:
+            continue
+        for name in missing:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        # What fills buffers would fill the parameters, too.
+        kept, module._parameters = module._parameters, _shadows(module)
+        try:
+            with torch.no_grad():
+                owner._init_weights(module)
+        finally:
+            module._parameters = kept
+
+
+def _shadows(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return {
+        name: None if old is None else nn.Parameter(torch.empty_like(old, device=META), requires_grad=False)
+        for name, old in module._parameters.items()
+    }

@@ -1,0 +1,216 @@
+"""Tiny random checkpoints of every decoder type of transformers, and what the transformers library makes of them.
+
+    python -m tests.parity.census [--tensor-parallel-size 2] [TYPE ...]
+
+prints a line for each type: served with the library's own tokens, or why not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.errors import SquadronError
+from engine.llm import LLM
+from engine.models.blueprint import blueprint
+from engine.models.config import ModelConfig
+from engine.sampling_params import SamplingParams
+from tests import tiny_tokenizer
+
+TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+TOKENS = 24
+MOST_PARAMETERS = 4_000_000
+BLOCKS = 9  # of 16 tokens, fewer than all sequences fill
+# Whatever of these a config has is made small.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff", "intermediate_size_mlp"), 96
+    ),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"), 32),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
+    **dict.fromkeys(
+        ("qk_nope_head_dim", "v_head_dim", "head_dim", "global_head_dim", "hidden_size_per_layer_input"), 16
+    ),
+    **dict.fromkeys(("sliding_window", "attention_window"), 24),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 320),
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_global_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+# What a small config of some types needs beside.
+MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v3", "axk1", "youtu"), LATENT),
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "lfm2_moe": {"layer_types": ["full_attention"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "longcat_flash": LATENT,
+}
+OPTIONAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # made small where they are null, too
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """A checkpoint with prompts and the tokens that transformers generates greedily from them."""
+
+    folder: Path
+    prompts: list[list[int]]
+    tokens: list[list[int]]
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """Return a config of a type with small sizes, two layers, or one of each kind, and its other fields' defaults."""
+    default = AutoConfig.for_model(model_type).get_text_config()
+    said = default.to_dict()
+    small = {name: value for name, value in SMALL.items() if name in said}
+    small = {name: value for name, value in small.items() if said[name] is not None or name in OPTIONAL}
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        if said.get(name) is not None:
+            alike = said[name] == said.get("num_attention_heads", said.get("n_head"))
+            small[name] = 4 if alike or "kv_lora_rank" in said else 2
+    if kinds := list(dict.fromkeys(said.get("layer_types") or ())):
+        small["num_hidden_layers"] = max(2, len(kinds))
+        small["layer_types"] = (kinds * 2)[: small["num_hidden_layers"]]
+    if kinds := list(dict.fromkeys(said.get("mlp_layer_types") or ())):
+        small["mlp_layer_types"] = (kinds * 4)[: small.get("num_hidden_layers", 2)]
+    config: PreTrainedConfig = type(default)(**small | MORE.get(model_type, {}))
+    return config
+
+
+def why_no_tiny_model(model_type: str) -> str | None:
+    """Return why there is no small random model of a type, None where there is one."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(model_type))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    size = sum(weight.numel() for weight in model.parameters())
+    return None if size <= MOST_PARAMETERS else f"its small config has {size:,} parameters"
+
+
+def model_config(model_type: str, **more: Any) -> ModelConfig:
+    """Return the tiny config of a type as our engine reads it, for transformers' layers."""
+    named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
+    return replace(ModelConfig.of(tiny_config(model_type).to_dict() | named | more), implementation="transformers")
+
+
+def save_oracle(model_type: str, folder: Path) -> Oracle:
+    """Save a random model of a type and generate from it."""
+    model = _random_model(tiny_config(model_type))
+    model.save_pretrained(folder)
+    tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)
+    random.seed(model_type)
+    prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (3, 17, 40, 9)]
+    return Oracle(folder, prompts, [_greedy(model, prompt) for prompt in prompts])
+
+
+def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            near = 1.0 if parameter.ndim == 1 and "norm" in name and "bias" not in name else 0.0
+            parameter.normal_(near, 0.1)
+    return model
+
+
+@torch.no_grad()
+def _greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
+    """Return tokens that are computed from the whole text each time, without a cache."""
+    text = list(prompt)
+    for _ in range(TOKENS):
+        logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
+        if not logits.isfinite().all():
+            raise ValueError("the random model gives no finite logits")
+        text.append(int(logits.argmax()))
+    return text[len(prompt) :]
+
+
+def check(oracle: Oracle, tensor_parallel_size: int = 1) -> None:
+    """Serve a checkpoint through transformers' layers: chunks, a cache too small for all, a prefix hit, n = 2."""
+    llm = LLM(
+        str(oracle.folder),
+        model_impl="transformers",
+        dtype="float32",
+        device="cpu",
+        max_model_len=128,
+        num_kv_blocks=BLOCKS,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+    with llm:
+        found = llm.generate(oracle.prompts, greedy, use_tqdm=False)
+        assert [list(one.outputs[0].token_ids) for one in found] == oracle.tokens
+        assert llm.stats().preemptions, "the cache has held all"
+        longest, expected = oracle.prompts[2], oracle.tokens[2]
+        hits = llm.stats().prefix_hit_tokens
+        both = SamplingParams(max_tokens=TOKENS - 8, temperature=0.0, ignore_eos=True, n=2)
+        (again,) = llm.generate([longest + expected[:8]], both, use_tqdm=False)
+        assert [list(choice.token_ids) for choice in again.outputs] == [expected[8:]] * 2
+        assert llm.stats().prefix_hit_tokens > hits, "nothing was found in the prefix cache"
+
+
+@cache
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("types", nargs="*", metavar="TYPE")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    return parser
+
+
+def census(types: Iterable[str], tensor_parallel_size: int) -> None:
+    """Print a line for each type."""
+    for model_type in types:
+        began = time.perf_counter()
+        try:
+            told = why_no_tiny_model(model_type) or _served(model_type, tensor_parallel_size)
+        except SquadronError as error:
+            told = f"refused: {error}"
+        except Exception as error:
+            told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(f"{model_type}: {told[:300]} ({time.perf_counter() - began:.1f} s)", flush=True)
+
+
+def _served(model_type: str, tensor_parallel_size: int) -> str:
+    blueprint(model_config(model_type), tensor_parallel_size)
+    with tempfile.TemporaryDirectory() as folder:
+        check(save_oracle(model_type, Path(folder)), tensor_parallel_size)
+    return "the same tokens"
+
+
+if __name__ == "__main__":
+    given = _arguments().parse_args()
+    census(given.types or TYPES, given.tensor_parallel_size)

@@ -1,0 +1,134 @@
+"""Models through transformers' own layers: its tokens, whatever the cache and the company; what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.llm import LLM
+from engine.models.blueprint import blueprint
+from engine.models.config import ModelConfig
+from engine.resolve import check_model, resolve
+from engine.sampling_params import SamplingParams
+from parallel.errors import ShardingError
+from tests.parity.census import TYPES, Oracle, check, model_config, save_oracle, tiny_config, why_no_tiny_model
+
+# One of each kind: norms, windows, caps and scales (gemma3), fused products (phi3), a norm after each block (olmo2),
+# multipliers (granite), parallel blocks and LayerNorm (cohere2, gpt_neox), experts (mixtral, qwen3_moe), latent
+# attention with experts in groups (deepseek_v3), sinks with biased and interleaved experts (gpt_oss), partial
+# rotations (glm4_moe), learned positions (opt).
+KINDS = (
+    *("gemma3_text", "phi3", "olmo2", "granite", "cohere2", "gpt_neox", "opt"),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"),
+)
+SPLIT = ("deepseek_v3", "gpt_oss")
+REASONS = {
+    "mamba": "max_position_embeddings|recurrent state",
+    "qwen3_next": "layer_types has linear_attention",
+    "bert": "wants attention that is not causal",
+    "falcon": "makes no FalconForCausalLM over a paged cache",
+    "diffllama": "attends twice",
+    "doge": "wants a mask of its own",
+}
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Oracle]:
+    return {kind: save_oracle(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(oracles: dict[str, Oracle], kind: str) -> None:
+    check(oracles[kind])
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+def test_two_ranks_give_the_same_tokens(oracles: dict[str, Oracle], kind: str) -> None:
+    check(oracles[kind], tensor_parallel_size=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in KINDS])
+def test_each_decoder_of_transformers_gives_its_tokens_or_is_refused(kind: str, ranks: int, tmp_path: Path) -> None:
+    if (reason := why_no_tiny_model(kind)) is not None:
+        pytest.skip(f"transformers makes no tiny model of {kind}: {reason}")
+    try:
+        blueprint(model_config(kind), ranks)
+    except (CheckpointError, ShardingError) as refused:
+        pytest.skip(str(refused))
+    check(save_oracle(kind, tmp_path), ranks)
+
+
+@pytest.mark.parametrize("kind", ["phi3", "mixtral"])
+def test_bits_do_not_depend_on_the_company(oracles: dict[str, Oracle], kind: str) -> None:
+    oracle = oracles[kind]
+    settings: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 40, "max_num_batched_tokens": 40}
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=1)
+    with LLM(
+        str(oracle.folder), model_impl="transformers", dtype="float32", enable_prefix_caching=False, **settings
+    ) as llm:
+        together = [one.outputs[0].logprobs for one in llm.generate(oracle.prompts, params, use_tqdm=False)]
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].logprobs for prompt in oracle.prompts]
+    assert together == alone
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_cannot_be_served_is_refused_with_the_reason(kind: str) -> None:
+    with pytest.raises(CheckpointError, match=REASONS[kind]):
+        blueprint(model_config(kind))
+
+
+def test_chunked_attention_is_served_up_to_a_chunk() -> None:
+    long = model_config("llama4_text", max_position_embeddings=16_384)
+    with pytest.raises(CheckpointError, match="layer_types has chunked_attention; set max_model_len to 8192"):
+        blueprint(long)
+    assert len(blueprint(long, max_positions=8192).cached) == long.num_layers
+
+
+def test_a_model_without_a_plan_is_refused_on_two_ranks() -> None:
+    with pytest.raises(
+        CheckpointError, match=r"no tensor-parallel plan for OPTForCausalLM; use tensor_parallel_size=1"
+    ):
+        blueprint(model_config("opt"), size=2)
+
+
+def test_heads_that_cannot_be_split_are_refused() -> None:
+    with pytest.raises((CheckpointError, ShardingError), match=r"2 ranks|paged cache|divide"):
+        blueprint(model_config("gemma2", num_attention_heads=3, num_key_value_heads=3), size=2)
+
+
+def test_quantisation_is_refused_with_a_way_out(oracles: dict[str, Oracle]) -> None:
+    config = EngineConfig(str(oracles["phi3"].folder), quantization="int8", device="cpu")
+    model = model_config("phi3")
+    with pytest.raises(ConfigError, match="not quantised here; leave the flag out"):
+        check_model(resolve(config, model), model)
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    values = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such", "hidden_size": 64}
+    values |= {"num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"'NoSuchForCausalLM' is not supported: transformers .* has no such"):
+        LLM(str(tmp_path))
+
+
+def test_another_task_of_a_known_type_is_refused() -> None:
+    values = tiny_config("qwen3").to_dict() | {"architectures": ["Qwen3ForSequenceClassification"]}
+    wanted = r"Qwen3ForSequenceClassification' is not supported: of its model_type .* makes Qwen3ForCausalLM"
+    with pytest.raises(CheckpointError, match=wanted):
+        blueprint(replace(ModelConfig.of(values), implementation="transformers"))
+
+
+def test_layers_of_a_device_need_no_other(oracles: dict[str, Oracle]) -> None:
+    """The blueprint of a model has no memory."""
+    found = blueprint(model_config("mixtral"), dtype=torch.bfloat16)
+    assert {weight.device.type for weight in found.parameters()} == {"meta"}
+    assert {weight.dtype for weight in found.parameters()} == {torch.bfloat16}
