@@ -151,7 +151,9 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
 
 
 def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
-    """Fill the parameters of a model of transformers, by its own mapping of names and shapes."""
+    """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
+    extra = {name for name in held.unknown if name != HEAD and not NO_WEIGHTS.search(name)}
+    _refuse(checkpoint.folder, "not part of this architecture", extra)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
         by_name[rule.name].append(rule)
@@ -161,9 +163,17 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
             found.add(name)
             for rule in by_name.get(name, ()):
-                source = TensorSource(tensor if rule.index is None else tensor[rule.index])
-                _sharded(model.get_parameter(rule.target), rule).load(source, rule.part, rule.transposed)
+                _load_made(model, rule, tensor if rule.index is None else tensor[rule.index], checkpoint.folder)
     _refuse(checkpoint.folder, "missing", by_name.keys() - found)
+
+
+def _load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -> None:
+    if tuple(tensor.shape) != rule.shape:
+        raise CheckpointError(
+            f"{folder}: tensor {rule.name} is made with shape {list(tensor.shape)}, config.json makes it "
+            f"{list(rule.shape)}"
+        )
+    _sharded(model.get_parameter(rule.target), rule).load(TensorSource(tensor), rule.part, rule.transposed)
 
 
 def _batches(model: CausalLM, rules: list[WeightRule]) -> Iterator[list[WeightRule]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -47,13 +48,15 @@ def stored(model: PreTrainedModel, names: Iterable[str], wanted: Iterable[str]) 
     plain: dict[str, str] = {}
     made: dict[str, Made] = {}
     unknown: list[str] = []
+    unneeded = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     prefix = model.base_model_prefix
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
             target, pattern = name, None
         if target not in known:
-            unknown.append(name)
+            if not any(ignored.search(target) or ignored.search(name) for ignored in unneeded):
+                unknown.append(name)
         elif pattern is None:
             plain[target] = name
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 from typing_extensions import override
 
 from engine.errors import CheckpointError
@@ -53,7 +55,6 @@ class WholeLinear(ParallelLinear):
     """A weight that every rank holds whole, for inputs of any shape before the features."""
 
     def __init__(self, old: nn.Linear, build: Build) -> None:
-        self.in_features, self.out_features = old.in_features, old.out_features
         device = build.group.device
         bias = None if old.bias is None else replicated((old.out_features,), build.dtype, device)
         super().__init__(replicated((old.out_features, old.in_features), build.dtype, device), bias, build.group)
@@ -186,6 +187,7 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
         )
     old_embedding, old_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.config.get_text_config().tie_word_embeddings)
+    wide = _wide_dtypes(model, build.dtype)
     embedding = ParallelEmbedding(old_embedding, build)
     head = Head(old_head, build)
     for path, module in list(model.named_modules()):
@@ -194,10 +196,11 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
         elif module is old_head:
             _set(model, path, head)
         elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-            _set(model, path, _linear(module, path, plan, build))
+            own = replace(build, dtype=wide.get(f"{path}.weight", build.dtype))
+            _set(model, path, _linear(module, path, plan, own))
         elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             _set(model, path, _experts(module, build))
-    _own_parameters(model, plan, build)
+    _own_parameters(model, plan, wide, build)
     if tied:
         head.tie_to(embedding)  # type: ignore[arg-type]
     return embedding, head
@@ -222,7 +225,17 @@ def _experts(old: Any, build: Build) -> StackedExperts:
     return StackedExperts(old, build)
 
 
-def _own_parameters(model: nn.Module, plan: Mapping[str, str], build: Build) -> None:
+def _wide_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of what a model of `dtype` keeps in another one, such as the biases of routers, by path."""
+    kept: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype)
+    if not kept:
+        return {}
+    pattern, names, _ = build_glob_alternation(list(kept))
+    found = ((path, pattern.search(path)) for path in model.state_dict())
+    return {path: kept[names[match.lastgroup]] for path, match in found if match is not None}
+
+
+def _own_parameters(model: nn.Module, plan: Mapping[str, str], wide: Mapping[str, torch.dtype], build: Build) -> None:
     """Let the parameters and the stored buffers that are left know how they are loaded."""
     group = build.group
     for path, module in model.named_modules():
@@ -230,7 +243,8 @@ def _own_parameters(model: nn.Module, plan: Mapping[str, str], build: Build) -> 
         for name, buffer in stored.items():
             if name not in module._non_persistent_buffers_set:
                 del module._buffers[name]
-                module.register_parameter(name, replicated(buffer.shape, buffer.dtype, group.device))
+                dtype = wide.get(f"{path}.{name}", buffer.dtype)
+                module.register_parameter(name, replicated(buffer.shape, dtype, group.device))
         for name, old in list(module._parameters.items()):
             if old is None or isinstance(old, ShardedParameter):
                 continue
@@ -242,9 +256,8 @@ def _own_parameters(model: nn.Module, plan: Mapping[str, str], build: Build) -> 
             if style == "colwise":
                 pieces = even_pieces([shape[0]], group.rank, group.size, name)
                 shape[0] = pieces[0].size
-            module._parameters[name] = ShardedParameter.of(
-                shape, old.dtype, group.device, 0 if pieces else None, pieces
-            )
+            dtype = wide.get(f"{path}.{name}", old.dtype)
+            module._parameters[name] = ShardedParameter.of(shape, dtype, group.device, 0 if pieces else None, pieces)
 
 
 def _style(plan: Mapping[str, str], path: str) -> str:
