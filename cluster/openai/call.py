@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from cluster.errors import ApiError, as_api_error
-from cluster.openai.fields import Message, Hints, Prompt
+from cluster.openai.fields import Hints, Message, Prompt
 from cluster.openai.parsers.reasoning import ReasoningParser
 from cluster.openai.parsers.tool_choice import ToolUse
 from cluster.openai.request_fields import ChatFields, TokenizeFields
