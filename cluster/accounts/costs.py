@@ -101,6 +101,8 @@ class CostMeter:
 
     def took(self, event: BlocksTaken) -> None:
         """Note which tenants pay for blocks."""
+        if not event.blocks:
+            return
         held, count = self._held, len(event.blocks) if len(event.sequences) == 1 else 1
         payers = [sequence.request.tenant for sequence in event.sequences]
         for payer in payers:
@@ -111,11 +113,13 @@ class CostMeter:
     def left(self, event: Left) -> None:
         """Note that a sequence has left its slot, and that no tenant pays for the blocks it freed any more."""
         self._left.append((event.sequence, event.slot))
-        payers = [payer for block in event.freed if (payer := self._payers[block]) is not None]
+        freed = Counter(self._payers[block] for block in event.freed)
         for block in event.freed:
             self._payers[block] = None
-        for payer in set(payers):
-            self._held[payer] -= payers.count(payer)
+        for payer, count in freed.items():
+            if payer is None:
+                raise IntegrityError(f"a block without a payer was freed: one of {event.freed}")
+            self._held[payer] -= count
             if not self._held[payer]:
                 del self._held[payer]
 

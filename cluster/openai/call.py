@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from cluster.errors import ApiError, as_api_error
-from cluster.openai.fields import ChatMessage, Hints, Prompt
+from cluster.openai.fields import Hints, Message, Prompt
 from cluster.openai.parsers.reasoning import ReasoningParser
 from cluster.openai.parsers.tool_choice import ToolUse
 from cluster.openai.request_fields import ChatFields, TokenizeFields
@@ -239,7 +239,7 @@ def _options(checked: ChatPrompt, template: str, hints: Hints) -> dict[str, Any]
     return options
 
 
-def _message(message: ChatMessage, param: str, template: str, hints: Hints) -> dict[str, Any]:
+def _message(message: Message, param: str, template: str, hints: Hints) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     one: dict[str, Any] = {"role": role, "content": message.content}
     if message.name is not None and _is_used(_names_read(template), f"{param}.name", template, hints):
@@ -254,7 +254,7 @@ def _message(message: ChatMessage, param: str, template: str, hints: Hints) -> d
     return one
 
 
-def _thoughts(message: ChatMessage, param: str, template: str, hints: Hints) -> dict[str, str]:
+def _thoughts(message: Message, param: str, template: str, hints: Hints) -> dict[str, str]:
     """What the assistant thought, by either name; where both say something, the older counts."""
     found: dict[str, str] = {}
     for name, text in (("reasoning_content", message.reasoning_content), ("reasoning", message.reasoning)):
@@ -269,7 +269,7 @@ def _thoughts(message: ChatMessage, param: str, template: str, hints: Hints) -> 
     return found
 
 
-def _tool_call_id(message: ChatMessage, param: str, template: str) -> str:
+def _tool_call_id(message: Message, param: str, template: str) -> str:
     _only_from("tool", "tool_call_id", message, param)
     _refuse_unread("tool|tool_call_id|ipython", f"{param}.role", template)
     if message.tool_call_id is None:
@@ -280,7 +280,7 @@ def _tool_call_id(message: ChatMessage, param: str, template: str) -> str:
     return message.tool_call_id
 
 
-def _only_from(role: str, field: str, message: ChatMessage, param: str) -> None:
+def _only_from(role: str, field: str, message: Message, param: str) -> None:
     if message.role != role:
         name = f"{param}.{field}"
         raise InvalidRequestError(f"{name} is allowed only in messages with role {role!r}", name)

@@ -289,7 +289,7 @@ class ToolCall(Fields):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(Fields):
+class Message(Fields):
     """One message of a conversation; `developer` is today's name of `system`.
 
     Clients send answers back as they came, so fields that are null or empty count as not sent. An assistant that
@@ -321,4 +321,4 @@ class ChatMessage(Fields):
         return value not in (None, [], {})
 
 
-Messages = Annotated[list[ChatMessage], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")]
+Messages = Annotated[list[Message], Field(fail_fast=True), at_most(MAX_MESSAGES, "messages")]

@@ -196,7 +196,10 @@ class StepBuffers:
         return sent, copies.view(-1, 2)
 
     def _forget(self) -> None:
-        """Begin anew: what has arrived is not known."""
+        """Begin anew: what has arrived is not known.
+
+        In a group rank 0 goes on sending changes alone: only because any error ends the group does this do no harm.
+        """
         self._known.forget()
         self._table.zero_()
 

@@ -15,6 +15,7 @@ from cluster.replica.sessions import ReplicaTimes
 from cluster.router.dispatcher import Dispatcher
 from cluster.router.dispatcher_config import DispatcherConfig
 from cluster.wire import tcp
+from cluster.wire.link import CLOSED, ReplicaLink
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 from tests.chaos.tcp_proxy import TcpProxy
@@ -75,7 +76,7 @@ class NetLab(Lab):
         proxy = await TcpProxy(address.port, delay).__aenter__()
         self.proxies[name] = proxy
         linked = asyncio.Event()
-        self._tasks.append(asyncio.create_task(self._keep_linked(replace(address, port=proxy.port), linked)))
+        self._tasks.append(asyncio.create_task(self._keep_linked(name, replace(address, port=proxy.port), linked)))
         await linked.wait()
         return replica
 
@@ -85,15 +86,28 @@ class NetLab(Lab):
             await replica.until_stats(lambda stats: stats.num_running + stats.num_waiting == 0)
             await until(lambda replica=replica: replica.held_blocks == 0)
 
-    async def _keep_linked(self, address: tcp.LinkAddress, linked: asyncio.Event) -> None:
+    async def _keep_linked(self, name: str, address: tcp.LinkAddress, linked: asyncio.Event) -> None:
         while True:
             with suppress(tcp.LinkRefusedError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     link = await tcp.connect(address, "router")
+                self._report_given_up(name, link)
                 self.dispatcher.add_link(link)
                 linked.set()
                 await link.wait_closed()
             await asyncio.sleep(0.025)
+
+    def _report_given_up(self, name: str, link: ReplicaLink) -> None:
+        """Have `on_lost` called when the dispatcher gives the link up, the first time."""
+        close, codes = link.close, []
+
+        def closing(code: str = CLOSED, message: str = "") -> None:
+            if not codes:
+                codes.append(code)
+                self.on_lost(name, code)
+            close(code, message)
+
+        vars(link)["close"] = closing
 
     async def _watch(self, dispatcher: Dispatcher) -> None:
         counters = dispatcher.counters

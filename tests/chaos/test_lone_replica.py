@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cluster.grpc_api.squadron.v1 import inference_pb2 as pb
 from cluster.grpc_api.squadron.v1.inference_pb2_grpc import InferenceStub
-from deploy.status import Condition, ReplicaLine, Report, fetch
+from deploy.status import Condition, ReplicaLine, StatusReport, fetch
 from tests import tiny_tokenizer
 from tests.chaos.raw_http import last_error, stalled
 from tests.chaos.streams import check_exact, client_of, greedy_or_seeded, read_all
@@ -114,7 +114,7 @@ def ended(app: App) -> float:
     return app.metric("squadron_requests_ended_total", outcome="slow_consumer")
 
 
-def report(app: App) -> Report:
+def report(app: App) -> StatusReport:
     with httpx.Client(base_url=app.url, timeout=10) as client:
         return fetch(client)
 
