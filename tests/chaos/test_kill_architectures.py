@@ -1,0 +1,52 @@
+"""kill -9 of a replica under streams of models that go through transformers' layers: no token is lost or changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from tests.chaos.streams import check_exact, client_of, read_all
+from tests.e2e.harness import App, deploy, kill, processes
+from tests.long import long
+from tests.parity.census import save_oracle
+
+NAME = "kinds"
+STREAMS, TOKENS = 16, 90
+# Experts with sinks; latent attention with experts in groups; a dense one.
+KINDS = ["gpt_oss", long("deepseek_v3"), long("phi3")]
+
+
+def asked(index: int) -> dict[str, Any]:
+    """Return request `index`, half greedy, half seeded."""
+    sampling = {"temperature": 0} if index % 2 == 0 else {"temperature": 0.8, "seed": index}
+    prompt = [3 + (index * 17 + place * 5) % 240 for place in range(4 + index)]
+    return {"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, **sampling}
+
+
+@pytest.fixture(params=KINDS)
+def app(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[App]:
+    """Two replicas of a tiny random model."""
+    folder = str(save_oracle(request.param, tmp_path).folder)
+    settings = {"served_model_name": NAME, "replicas": 2, "cpus_per_worker": 0.5, "dtype": "float32"}
+    yield deploy(serve_port, NAME, model=folder, model_impl="transformers", **settings)
+    serve.delete(NAME)
+
+
+async def test_every_stream_survives_a_kill(app: App) -> None:
+    async with client_of(app.url) as client:
+        requests = [asked(index) for index in range(STREAMS)]
+        undisturbed = await read_all(client, requests)
+        begun = asyncio.Event()
+        running = asyncio.create_task(
+            read_all(client, requests, lambda stream: begun.set() if len(stream.tokens) > 10 else None)
+        )
+        await begun.wait()
+        kill(processes(f"ray::ServeReplica:{NAME}:Replica")[0])
+        check_exact(await running, undisturbed)
+    assert app.metric("squadron_migrations_total") > 0, "the killed replica ran none of them"
+    app.wait_whole()
