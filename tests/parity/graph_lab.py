@@ -76,9 +76,9 @@ class GraphAttention(ReferenceAttention):
     def mixed_metadata(self, step, plan, max_seq_len):
         return step
 
-    def forward(self, query, key, value, cache, metadata, window):
+    def forward(self, query, key, value, cache, metadata, window, sinks=None):
         if not isinstance(metadata, StepTensors):
-            return super().forward(query, key, value, cache, metadata, window)
+            return super().forward(query, key, value, cache, metadata, window, sinks)
         for store, new in ((cache.keys, key), (cache.values, value)):
             store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
         spec, starts = self.spec, metadata.query_start_loc

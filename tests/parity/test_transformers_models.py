@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,12 +111,10 @@ def test_quantisation_is_refused_with_a_way_out(oracles: dict[str, Oracle]) -> N
         check_model(resolve(config, model), model)
 
 
-def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
-    values = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such", "hidden_size": 64}
-    values |= {"num_hidden_layers": 2, "vocab_size": 320, "max_position_embeddings": 64}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+def test_an_unknown_architecture_is_refused() -> None:
+    values = tiny_config("qwen3").to_dict() | {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such"}
     with pytest.raises(CheckpointError, match=r"'NoSuchForCausalLM' is not supported: transformers .* has no such"):
-        LLM(str(tmp_path))
+        blueprint(replace(ModelConfig.of(values), implementation="transformers"))
 
 
 def test_another_task_of_a_known_type_is_refused() -> None:

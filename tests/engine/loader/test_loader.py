@@ -191,7 +191,7 @@ def test_tied_head_in_the_file_is_ignored(saved, folder):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM, Qwen2ForCausalLM"]),
+        ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["yarn", "default, linear"]),
