@@ -85,11 +85,13 @@ class MadeTensors(Protocol):
 class Stored:
     """How a checkpoint holds a model whose tensors it has under other names, or in other shapes.
 
-    plain: name in the rules -> name on disk. made: what has to be made. unknown: on disk, and not of this model.
+    plain: name in the rules -> name on disk. made: what has to be made. lacking: names in the rules of which nothing
+    is on disk. unknown: on disk, and not of this model.
     """
 
     plain: Mapping[str, str]
     made: Sequence[MadeTensors]
+    lacking: Sequence[str]
     unknown: Sequence[str]
 
 

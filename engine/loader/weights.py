@@ -90,6 +90,7 @@ NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 # config.json tells; query scales.
 NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
 HEAD = "lm_head.weight"  # saved by some though it is tied
+ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
 NAMES_SHOWN = 8
 
@@ -131,6 +132,7 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     names = _names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD}
+    _check_tied_head(model, rules, checkpoint, names)
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
     extra = {name for name in others if not any(pattern.search(name) for pattern in unused)}
     _refuse(checkpoint.folder, "not part of this architecture", extra)
@@ -150,10 +152,35 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
 
 
+def _check_tied_head(
+    model: CausalLM, rules: list[WeightRule], checkpoint: Checkpoint, names: Mapping[str, str]
+) -> None:
+    """Refuse a head in the checkpoint that is tied to the embedding by config.json and yet another.
+
+    names: in the rules -> on disk.
+    """
+    if model.head.weight is not model.table or HEAD not in checkpoint.names:
+        return
+    tied = next(rule.name for rule in rules if model.get_parameter(rule.target) is model.table)
+    if tied not in names:
+        return  # it is told with the others that are missing
+    table, head = checkpoint.source(names[tied]), checkpoint.source(HEAD)
+    rows = range(0, head.shape[0], ROWS_COMPARED)
+    if head.shape != table.shape or not all(
+        torch.equal(head[first : first + ROWS_COMPARED], table[first : first + ROWS_COMPARED]) for first in rows
+    ):
+        raise CheckpointError(
+            f"{checkpoint.folder}: {HEAD} differs from the embedding, which config.json ties it to; set "
+            "tie_word_embeddings to false"
+        )
+
+
 def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
     """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
+    _check_tied_head(model, rules, checkpoint, held.plain)
     extra = {name for name in held.unknown if name != HEAD and not NO_WEIGHTS.search(name)}
     _refuse(checkpoint.folder, "not part of this architecture", extra)
+    _refuse(checkpoint.folder, "missing", held.lacking)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
         by_name[rule.name].append(rule)
@@ -163,11 +190,13 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
         for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
             found.add(name)
             for rule in by_name.get(name, ()):
-                _load_made(model, rule, tensor if rule.index is None else tensor[rule.index], checkpoint.folder)
+                _load_made(model, rule, tensor, checkpoint.folder)
     _refuse(checkpoint.folder, "missing", by_name.keys() - found)
 
 
 def _load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -> None:
+    if rule.index is not None and rule.index < len(tensor):
+        tensor = tensor[rule.index]
     if tuple(tensor.shape) != rule.shape:
         raise CheckpointError(
             f"{folder}: tensor {rule.name} is made with shape {list(tensor.shape)}, config.json makes it "

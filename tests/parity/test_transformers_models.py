@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
@@ -17,7 +19,18 @@ from engine.models.config import ModelConfig
 from engine.resolve import check_model, resolve
 from engine.sampling_params import SamplingParams
 from parallel.errors import ShardingError
-from tests.parity.census import TYPES, Oracle, check, model_config, save_oracle, tiny_config, why_no_tiny_model
+from tests.parity.census import (
+    NOT_SMALL,
+    ONE_RANK,
+    REFUSED,
+    TYPES,
+    Oracle,
+    check,
+    model_config,
+    save_oracle,
+    tiny_config,
+    why_no_tiny_model,
+)
 
 # One of each kind: norms, windows, caps and scales (gemma3), fused products (phi3), a norm after each block (olmo2),
 # multipliers (granite), parallel blocks and LayerNorm (cohere2, gpt_neox), experts (mixtral, qwen3_moe), latent
@@ -53,17 +66,115 @@ def test_two_ranks_give_the_same_tokens(oracles: dict[str, Oracle], kind: str) -
     check(oracles[kind], tensor_parallel_size=2)
 
 
+def test_each_type_is_served_or_on_a_list() -> None:
+    served = {kind for kind in TYPES if kind not in NOT_SMALL and refusal(kind, 1) is None}
+    assert served == {*TYPES} - NOT_SMALL - REFUSED
+    assert len(served) >= 90
+    assert {kind for kind in NOT_SMALL if why_no_tiny_model(kind) is None} == set()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in KINDS])
-def test_each_decoder_of_transformers_gives_its_tokens_or_is_refused(kind: str, ranks: int, tmp_path: Path) -> None:
-    if (reason := why_no_tiny_model(kind)) is not None:
-        pytest.skip(f"transformers makes no tiny model of {kind}: {reason}")
+@pytest.mark.parametrize("kind", sorted({*TYPES} - NOT_SMALL - REFUSED - {*KINDS}))
+def test_each_decoder_of_transformers_gives_its_tokens(kind: str, ranks: int, tmp_path: Path) -> None:
+    if ranks > 1 and kind in ONE_RANK:
+        assert refusal(kind, ranks) is not None
+        return
+    check(save_oracle(kind, tmp_path), ranks)
+
+
+def refusal(kind: str, ranks: int) -> str | None:
+    """Return why a type is not served on so many ranks, None where it is."""
     try:
         blueprint(model_config(kind), ranks)
-    except (CheckpointError, ShardingError) as refused:
-        pytest.skip(str(refused))
-    check(save_oracle(kind, tmp_path), ranks)
+    except (CheckpointError, ShardingError) as error:
+        return str(error)
+    return None
+
+
+VARIANTS = {
+    "a rope that changes with the length": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+            },
+        },
+        "rope_type 'longrope' .* set max_model_len to 64",
+    ),
+    "a window of a mask alone": ("phimoe", {"sliding_window": 8}, "window of 8 tokens to a mask alone"),
+    "a window of some layers' mask alone": (
+        "qwen2_moe",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "window of 8 tokens to a mask alone",
+    ),
+    "an encoder as a decoder": ("roberta", {"is_decoder": True}, "encoder that is used as a decoder"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_would_give_other_tokens_is_refused(variant: str) -> None:
+    kind, changes, reason = VARIANTS[variant]
+    with pytest.raises(CheckpointError, match=reason):
+        blueprint(model_config(kind, **changes))
+
+
+def test_what_changes_beyond_a_length_is_served_up_to_it() -> None:
+    kind, changes, _ = VARIANTS["a rope that changes with the length"]
+    assert blueprint(model_config(kind, **changes), max_positions=64).cached
+    kind, changes, _ = VARIANTS["a window of a mask alone"]
+    assert blueprint(model_config(kind, **changes), max_positions=8).cached
+
+
+@pytest.mark.parametrize("changed", ["another head", "a tensor too many", "a tensor too few"])
+def test_a_checkpoint_that_is_not_what_its_config_says_is_refused(changed: str, tmp_path: Path) -> None:
+    oracle = save_oracle("gemma3_text", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    if changed == "another head":
+        tensors["lm_head.weight"] = table + 1
+    elif changed == "a tensor too many":
+        tensors["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+    else:
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    told = {
+        "another head": "set tie_word_embeddings to false",
+        "a tensor too many": "not part of",
+        "a tensor too few": "missing",
+    }
+    with pytest.raises(CheckpointError, match=told[changed]):
+        LLM(str(oracle.folder), model_impl="transformers", num_kv_blocks=8, max_model_len=64)
+
+
+def test_bfloat16_is_near_transformers(oracles: dict[str, Oracle]) -> None:
+    """Routers' biases stay in fp32 there, as transformers keeps them."""
+    outline = blueprint(model_config("deepseek_v3"), dtype=torch.bfloat16)
+    wide = [name for name, weight in outline.named_parameters() if weight.dtype is torch.float32]
+    assert wide
+    assert all(name.endswith("e_score_correction_bias") for name in wide)
+    oracle = oracles["deepseek_v3"]
+    prompt = oracle.prompts[1]
+    model = AutoModelForCausalLM.from_pretrained(oracle.folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "num_kv_blocks": 8, "max_model_len": 64}
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    with LLM(str(oracle.folder), model_impl="transformers", device="cpu", **settings) as llm:
+        (found,) = llm.generate([prompt], params, use_tqdm=False)
+    told = torch.tensor([one.logprob for one in found.prompt_logprobs[1:] if one is not None])
+    wanted = expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(told, wanted, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "mixtral"])

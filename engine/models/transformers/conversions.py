@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from engine.errors import CheckpointError
 from engine.layers.base import Stored
 
 
@@ -58,8 +59,13 @@ def stored(model: PreTrainedModel, names: Iterable[str], wanted: Iterable[str]) 
             if not any(ignored.search(target) or ignored.search(name) for ignored in unneeded):
                 unknown.append(name)
         elif pattern is None:
+            if target in plain:
+                raise CheckpointError(f"the checkpoint holds {target} twice: {plain[target]} and {name}")
             plain[target] = name
         else:
             one = made.setdefault(target, Made(target, by_pattern[pattern], model))
             one.sources.append((name, pattern))
-    return Stored(plain, list(made.values()), unknown)
+    # What is made beside the first of a converter's targets is known when it was made.
+    several = any(len(one.converter.target_patterns) > 1 for one in made.values())
+    lacking = [] if several else sorted(known.keys() - plain.keys() - made.keys())
+    return Stored(plain, list(made.values()), lacking, unknown)

@@ -253,6 +253,11 @@ def _own_parameters(model: nn.Module, plan: Mapping[str, str], wide: Mapping[str
             style = _style(plan, f"{path}.{name}") if group.size > 1 else "replicate"
             shape = list(old.shape)
             pieces: tuple[Piece, ...] = ()
+            if style not in (*WHOLE, "colwise"):
+                raise CheckpointError(
+                    f"config.json: {path}.{name} is split as {style!r}, which this backend does not know; use "
+                    "tensor_parallel_size=1"
+                )
             if style == "colwise":
                 pieces = even_pieces([shape[0]], group.rank, group.size, name)
                 shape[0] = pieces[0].size

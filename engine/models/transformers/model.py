@@ -27,11 +27,10 @@ from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
 from engine.models.transformers.attention import NAME, Call, PagedAttention, Step, connect, record
+from engine.models.transformers.conditions import check_calls, check_config, counted_window_masks
 from engine.models.transformers.conversions import stored
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
 from parallel.parameter import ShardedParameter
-
-KINDS = ("full_attention", "sliding_attention")
 
 
 class TransformersModel(CausalLM):
@@ -165,29 +164,12 @@ def attention_calls(config: ModelConfig, build: Build) -> list[Call]:
     Raises `CheckpointError` for a model that this backend cannot serve.
     """
     model = outline(config, build.dtype)
-    text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or KINDS) - set(KINDS)
-    if build.max_positions <= (getattr(text, "attention_chunk_size", None) or 0):
-        kinds.discard("chunked_attention")  # a sequence that fits its first chunk sees all of it
-    if "chunked_attention" in kinds:
-        raise CheckpointError(
-            f"config.json: layer_types has chunked_attention; set max_model_len to {text.attention_chunk_size}"
-        )
-    if kinds:
-        raise CheckpointError(
-            f"config.json: layer_types has {', '.join(sorted(kinds))}; through transformers only "
-            f"{' and '.join(KINDS)} are served"
-        )
+    check_config(model.config.get_text_config(), build.max_positions)
     body = model.get_submodule(_body_name(model))
-    with META:
+    with META, counted_window_masks(model) as window_masks:
         parallelise(model, Build(BlueprintGroup(build.group.size), build.dtype, build.max_positions))
         calls = record(model, lambda ids, positions: _run(body, ids, positions))
-    layers = model.config.get_text_config().num_hidden_layers
-    if getattr(model, "_is_stateful", False) or len(calls) < layers:
-        raise CheckpointError(
-            f"config.json: {type(model).__name__} keeps a recurrent state beside its cache, or attends in "
-            f"{len(calls)} of {layers} layers alone; such models are not served through transformers"
-        )
+    check_calls(model, calls, window_masks[0], build.max_positions)
     return calls
 
 
@@ -204,6 +186,7 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
         hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
         with META:
             model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=NAME)
+        model.config.get_text_config()  # raises where there are several
     except Exception as error:
         # Each type checks its config in its own way.
         raise CheckpointError(
@@ -219,7 +202,7 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 def _unknown(architecture: str, known: str | None) -> str:
     near = difflib.get_close_matches(architecture, sorted({*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
     advice = f"; the nearest that are known: {', '.join(near)}" if near else ""
-    found = f"transformers {version('transformers')} has no such decoder of text"
+    found = f"transformers {version('transformers')} has no such decoder of text for its model_type"
     if known is not None:
         found = f"of its model_type transformers makes {known}"
     return f"config.json: architecture {architecture!r} is not supported: {found}{advice}"
