@@ -180,12 +180,16 @@ def test_gpt2_saved_without_its_outer_module(saved, folder):
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
-def test_tied_head_in_the_file_is_ignored(saved, folder):
+def test_a_tied_head_in_the_file_must_be_the_embedding(saved, folder):
     path = folder("llama3_tied_biased")
-    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(199, 64)}))
+    edit_weights(
+        path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()})
+    )
     model = load(path)
     assert model.head.weight is model.embedding.weight
     assert model.head.weight.abs().sum() > 0
+    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(199, 64)}))
+    refused(path, "lm_head.weight differs", "set tie_word_embeddings to false")
 
 
 @pytest.mark.parametrize(
