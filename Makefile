@@ -15,6 +15,7 @@ VENV ?= .venv
 PYTHON ?= python3
 EXTRAS ?= test,lint
 BIN := $(abspath $(VENV))/bin
+ALONE := tests/chaos/test_nodes.py
 WITHOUT_RAY := $(addprefix tests/,engine parallel cluster deploy bench clients parity helm ui docs)
 STAMP := $(VENV)/.installed-$(subst $() ,,$(EXTRAS))
 
@@ -37,14 +38,16 @@ serve: install
 	@exec "$(BIN)/squadron" serve demo --replicas 2 --tensor-parallel-size 2 $(ARGS)
 
 # Two processes side by side: first the tests without Ray, file by file, then those with one. Of these, all that share
-# one Ray run one after the other in one process, beside those that start a Ray of their own in the other.
+# one Ray run one after the other in one process, beside those that start a Ray of their own in the other. The test of
+# lost nodes runs alone: Ray ends its nodes after 60 s without its control store, whatever else they have to do.
 test: install
 ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
 else
 	"$(BIN)/python" -m pytest $(WITHOUT_RAY) --numprocesses 2 --dist loadfile --durations=20 --durations-min=5
-	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(WITHOUT_RAY)) --numprocesses 2 --dist loadfile \
+	"$(BIN)/python" -m pytest $(addprefix --ignore=,$(WITHOUT_RAY) $(ALONE)) --numprocesses 2 --dist loadfile \
 	  --no-loadscope-reorder --durations=40 --durations-min=5
+	"$(BIN)/python" -m pytest $(ALONE)
 endif
 
 # Long runs with Ray have the machine to themselves, as what they time is real.
