@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,11 +32,15 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings on every rank: [num_tokens] -> [num_tokens, hidden]."""
+        return self.gather(token_ids, lambda own: F.embedding(own, self.weight))
+
+    def gather(self, token_ids: Tensor, look_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the embeddings on every rank. look_up: row numbers of this rank's table -> embeddings."""
         if self.group.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return look_up(token_ids)
         elsewhere = (token_ids < self.start) | (token_ids >= self.stop)
-        rows = F.embedding((token_ids - self.start).masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        rows = look_up((token_ids - self.start).masked_fill(elsewhere, 0))
+        return self.group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class ParallelLMHead(ParallelLinear):

@@ -99,8 +99,8 @@ class ParallelEmbedding(nn.Module):
     def __init__(self, inner: nn.Embedding, build: Build) -> None:
         super().__init__()
         table = VocabParallelEmbedding(inner.num_embeddings, inner.embedding_dim, build.group, build.dtype)
-        self.vocab_size, self.start, self.stop = table.vocab_size, table.start, table.stop
-        self.group = build.group
+        self.vocab_size = table.vocab_size
+        self._gather = table.gather
         inner.padding_idx = None  # it is for gradients alone
         inner.weight = table.weight
         self.inner = inner
@@ -112,11 +112,7 @@ class ParallelEmbedding(nn.Module):
 
     @override
     def forward(self, ids: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return self.inner(ids)
-        elsewhere = (ids < self.start) | (ids >= self.stop)
-        rows: Tensor = self.inner((ids - self.start).masked_fill(elsewhere, 0))
-        return self.group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        return self._gather(ids, self.inner)
 
 
 class StackedExperts(Experts):
