@@ -24,7 +24,7 @@ from tests.chaos.traffic import Traffic
 from tests.e2e.harness import App, apply_file, eventually, gone, processes, router_processes
 
 NAME = "from-file"
-STREAMS = 6
+STREAMS = 3
 ARGS = {"model": "demo", "dtype": "float32", "cpus_per_worker": 0.25, "drain_timeout": 30}
 
 

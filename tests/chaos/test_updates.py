@@ -22,7 +22,7 @@ from tests.chaos.traffic import Traffic
 from tests.e2e.harness import App, deploy, eventually, kill, processes
 
 NAME = "updates"
-STREAMS = 4
+STREAMS = 3
 pytestmark = pytest.mark.timeout(400)  # a bad version is tried three times, beside streams and whatever else runs
 SETTINGS: dict[str, Any] = {
     "model": "demo",
