@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MODEL_IMPLS = ("auto", "native", "transformers")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
-# What fields of a type take, and how that is told.
+# What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
     "int": ((int,), "a whole number"),

@@ -146,7 +146,7 @@ class StepOutputs:
     stuck: tuple[int, ...] = ()
     prompt_logprobs: Logprobs | None = None  # of `SamplingInputs.prompt`; None where there was no memory for them
     pooled: Floats | None = None  # [num_pooled, hidden]  sums over the rows of each of `StepInputs.pooled`
-    channel: float = 0.0  # seconds that telling the other ranks took
+    channel: float = 0.0  # seconds that sending to the other ranks took
     counts: Ints | None = None  # [num_samples], which add up to num_drawn
 
 
@@ -238,8 +238,8 @@ class StepReport:
     num_tokens: int = 0  # tokens computed by this step, prompt and decode
     num_sequences: int = 0  # that it was computed for
     seconds: float = 0.0  # that the step took
-    executed: float = 0.0  # of these, for telling the ranks and for the model: the others are the host's
-    channel: float = 0.0  # of these again, for telling the ranks
+    executed: float = 0.0  # of these, for sending to the ranks and for the model: the others are the host's
+    channel: float = 0.0  # of these again, for sending to the ranks
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[tuple[Sequence, Floats]] = field(default_factory=list)  # [hidden] each, of sequences that end
 

@@ -46,7 +46,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class ChannelMessage:
-    """What the driver tells its workers: what kind of message, its number, and arrays by name.
+    """What the driver sends its workers: what kind of message, its number, and arrays by name.
 
     kind: 0 to 65,535, given meaning by the sender. number: int64, such as the step's.
     """

@@ -184,9 +184,9 @@ HALF_BYTES = 1 << 18  # larger tensors go in several exchanges
 SPIN = 50e-6  # seconds of looking before parking: ranks that share the work arrive close together
 _WORD_BYTES = 64  # a cache line
 _SIGNS = slice(32, 48)  # for each half, what its exchange is of
-_TOKEN = slice(16, 32)  # random bytes that tell a rank's segment from one of the same name on another host
+_TOKEN = slice(16, 32)  # random bytes that distinguish a rank's segment from one of the same name on another host
 _SUMMED, _JOINED = 0, 1  # kinds of exchange
-_NONE = "none"  # what a rank without a segment tells the others
+_NONE = "none"  # what a rank without a segment sends the others
 _MASK = 2**32 - 1
 
 

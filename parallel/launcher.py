@@ -28,7 +28,7 @@ COUNTERS = Path("/proc/vmstat")  # linux; the line `oom_kill N` counts this mach
 
 
 class MemoryDeaths:
-    """Counts the kernel's kills for lack of memory since it was made, where the kernel tells of them."""
+    """Counts the kernel's kills for lack of memory since it was made, where the kernel reports them."""
 
     def __init__(self, counters: Path = COUNTERS) -> None:
         self._counters = counters

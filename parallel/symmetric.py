@@ -156,7 +156,7 @@ def through_symmetric_memory(
 
 
 class _Agreement:
-    """What the ranks tell each other over a store, a round at a time."""
+    """What the ranks exchange over a store, a round at a time."""
 
     def __init__(self, group: Group, store: Store) -> None:
         self._group = group

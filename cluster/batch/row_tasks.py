@@ -21,7 +21,7 @@ from engine.errors import ConfigError
 FIELDS = ("custom_id", "method", "url", "body")
 # Fields of a body that the row or the batch itself decides.
 OWN_FIELDS = ("model", "prompt", "messages", "stream")
-MAX_NAMES = 20  # of columns that a message tells
+MAX_NAMES = 20  # of columns that a message names
 DEFAULT_PROMPT_COLUMN = "prompt"
 SYSTEM_ROLES = ("system", "developer")
 

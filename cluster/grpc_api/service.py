@@ -73,7 +73,7 @@ _CHAT = _Kind(pb.ChatRequest, chat_fields, parse_chat, ChatResponses)
 
 
 class InferenceService:
-    """One method for each of the `.proto`; requests come as bytes, so that our own words tell what is wrong."""
+    """One method for each of the `.proto`; requests come as bytes, so that our own words say what is wrong."""
 
     def __init__(self, services: GrpcServices) -> None:
         self._services = services

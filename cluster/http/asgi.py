@@ -209,7 +209,7 @@ class Answer:
             return
         retry = [] if error.retry_after is None else [(b"retry-after", str(error.retry_after).encode())]
         if error.code == DEADLINE_EXCEEDED:
-            # OpenAI's clients send a failed request again by themselves, unless told otherwise: with its time anew.
+            # OpenAI's clients repeat failed requests by themselves unless a header forbids it: with its time anew.
             retry.append((b"x-should-retry", b"false"))
         await self.json(error.status, json.encode(error.body()), [*retry, *headers])
 

@@ -154,7 +154,7 @@ class FileRoutes:
     async def _list(self, call: StorageRequest) -> None:
         asked = query_of(call.scope, FileListFields)
         page = page_asked(asked.limit, MOST_FILES, MOST_FILES, asked.after, FILE_IDS, asked.order == "asc")
-        found = await self._stored.run(  # of thousands, it takes tens of milliseconds to tell of them
+        found = await self._stored.run(  # of thousands, describing them takes tens of milliseconds
             call.tenant, lambda store: listed(store.files.page(call.tenant, page, asked.purpose))
         )
         await call.reply(found)

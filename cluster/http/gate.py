@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset({"/health"})
 SCRAPED_PATHS = frozenset({"/metrics", "/ready"})  # all that a key for scraping opens
-PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when it is told how
+PAGES = frozenset({"/ui"})  # where a browser goes, which asks its user for the key when the answer says how
 _ASK_THE_USER = (b"www-authenticate", b'Basic realm="Squadron: the API key as password", charset="UTF-8"')
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,12 @@ from cluster.telemetry.logs import about, log_to_serve
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "cluster.ingress.guard:proxy_middlewares"
 MARK = b"x-squadron-guard"  # on requests that came through the guard; a client's own is taken off
-TELLS_TAKEN = b"2"  # its value: this guard tells what the client has taken, to a router that asks
+TELLS_TAKEN = b"2"  # its value: this guard reports what the client has taken, to a router that asks
 ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router does
-TAKEN = "squadron.taken"  # type of the message that tells: `bytes` of the body, so far
+TAKEN = "squadron.taken"  # type of the message that reports it: `bytes` of the body, so far
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
-TELL_BYTES = 1 << 18  # after so many it is told, or
-TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when it was told so long ago
+TELL_BYTES = 1 << 18  # after so many it is reported, or
+TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when the last report is so long ago
 CLOSED = "/-/routes"
 STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
@@ -145,7 +145,7 @@ class _Exchange:
             self._note_taken(len(message.get("body", b"")))
 
     def _with_one_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers with the id that errors tell in their bodies, in place of one that Serve made up."""
+        """Return the headers with the id that errors have in their bodies, in place of one that Serve made up."""
         given = [(name.lower(), value) for name, value in headers]
         servers = next((value for name, value in given if name == SERVERS_NAME.encode()), None)
         kept = [one for one in given if one[0] != SERVERS_NAME.encode()]

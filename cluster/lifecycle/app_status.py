@@ -161,7 +161,7 @@ class AppWatch:
         while True:
             try:
                 self._probe()
-            except Exception as error:  # whatever it is: without this thread /ready would tell of the past for good
+            except Exception as error:  # whatever it is: without this thread /ready would show the past for good
                 logger.warning("the app's state is not known, or not acted on: %r", error)
             time.sleep(PROBE_SECONDS)
 

@@ -60,7 +60,7 @@ def claim(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Callable[[], bool]]:
-    """Claim `key` among all processes, once no other one holds it; yield what tells whether the claim still holds.
+    """Claim `key` among all processes, once no other one holds it; yield what says whether the claim still holds.
 
     A claim holds for `seconds`: who waits for it counts these by its own clock, so that one who died in it holds up
     nobody for longer, whatever anybody's time of day. Raises one of `FAILURES`.

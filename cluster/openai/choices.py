@@ -1,4 +1,4 @@
-"""One choice of an answer: from the tokens that come to what is new in it, and what it tells of its prompt."""
+"""One choice of an answer: from the tokens that come to what is new in it, and what it says of its prompt."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Choice:
         self._parser = parser
 
     def prepare(self) -> None:
-        """Work out what the first delta will tell of an echoed prompt, so that `take` does not take long."""
+        """Work out what the first delta holds of an echoed prompt, so that `take` does not take long."""
         if self._opening is not None:
             self._opening.placed()
 
@@ -189,9 +189,9 @@ class PromptResult:
 
 
 class Opening:
-    """Puts the prompt before the output of one choice: its text, and where log-probabilities are told, its own.
+    """Puts the prompt before the output of one choice: its text, and where log-probabilities are asked for, its own.
 
-    Nothing but the prompt is told where no more was asked for: what was drawn is dropped.
+    Nothing but the prompt is sent where no more was asked for: what was drawn is dropped.
     """
 
     def __init__(self, call: Call, number: int, prompt: PromptResult, tokenizer: Tokenizer) -> None:

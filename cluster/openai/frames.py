@@ -203,7 +203,7 @@ class ChatFrames(Frames):
         return opening + b'{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' + closing
 
     def _parts(self, delta: Delta, opening: bytes) -> bytes:
-        """A frame each for thoughts, text and every call; what is told of the tokens comes with the first.
+        """A frame each for thoughts, text and every call; what is said of the tokens comes with the first.
 
         OpenAI's chunks hold one entry of `tool_calls`, and some clients read no other.
         """

@@ -24,7 +24,7 @@ from cluster.token_source import TokenChunk, TokenSource
 from engine.request import Request
 from engine.text.tokenizer import Tokenizer
 
-MANY_LOGPROBS = 512  # from so many tokens on, telling their log-probabilities takes milliseconds: worth a thread
+MANY_LOGPROBS = 512  # from so many tokens on, encoding their log-probabilities takes milliseconds: worth a thread
 
 
 class Generation:

@@ -85,8 +85,8 @@ ResponseToolChoice = Annotated[
 
 Verbosity = Literal["low", "medium", "high"]
 Summary = Literal["auto", "concise", "detailed"]
-# What an answer may tell beside its text. The first is told; the others are of tools and inputs that there are not,
-# and of thoughts, which are told as they are.
+# What an answer may hold beside its text. The first is sent; the others are of tools and inputs that there are not,
+# and of thoughts, which are sent as they are.
 Includable = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",

@@ -117,7 +117,7 @@ class ResponseWriter:
             self._open = None
 
     def _logprobs(self, placed: Sequence[PlacedLogprob]) -> list[Raw]:
-        """Encoded one by one as they come: the last events tell all of them again, and must not take long."""
+        """Encoded one by one as they come: the last events repeat all of them, and must not take long."""
         return [Raw(_encode(entry)) for entry in chat_logprobs(placed, self._tokenizer, self._top)["content"]]
 
     def _emit(self, event: str, **fields: Any) -> None:
@@ -340,7 +340,7 @@ class ResponseBody:
 
 
 def usage_body(usage: TokenUsage, reasoning_tokens: int) -> dict[str, Any]:
-    """Return the usage of a response. Nothing is billed for what is written to the cache, so it is told as 0."""
+    """Return the usage of a response. Nothing is billed for what is written to the cache, so it is reported as 0."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_TICK = 0.5  # seconds: how often a parked thread shows that it is alive
 COSTS_AGE = 0.5  # seconds: how often the accounts are looked at
-BEGIN_WAIT = 0.05  # seconds that a step waits at most until it is told what it tries again
+BEGIN_WAIT = 0.05  # seconds that a step waits at most until it knows what it tries again
 MAX_UNDELIVERED = 256  # step reports that may wait for an event loop that is held up
 Command = Callable[[], object]
 
@@ -255,7 +255,7 @@ class EngineThread(Engine):
     def _begin(self, requests: list[Request]) -> None:
         """Tell what the step at hand begins, before it is run.
 
-        With a request that is tried again, until it is told: that may be what ends the process at once, and who sent
+        With a request that is tried again, until that is known: it may be what ends the process at once, and who sent
         it must know then that it had begun.
         """
         request_ids, told = [request.request_id for request in requests], threading.Event()

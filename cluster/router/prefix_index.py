@@ -91,7 +91,7 @@ class PrefixIndex:
     ) -> bool:
         """Take in one update of a replica. Returns whether what is known of it is all that it has.
 
-        After a gap in `sequence` only what comes from then on is believed, until an update that clears tells all
+        After a gap in `sequence` only what comes from then on is believed, until an update that clears sends all
         anew. A repeated or late update is passed over. A key both removed and stored counts as stored.
         """
         expected = self._next_sequence.get(replica_id, 0)

@@ -53,8 +53,8 @@ class Kind(StrEnum):
 class Source(StrEnum):
     """Who measures, and where it is shown. All are published through Ray, by the process that measures.
 
-    ROUTER: each router, of its own requests; at its `/metrics`. TOLD: replicas, which tell routers; at `/metrics` of
-    each router, too. REPLICA / RANK: each replica, and each rank of it; through Ray alone.
+    ROUTER: each router, of its own requests; at its `/metrics`. TOLD: replicas, which report to routers; at the
+    `/metrics` of each router, too. REPLICA / RANK: each replica, and each rank of it; through Ray alone.
     """
 
     ROUTER = "router"

@@ -111,10 +111,10 @@ def _fill(found: Future[list[Metric]], collect: Snapshot) -> None:
 
 
 def publish_period() -> float:
-    """Return how often Ray is told, in seconds: twice for each of its reports, so that none is of old metrics.
+    """Return how often Ray gets metrics, in seconds: twice for each of its reports, so that none is of old metrics.
 
-    Until this process ends Ray reports what it was told last; two reports later it forgets the gauges. The interval
-    of its reports is not public: where Ray has it no more, it is taken for what Ray's own default is.
+    Until this process ends Ray reports the last values that it got; two reports later it forgets the gauges. The
+    interval of its reports is not public: where Ray has it no more, it is taken for what Ray's own default is.
     """
     settings = getattr(ray, "_config", None)
     told = getattr(settings, "metrics_report_interval_ms", None)
@@ -171,7 +171,7 @@ class RayPublisher:
 
 
 def show_to_dashboard() -> None:
-    """Have Serve's counter of requests tell of this replica. Called in a replica of Serve.
+    """Have Serve's counter of requests count for this replica. Called in a replica of Serve.
 
     The dashboard joins metrics with that counter, by process, to learn whose they are. Serve counts a request when it
     has ended, and those of a replica of ours are leases, which end with it: without this its panels would be empty.

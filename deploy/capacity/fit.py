@@ -19,7 +19,7 @@ from engine.worker.footprint import Footprint, footprint_of
 from parallel.errors import ShardingError
 
 # What is on a GPU beside torch's own tensors: the context of CUDA with its loaded kernels, and the buffers of NCCL
-# where there are several ranks. Estimates: no GPU has told yet.
+# where there are several ranks. Estimates: none was measured on a GPU yet.
 CONTEXT_BYTES = 512 << 20
 NCCL_BYTES = 512 << 20
 

@@ -21,7 +21,7 @@ APP_SETTINGS = tuple(name for name in APP_WIDE if name not in OWNED_BY_CHART)
 MODEL_HELP = "A folder in the pods, a hub id, or 'demo'."
 # Lists that one string may hold, too.
 LISTS = ("served_model_name", "cudagraph_capture_sizes", "allowed_hosts", "allowed_origins")
-# What configs refuse when they are made, which their annotations do not tell.
+# What configs refuse when they are made, which their annotations do not say.
 BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "tensor_parallel_size": {"minimum": 1},
     "max_num_seqs": {"minimum": 1},
@@ -72,7 +72,7 @@ def _schema(name: str, schema: Mapping[str, Any], text: str) -> dict[str, Any]:
 def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return a schema without title and default, and "this or null" as a list of types.
 
-    Validators tell of such a list by the field's name, of `anyOf` only that nothing matched.
+    Validators report such a list by the field's name, of `anyOf` only that nothing matched.
     """
     kept = {key: value for key, value in schema.items() if key not in ("title", "default", "anyOf")}
     choices = schema.get("anyOf", ())

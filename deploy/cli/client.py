@@ -29,7 +29,7 @@ def event_data(line: str) -> str | None:
 
 
 def is_guarded(client: httpx.Client) -> bool:
-    """Whether what stands before the server tells clients of dead routers; True where that is not known."""
+    """Whether what stands before the server informs clients of dead routers; True where that is not known."""
     try:
         body = client.get("/ready").json()
     except (httpx.HTTPError, ValueError):

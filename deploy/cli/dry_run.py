@@ -109,7 +109,7 @@ def read_model_config(model: str, impl: str = "auto") -> ModelConfig:
 
     Raises `CheckpointError`.
     """
-    # The hub's retries would be told line by line; what comes of them is in the error.
+    # The hub's retries would be printed line by line; what comes of them is in the error.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         return open_model(model, CONFIG_FILES, impl).config

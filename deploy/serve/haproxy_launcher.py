@@ -1,4 +1,4 @@
-"""Starts HAProxy in Ray Serve's place, with a configuration that is bounded and tells the truth.
+"""Starts HAProxy in Ray Serve's place, with a configuration that is bounded and reports the true state.
 
     python -IS haproxy_launcher.py BINARY -db -f CONFIGURATION ...
 

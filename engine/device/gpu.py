@@ -200,7 +200,7 @@ def python_header() -> Path:
 
 
 def _found_elsewhere() -> bool:
-    """Whether the compiler is told to look elsewhere, too."""
+    """Whether the compiler's settings have it look elsewhere, too."""
     return "CPATH" in os.environ or "C_INCLUDE_PATH" in os.environ
 
 

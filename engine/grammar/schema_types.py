@@ -26,7 +26,7 @@ _OF_TYPE = {
     "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
 }
 _MERGED = {"type", "properties", "required", "additionalProperties"}
-_DEPTH = 8  # references that are followed to tell options apart
+_DEPTH = 8  # references that are followed to distinguish options
 
 
 def names_of(schema: dict[str, Any]) -> list[str]:

@@ -92,7 +92,7 @@ def _choices(text: str) -> list[str]:
 def shape(wanted: StructuredOutput) -> str:
     """Return the kind and form of what is wanted, at most `MOST` characters.
 
-    Keywords, types and numbers of a schema are kept; names, constants and patterns are told by their count or length.
+    Keywords, types and numbers of a schema are kept; names, constants and patterns become their count or length.
     Of other texts the signs and counts are kept, each letter and digit is an x.
     """
     if wanted.kind == "json_schema":

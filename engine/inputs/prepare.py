@@ -228,7 +228,7 @@ class InputBuilder:
         return inputs, sampling
 
     def _read_prompts(self, schedule: Schedule, inputs: StepInputs, sampling: SamplingInputs) -> None:
-        """Add the rows whose logits tell of prompt tokens, and those whose hidden states are pooled."""
+        """Add the rows whose logits are of prompt tokens, and those whose hidden states are pooled."""
         starts, samples = inputs.query_start_loc, inputs.logits_indices
         row_of = {sequence: row for row, sequence in enumerate(schedule.sequences)}
         if schedule.scores:

@@ -12,7 +12,7 @@ from parallel.group import Group
 
 
 class TokenFeedback:
-    """The tokens that the last step drew. All ranks must `fill` alike: rank 0, which draws, tells the others."""
+    """The tokens that the last step drew. All ranks must `fill` alike: rank 0, which draws, sends them on."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -66,7 +66,7 @@ class TritonDraws(TokenDraws):
 
     @override
     def draw_share(self, own: Tensor, temperature: Floats, keys: Longs, vocab: int, group: Group) -> Tensor:
-        # Of each run of 64 logits the ranks tell each other 8 bytes; the one that has the run that wins has the id.
+        # Of each run of 64 logits the ranks exchange 8 bytes; the one that has the run that wins has the id.
         count, share = own.shape
         own_runs, num_runs = share // RUN, ceil_div(vocab, RUN)
         sent_keys, sent_temperature = upload((keys, temperature), own.device)

@@ -41,7 +41,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 100_000_000  # of a config or an index; those of the largest models have a fifth
-MOST_SHOWN = 200  # characters of a name out of a file that a message tells
+MOST_SHOWN = 200  # characters of a name out of a file that a message shows
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 HUB_FILES = (*TEXT_FILES, WEIGHT_FILES, "SHA256SUMS")
 

@@ -45,7 +45,7 @@ SOURCES = (".py", ".c", ".h")
 
 
 def replica_fingerprint(weights: str, arithmetic: Mapping[str, str]) -> str:
-    """Return what tells a replica from others: `WEIGHTS.DRAWING.ARITHMETIC`.
+    """Return what distinguishes a replica from others: `WEIGHTS.DRAWING.ARITHMETIC`.
 
     weights: its `model_fingerprint`. arithmetic: `engine.worker.invariance.arithmetic_of` it. Where all three are
     equal a stream goes on as if nothing had happened. Where the last one differs, logits differ by rounding.
@@ -80,7 +80,7 @@ def sources_digest(paths: Sequence[str] = COMPUTING) -> str:
 def model_fingerprint(model: str, dtype: str, quantization: str | None = None) -> str:
     """Return 32 hex digits for a checkpoint (folder or hub id) computed in `dtype`, its weights quantised or not.
 
-    Two replicas for which it is equal hold the same weights; `replica_fingerprint` tells what they make of them.
+    Two replicas for which it is equal hold the same weights; `replica_fingerprint` says what they make of them.
     Covers config.json, the ends that generation_config.json names, and of each weight file name, size, header and a
     sample of every tensor; not the files' times, which differ from node to node. Raises `CheckpointError`.
     """

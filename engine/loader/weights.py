@@ -87,7 +87,7 @@ def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
 # Buffers that some checkpoints saved beside the weights.
 NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 # What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
-# config.json tells; query scales.
+# config.json says; query scales.
 NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
@@ -163,7 +163,7 @@ def _check_tied_head(
         return
     tied = next(rule.name for rule in rules if model.get_parameter(rule.target) is model.table)
     if tied not in names:
-        return  # it is told with the others that are missing
+        return  # it is reported with the others that are missing
     table, head = checkpoint.source(names[tied]), checkpoint.source(HEAD)
     rows = range(0, head.shape[0], ROWS_COMPARED)
     if head.shape != table.shape or not all(

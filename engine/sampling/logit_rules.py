@@ -22,7 +22,7 @@ Forbid = Callable[[Tensor, Tensor, Tensor], None]  # logits, rows, bits: as `for
 def apply_rules(logits: Tensor, inputs: SamplingInputs, forbid: Forbid, before: Tensor | None = None) -> None:
     """Change `logits`, [num_samples, vocab] fp32, in place: bias, allowed and forbidden ids, masks, penalties.
 
-    Finite logits stay finite or become -inf, whatever the rules: where the model's own must be told from theirs,
+    Finite logits stay finite or become -inf, whatever the rules: where the model's own must be known from theirs,
     they are looked at before. Nothing here waits for the device; a grammar's masks are waited for while it works.
     forbid: applies them. before: what the step before drew, [its num_samples] int32 on the device of `logits`,
     negative where it has no token; for `inputs.carried` and `inputs.endings`.

@@ -188,7 +188,7 @@ def _shorten(model: CausalLM) -> None:
 
 
 def _kind(layer: nn.Module) -> str:
-    """Return what tells a layer from those that take other memory."""
+    """Return what distinguishes a layer from those that take other memory."""
     shapes = [(name, tuple(weight.shape), weight.dtype) for name, weight in layer.named_parameters()]
     return f"{layer} {shapes}"
 

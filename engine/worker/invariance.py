@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "flash-attn-3", "xgrammar")
-NOT_COMPUTING = ("num_", "l1", "l2", "l3")  # what torch tells of a CPU beside its instructions: cores and caches
+NOT_COMPUTING = ("num_", "l1", "l2", "l3")  # what torch reports of a CPU beside its instructions: cores and caches
 
 
 def arithmetic_of(config: EngineConfig, model: nn.Module, group: Group, attention: str) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""One rank of a tensor-parallel group: how it joins, what the driver tells it each step, and its loop."""
+"""One rank of a tensor-parallel group: how it joins, what the driver sends it each step, and its loop."""
 
 from __future__ import annotations
 

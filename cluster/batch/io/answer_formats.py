@@ -120,7 +120,7 @@ class OpenAILines:
     def error(self, done: RowDone, custom_id: str, place: str | None = None) -> bytes:
         """Return the line of a row that ended in an error. place: where the row lies; None = it is not written.
 
-        What HTTP tells is in the response, with its status; of a row that was never asked there is an error alone.
+        What HTTP says is in the response, with its status; of a row that was never asked there is an error alone.
         """
         number = self._number(done.row)
         response, error = _response(done, number) if done.status else None, None

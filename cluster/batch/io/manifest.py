@@ -79,7 +79,7 @@ class OutputSpec:
 
 
 def details_column(answer_column: str) -> str:
-    """Return the name of the column for all that an answer tells beside its text and `RESULT_COLUMNS`."""
+    """Return the name of the column for all that an answer holds beside its text and `RESULT_COLUMNS`."""
     return f"{answer_column}_details"
 
 

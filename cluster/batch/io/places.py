@@ -28,7 +28,7 @@ ZSTD_LEVEL = 3
 
 
 class Place(Protocol):
-    """An output and the files beside it, each told by what is added to the output's name: `NAMES` and `CLAIM`."""
+    """An output and the files beside it, each named by what is added to the output's name: `NAMES` and `CLAIM`."""
 
     def put(self, draft: Path, name: str) -> None:
         """Put a finished draft in place, which takes it away. Raises `OSError`."""
@@ -198,7 +198,7 @@ def described(path: Path, name: str) -> OutputFile:
 
 def _compressed(stack: ExitStack, raw: BinaryIO, compression: str) -> ByteSink:
     if compression == ".gz":
-        # No name and no time in it: they would tell two runs apart.
+        # No name and no time in it: they would make two runs differ.
         packed = stack.enter_context(gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0))
         return stack.enter_context(io.BufferedWriter(packed, WRITE_BYTES))
     if compression == ".zst":

@@ -20,7 +20,7 @@ from cluster.batch.rows import SourceRow, quoted
 
 _object = msgspec.json.Decoder(dict[str, Any]).decode
 COLUMN = "text"
-MAX_NAMES = 100  # of columns that a message tells
+MAX_NAMES = 100  # of columns that a message names
 _encode = msgspec.json.Encoder().encode
 RAY_READERS: Mapping[str, str] = {
     ".orc": "read_orc",
@@ -52,7 +52,7 @@ def _json_row(file: InputFile, line: Line, number: int, limit: int) -> SourceRow
 
 
 def _refuse_whole(file: InputFile, line: Line) -> None:
-    """Raise `InputError` when the whole file is one JSON value: its lines would all be told as bad rows."""
+    """Raise `InputError` when the whole file is one JSON value: its lines would all be reported as bad rows."""
     text = line.text.strip()
     if text.startswith(b"[") or text == b"{":
         raise InputError(

@@ -20,7 +20,7 @@ from cluster.batch.io.paths import InputFile, file_system
 READ_BYTES = 1 << 20
 # Compressed bytes that are taken in at once: what a damaged or hostile file can blow them up to stays below 32 MiB.
 ZSTD_BYTES = 1024
-# What a frame may ask to be kept of what it has told, as zstd itself takes by default; the format allows terabytes.
+# What a frame may ask to be kept of what it has written, as zstd itself takes by default; the format has terabytes.
 ZSTD_WINDOW_BYTES = 128 << 20
 # By fsspec's file systems, in lower case. No time of access is among them, which reading changes.
 TELLING = frozenset(
@@ -83,7 +83,7 @@ def _decompressed(stack: ExitStack, raw: io.BufferedIOBase, file: InputFile) -> 
 
 
 class _ZstdStream(io.RawIOBase):
-    """What zstandard's own stream reader is, but that a file that was cut short is told: `EOFError`."""
+    """What zstandard's own stream reader is, but that a file that was cut short raises `EOFError`."""
 
     def __init__(self, raw: io.BufferedIOBase, name: str) -> None:
         self._library = extra_library("zstandard", f"{name} (.zst)")
@@ -146,7 +146,7 @@ def _local_version(path: str) -> Hashable:
 
 def _version_at_url(url: str) -> Hashable:
     files, path = file_system(url)
-    files.invalidate_cache()  # else it may tell what it was told before
+    files.invalidate_cache()  # else it may answer from what it has cached
     told = files.info(path)
     return tuple((name, str(told[name])) for name in sorted(told) if name.lower() in TELLING)
 

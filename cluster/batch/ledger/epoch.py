@@ -30,7 +30,7 @@ from cluster.batch.errors import BusyError, FencedError, LedgerError
 from cluster.private_files import FILE
 
 JOB_FILE = "job.json"
-REPLICAS_FILE = "replicas"  # the fingerprint that they tell
+REPLICAS_FILE = "replicas"  # the fingerprint that they report
 OUTPUT_FILE = "squadron-output.jsonl"  # of a server's batch, until the store has it
 EPOCH_FILE = re.compile(r"epoch-(\d{8})")
 HOLDERS = ("epoch-", "draft-")  # who writes, and who tries to
@@ -127,7 +127,7 @@ class Epoch:
             try:
                 self.beat()
             except FencedError:
-                return  # its holder is told so when it next writes
+                return  # its holder finds out when it next writes
             except (LedgerError, OSError) as error:
                 logger.warning("no sign of life in %s, another one follows: %s", self.folder, error)
 
@@ -202,7 +202,7 @@ def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return ""  # not Linux: the lock alone tells
+        return ""  # not Linux: the lock alone shows it
 
 
 def _failed(folder: Path, error: OSError) -> LedgerError:

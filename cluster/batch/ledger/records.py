@@ -20,8 +20,8 @@ OK = 200  # the status of a row that has an answer
 _OF_A_RUN = ("created", "version")  # what may differ between two runs of one job: the first run's is kept
 encode = msgspec.msgpack.Encoder().encode
 UNSET = "not set"
-SHARED = 20  # characters of what two long values have in common that are told before they part
-# Parts of a job whose values, digests mostly, tell people nothing.
+SHARED = 20  # characters of what two long values have in common that are shown before they part
+# Parts of a job whose values, digests mostly, say nothing to people.
 CHANGED = {
     "input_digest": "the input was changed",
     "fingerprint": "the model's weights, dtype or quantization were changed",

@@ -201,7 +201,7 @@ def full_bounds(dispatcher: Dispatcher, max_num_seqs: int, max_num_batched_token
 class BackgroundBounds:
     """Bounds of a batch behind clients: all of `room` while it is alone, else a `share` of it, 0 to 1.
 
-    Others are what the replicas tell of requests beside those of `dispatcher`, which is the batch's own. Between two
+    Others are what replicas report of requests beside those of `dispatcher`, which is the batch's own. Between two
     requests of theirs nothing is taken back at once: what is recalled has its prompt computed again.
     """
 

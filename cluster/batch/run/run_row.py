@@ -34,7 +34,7 @@ from engine.report import TokenLogprob
 from engine.request import Request
 
 TICK = 0.05  # seconds: what a killed driver may lose, and what a finished row may wait
-READ_TICKS = 20  # between two readings of a row whose end is told by its tokens alone
+READ_TICKS = 20  # between two readings of a row whose end its tokens alone show
 WATCH_TICKS = 4  # of one whose text may end it: what is drawn after that is drawn in vain
 _NOTHING = ChoiceTokens()
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ class RowTokens:
                             await self._of.ticker.until(lambda: self._due(reading))
                             self._note(reading)  # at once before it is taken: chunks on their way can be lost
                 finally:
-                    self._note(reading)  # of one that is recalled or told to stop, nothing is drawn again
+                    self._note(reading)  # of one that is recalled or stopped, nothing is drawn again
 
     def finish_choice(self, request_id: str, choice: int) -> None:
         """See `TokenSource.finish_choice`."""

@@ -264,7 +264,7 @@ class TenantTurns:
             if called.cancelled():
                 self._waiting.get(tenant, {}).pop(batch_id, None)
             else:
-                self._call_next(tenant)  # it was called just as it was told to stop
+                self._call_next(tenant)  # it was called just as it was asked to stop
             raise
 
     def _call_next(self, tenant: str) -> None:

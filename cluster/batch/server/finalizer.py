@@ -134,7 +134,7 @@ class Finalizer:
         return decided
 
     def _end(self, record: BatchRecord, check: Check) -> None:
-        """End a batch as it was decided, and as its client was told, even while its files were written."""
+        """End a batch as it was decided, and as its client was answered, even while its files were written."""
         outcome = record.outcome
         if outcome is None:
             raise IllegalChangeError(f"batch {record.id} cannot end before it is decided how")

@@ -1,4 +1,4 @@
-"""Who runs a server's batches where runners see no ledger of each other: told by signs of life in the common place.
+"""Who runs a server's batches where runners see no ledger of each other: shown by signs of life in the common place.
 
 A ledger's epoch lets one driver at a time work on it. Behind a URL each machine has ledgers of its own, so that
 runners on two of them could both work on one batch. There a runner shows life in the store; another one takes its
@@ -110,7 +110,7 @@ class Lease:
 
 
 def ledger_site(folder: Path) -> str:
-    """Return what tells the folder of ledgers from those of other machines and containers; it must be there."""
+    """Return what distinguishes a folder of ledgers from those of other machines and containers; it must exist."""
     found = folder.stat()
     told = f"{socket.gethostname()} {boot_id()} {found.st_dev} {found.st_ino}"
     return blake2b(told.encode(), digest_size=8).hexdigest()

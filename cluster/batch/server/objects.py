@@ -235,7 +235,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, outcome=outcome)
 
     def finished(self, now: int, outcome: Outcome) -> BatchRecord:
-        """It leaves `outcome`: as its client was told that it is cancelled, else as its rows ended."""
+        """It leaves `outcome`: as cancelled where its client was answered so, else as its rows ended."""
         if self.status == "cancelling":
             return self.cancelled(now, outcome)
         return self.expired(now, outcome) if outcome.expired else self.completed(now, outcome)

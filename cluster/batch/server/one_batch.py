@@ -153,7 +153,7 @@ class OneBatch:
         return Epoch(folder)
 
     def _site(self) -> str:
-        """Where no other machine sees the ledgers, whose they are has to be told beside them."""
+        """Where no other machine sees the ledgers, whose they are has to be written beside them."""
         return ledger_site(self._folder) if self._private else ""
 
     async def _taken(self, batch_id: str, lease: Lease) -> BatchRecord | None:
@@ -232,7 +232,7 @@ class OneBatch:
     def _noted(
         self, record: BatchRecord, counts: RequestCounts, waits_for: str | None, ledger: Ledger
     ) -> BatchRecord:
-        """Return what became of `record`, and how far it is; told to readers where that is new."""
+        """Return what became of `record`, and how far it is; passed to readers where that is new."""
         ledger.check()  # who was taken for dead stops, also where nothing is new
         now = self._store.batches.follow(record).counted(counts, waits_for)
         if now != record:
@@ -267,7 +267,7 @@ class OneBatch:
 
 
 def _waits_for(record: BatchRecord, model: BatchModel, quota: RowQuota) -> str | None:
-    """Return why no row of a batch begins now, None where none is told."""
+    """Return why no row of a batch begins now, None where none is known."""
     before = model.turns.running(record.tenant)
     if before in (None, record.id):
         return quota.waits_for

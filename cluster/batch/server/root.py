@@ -76,7 +76,7 @@ class Root(Protocol):
     def create(self, path: str, data: bytes) -> bool:
         """Put a small file in place where there is none, and return whether what lies there now is `data`.
 
-        Of several that create one file, one alone is told True. On a disk, on NFS, and where the store takes
+        Of several that create one file, one alone gets True. On a disk, on NFS, and where the store takes
         conditional writes (Amazon S3, Google Cloud Storage, Azure Blob Storage) that is certain; elsewhere (sftp,
         hdfs) two that do so within one round trip may both be told True, and what came last stays.
         """
@@ -148,7 +148,7 @@ class LocalRoot:
         draft = self.draft()
         try:
             draft.write(data)
-            return draft.link(path) or self.read(path) == data  # NFS may tell of a failure what it has done
+            return draft.link(path) or self.read(path) == data  # NFS may report as failed what it has done
         finally:
             draft.discard()
 
@@ -286,7 +286,7 @@ class UrlRoot:
             self._files.pipe_file(self._at(path), data, mode="create")
         except Exception:
             # Each library has its own words for what is there already, and an answer that was lost leaves open what
-            # came of it: what lies there tells.
+            # came of it: what lies there shows.
             held = self.read(path)
             if held is None:
                 raise

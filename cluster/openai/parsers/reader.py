@@ -134,7 +134,7 @@ class Reader:
         self._held = []
 
     def drop(self) -> None:
-        """Forget what is held: it was the writing of a call, which is told otherwise. Holding goes on."""
+        """Forget what is held: it was the writing of a call, which is sent in another form. Holding goes on."""
         self.turn(Sink.HELD)
         self._held = []
 

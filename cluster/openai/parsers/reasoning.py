@@ -64,7 +64,7 @@ class ReasoningParser:
 
     @classmethod
     def starts_within(cls, prompt: str) -> bool | None:
-        """Whether the answer to this prompt starts within the thinking; None where the prompt does not tell.
+        """Whether the answer to this prompt starts within the thinking; None where the prompt does not show it.
 
         Templates write the opening tag themselves for models that always think, and an empty thinking for those that
         are told not to.
@@ -122,7 +122,7 @@ class DeepSeekR1Parser(ReasoningParser):
 
 
 class Qwen3Parser(ReasoningParser):
-    """Qwen 3 writes both tags, or none where it is told not to think."""
+    """Qwen 3 writes both tags, or none where it is asked not to think."""
 
 
 def _tag_start(text: str, tag: str) -> int:

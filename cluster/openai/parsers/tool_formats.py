@@ -146,7 +146,7 @@ class ListedParser(ToolParser):
 class ListParser(ListedParser):
     """A list of calls and nothing else: what the grammar of `tool_choice` "required" allows.
 
-    A list that is cut has no content: what was written of it is told as calls, or not at all. Nor has one that is
+    A list that is cut has no content: what was written of it is sent as calls, or not at all. Nor has one that is
     nested deeper than calls are read: its rest belongs to the call that is so deep.
     """
 

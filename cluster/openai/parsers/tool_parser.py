@@ -207,7 +207,7 @@ def _everything(text: str, _: int) -> int:
 
 
 class CallObject:
-    """Reads one call. It is told as soon as its name and the beginning of its arguments are read.
+    """Reads one call. It is sent as soon as its name and the beginning of its arguments are read.
 
     names: functions that may be called; an object with another name is no call. Keys beside name and arguments (`id`,
     `type`) are passed over. forced: the text can be nothing but calls, so where it ends within one, that is a call
@@ -302,5 +302,5 @@ def _as_object(text: str) -> str:
         if len(text) < 2**16 and inner and isinstance(json.loads(inner), dict):
             return str(inner)
     except (ValueError, RecursionError):
-        pass  # told below: it is no object either way
+        pass  # reported below: it is no object either way
     raise MalformedCallError

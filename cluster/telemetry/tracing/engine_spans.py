@@ -19,7 +19,7 @@ from engine.report import Finish, StepReport
 from engine.request import FinishReason, Request, Sequence
 
 log = logging.getLogger(__name__)
-WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, told as events of the phase
+WAITS = (Wait.BUDGET, Wait.SLOTS, Wait.BLOCKS)  # of a replica, recorded as events of the phase
 
 
 @dataclass(slots=True)

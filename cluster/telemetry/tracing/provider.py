@@ -91,7 +91,7 @@ class FileExporter(SpanExporter):
 
 
 class ForgivingExporter(SpanExporter):
-    """Passes spans on to `inner`; what it cannot deliver is dropped, and one line a minute tells of it."""
+    """Passes spans on to `inner`; what it cannot deliver is dropped, and one line a minute reports it."""
 
     def __init__(self, inner: SpanExporter, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner = inner

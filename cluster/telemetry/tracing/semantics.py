@@ -74,7 +74,7 @@ QUEUE = "queue"
 PREFILL = "prefill"
 DECODE = "decode"
 PREEMPTED = "preempted"
-ENGINE = "engine"  # in place of the phases, where the engine died and can tell of none
+ENGINE = "engine"  # in place of the phases, where the engine died and can report none
 
 # The routes of HTTP and the methods of gRPC that are traced, with the operation of each.
 HTTP_OPERATIONS: Mapping[str, str] = {
