@@ -216,6 +216,25 @@ def top(
 
 
 @app.command()
+def models(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Parts of an architecture or model_type, such as qwen3.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also the decoders of transformers that have no family here.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+) -> None:
+    """Show which architectures are served, and what each can: split over ranks, quantised, cached.
+
+    Each family is built without weights, so this takes some seconds. Fetches nothing.
+    """
+    from deploy.cli.models import show_models
+
+    show_models(names or (), everything, as_json)
+
+
+@app.command()
 def doctor(
     host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Its port.")] = 8000,
