@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from tests import tiny_tokenizer
-from tests.bench import host_step, offline, ray_llm, router, served
+from tests.bench import host_step, implementations, offline, ray_llm, router, served
 from tests.bench.host_step import VOCAB, ReadyTokens
 from tests.bench.random_model import Load
 from tests.parity.tiny_models import make
@@ -117,6 +117,35 @@ def test_ratios_say_how_many_times_faster_in_each_way_to_compare():
         f"{stem}_static": 3.0, f"{stem}_even": 2.0, f"{stem}_continuous": 2.0, f"{stem}_alone": 2.5,
     }  # fmt: skip
     assert f"{stem}_static_bfloat16" in offline.ratios(found, "bfloat16")
+
+
+def test_implementations_take_turns_and_are_compared_by_load(monkeypatch):
+    turns = []
+
+    def in_process(implementation, folder):
+        turns.append(implementation)
+        return {"1": 60.0 - 20 * implementations.IMPLEMENTATIONS.index(implementation)}
+
+    monkeypatch.setattr(implementations, "_in_process", in_process)
+    monkeypatch.setattr(implementations, "save_model", lambda kind, folder: 100_000_000)
+    found = implementations.measure(2, ["moe"])
+    assert turns == [*implementations.IMPLEMENTATIONS] * 2
+    assert found["implementations_moe_native_vs_generate_1"] == 3.0
+    assert found["implementations_moe_fallback_of_native_1"] == 40.0 / 60.0
+
+
+def test_tokens_per_second_are_of_what_was_asked_for():
+    loads = []
+
+    def generate(prompts, outputs):
+        loads.append((len(prompts), sum(outputs)))
+        return 2.0
+
+    found = implementations.run_loads(generate)
+    assert {name: value * 2.0 for name, value in found.items()} == dict(
+        zip(("1", "8", "64", "64_even"), (tokens for _, tokens in loads[1:]), strict=True)
+    )
+    assert [sequences for sequences, _ in loads] == [8, 1, 8, 64, 64]
 
 
 def test_three_runs_are_told_with_their_spread(monkeypatch):
