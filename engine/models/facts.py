@@ -42,10 +42,10 @@ KINDS: Mapping[type[CacheSpec], str] = {
 class Facts:
     """What one architecture can do here.
 
-    model_types: what config.json calls it. implementation: "native" or "transformers". attention: what its layers keep
-    of tokens: "full", "window" (of the last ones), "latent" (MLA), "state" (recurrent); () = only a config of its own
-    says it. tensor_parallel / expert_parallel: whether it can be split over ranks so. quantization: the methods of its
-    weights.
+    model_types: what config.json calls it. implementation: "native" or "transformers". attention: what its layers
+    keep of tokens: "full", "window" (of the last ones), "latent" (MLA), "state" (recurrent); () = only a config of
+    its own says it. tensor_parallel / expert_parallel: whether it can be split over ranks so. quantization: the
+    methods of its weights.
     """
 
     architecture: str
