@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +64,11 @@ class ParallelLinear(nn.Module):
     """Base of the linear layers: a weight of this rank's rows and columns, a bias, and the method that multiplies.
 
     `weight` is [out_per_rank, in_per_rank], empty where `method` holds all that is needed. `weight_scale`
-    [out_per_rank] is there where it is quantised.
+    [out_per_rank] is there where it is quantised. row_order: which loaded row goes to each place, None = its own.
+    quantized: whether methods that quantise take this layer.
     """
 
+    quantized: ClassVar[bool] = True
     weight: ShardedParameter
     weight_scale: ShardedParameter
     bias: ShardedParameter | None
@@ -75,7 +78,15 @@ class ParallelLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.group = group
+        self.row_order: Tensor | None = None
         self.method: LinearMethod = PlainLinear(weight)
+
+    def order_rows(self) -> None:
+        """Put the loaded rows into `row_order`; called once, before `method` makes what it needs of them."""
+        if self.row_order is not None:
+            for parameter in (self.weight, getattr(self, "weight_scale", None), self.bias):
+                if parameter is not None:
+                    parameter.copy_(parameter[self.row_order.to(parameter.device)])
 
     def use_weight(self, weight: ShardedParameter) -> None:
         """Multiply by another layer's parameter from now on (tied weights)."""
@@ -89,6 +100,14 @@ class ParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's columns of the product: [num_tokens, in] -> [num_tokens, out_per_rank]."""
         return self.method.apply(x, self.bias)
+
+
+class ReplicatedLinear(ParallelLinear):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, group: Group, dtype: torch.dtype) -> None:
+        weight = replicated((out_features, in_features), dtype, group.device)
+        super().__init__(weight, replicated((out_features,), dtype, group.device) if bias else None, group)
 
 
 class MergedColumnParallelLinear(ParallelLinear):

@@ -76,6 +76,11 @@ class Kernels(ABC):
     def silu_gate(self, x: Tensor) -> Tensor:
         """Return silu(gate) * up of x = gate | up: [num_tokens, 2 * size] -> [num_tokens, size]."""
 
+    def gelu_gate(self, x: Tensor) -> Tensor:
+        """Return the same with gelu(gate), by tanh, in the place of silu(gate)."""
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
 
 class TorchKernels(Kernels):
     """Torch's own operations, on any device."""

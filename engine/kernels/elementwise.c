@@ -77,3 +77,15 @@ void silu_gate(const elem *x, elem *out, int64_t rows, int64_t size, int64_t thr
             put(out + row * size + i, gate / (1.0f + exponential(-least)) * up);
         }
 }
+
+/* The same with gelu(gate) by tanh: gate * (1 + tanh(u)) / 2 = gate / (1 + exp(-2 u)) with u as below. */
+void gelu_gate(const elem *x, elem *out, int64_t rows, int64_t size, int64_t threads) {
+#pragma omp parallel for TEAM(rows *size, threads)
+    for (long row = 0; row < rows; row++)
+        for (long i = 0; i < size; i += LANES) {
+            vec gate = load(x + row * 2 * size + i), up = load(x + (row * 2 + 1) * size + i);
+            vec twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate); /* 2 sqrt(2 / pi) */
+            vec least = choose(twice < splat(-87.0f), splat(-87.0f), twice);
+            put(out + row * size + i, gate / (1.0f + exponential(-least)) * up);
+        }
+}

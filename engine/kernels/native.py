@@ -15,7 +15,7 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from hashlib import blake2b
 from pathlib import Path
@@ -245,6 +245,9 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
     return None
 
 
+NAMES = ("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8")
+
+
 def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -> ctypes.CDLL | None:
     """Return the library for these sizes, or None where it cannot be compiled. block_size: a multiple of 16."""
     macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16)}
@@ -252,7 +255,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
     if library is not None:
         library.rms_norm.argtypes = (c_void_p,) * 4 + (c_int64, c_int64, c_float, c_int64)
         library.norm_rotate.argtypes = (c_void_p,) * 3 + (c_int64,) * 3 + (c_float, c_int64)
-        library.silu_gate.argtypes = (c_void_p,) * 2 + (c_int64,) * 3
+        library.silu_gate.argtypes = library.gelu_gate.argtypes = (c_void_p,) * 2 + (c_int64,) * 3
         library.attend.argtypes = (
             *(c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64),
             *(c_void_p, c_void_p, c_void_p, c_int, c_void_p),
@@ -261,7 +264,7 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4)
-        for name in ("rms_norm", "norm_rotate", "silu_gate", "attend", "pack", "multiply", "pack8", "multiply8"):
+        for name in NAMES:
             getattr(library, name).restype = None
     return library
 
@@ -336,9 +339,14 @@ class NativeKernels(TorchKernels):
 
     @override
     def silu_gate(self, x: Tensor) -> Tensor:
+        return self._gate(self._library.silu_gate, x) if self._serves(x.shape[1] // 2, x) else super().silu_gate(x)
+
+    @override
+    def gelu_gate(self, x: Tensor) -> Tensor:
+        return self._gate(self._library.gelu_gate, x) if self._serves(x.shape[1] // 2, x) else super().gelu_gate(x)
+
+    def _gate(self, function: Callable[..., None], x: Tensor) -> Tensor:
         rows, size = len(x), x.shape[1] // 2
-        if not self._serves(size, x):
-            return super().silu_gate(x)
         out = x.new_empty(rows, size)
-        self._library.silu_gate(x.data_ptr(), out.data_ptr(), rows, size, self._threads)
+        function(x.data_ptr(), out.data_ptr(), rows, size, self._threads)
         return out

@@ -15,9 +15,11 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.kv.cache_specs import FullAttentionSpec, SlidingWindowSpec
 from engine.layers.base import Build, Layer
-from engine.layers.norm import RMSNorm
+from engine.layers.norm import HeadsNorm, RMSNorm
 from engine.layers.rope import Rotary
 from parallel.linear import QKVParallelLinear, RowParallelLinear
+from parallel.parameter import ShardedParameter
+from parallel.sharding import even_pieces
 
 
 class CachedAttention(Layer):
@@ -76,8 +78,10 @@ class Attention(CachedAttention):
     """Attention of grouped heads, over all tokens or the last ones.
 
     heads, kv_heads: of all ranks. window: how many last tokens a query sees, itself included; 0 = all, as where no
-    sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of each head's query and key before the
-    rotation, None = there are none. scale, softcap: as of `CachedAttention`. rotary: None = not rotated.
+    sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of queries and keys before the rotation, None =
+    there are none. norm_heads: whether they are of each head, or else of all heads of a token together. norm_offset:
+    as of `RMSNorm`. scale, softcap: as of `CachedAttention`. rotary: None = not rotated. sinks: whether each head has
+    a learned score that takes its share of the softmax and adds nothing (gpt-oss).
 
     Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
     """
@@ -95,8 +99,11 @@ class Attention(CachedAttention):
         qkv_bias: bool = False,
         output_bias: bool = False,
         head_norm_eps: float | None = None,
+        norm_heads: bool = True,
+        norm_offset: float = 0.0,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: bool = False,
     ) -> None:
         if heads % kv_heads:
             raise CheckpointError(
@@ -112,30 +119,57 @@ class Attention(CachedAttention):
             window=0 if window >= build.max_positions else window,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
+        self.dtype = dtype
         self.rotary = rotary
         self.qkv = qkv
         self.output = RowParallelLinear(heads * head_dim, hidden, output_bias, group=group, dtype=dtype)
         self.eps = head_norm_eps or 0.0
         self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
-        if head_norm_eps is not None:
-            self.q_norm, self.k_norm = (RMSNorm(head_dim, head_norm_eps, build) for _ in "qk")
+        self.q_norm: RMSNorm | HeadsNorm | None = None
+        self.k_norm: RMSNorm | HeadsNorm | None = None
+        if head_norm_eps is not None and norm_heads:
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, head_norm_eps, build, offset=norm_offset) for _ in "qk")
+        elif head_norm_eps is not None:
+            self.q_norm, self.k_norm = (HeadsNorm(each, head_dim, head_norm_eps, build) for each in (heads, kv_heads))
+        self.sinks: ShardedParameter | None = None
+        if sinks:
+            pieces = even_pieces([heads], group.rank, group.size, "num_attention_heads")
+            self.sinks = ShardedParameter.of((self.num_heads,), torch.float32, group.device, 0, pieces)
+        order = None if rotary is None else rotary.feature_order
+        if order is not None:
+            self._order_features(order)
+
+    def _order_features(self, order: Tensor) -> None:
+        """Have the product give the features of queries and keys in the order in which they are rotated."""
+        features = torch.arange(self.qkv.q_size + 2 * self.qkv.kv_size).view(-1, self.head_dim)
+        turned = self.num_heads + self.num_kv_heads
+        self.qkv.row_order = torch.cat((features[:turned][:, order], features[turned:])).flatten()
 
     @override
     def finish_loading(self) -> None:
-        """Lay the norms of queries and keys out as one weight per head."""
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = (self.q_norm.weight.expand(self.num_heads, -1), self.k_norm.weight.expand(self.num_kv_heads, -1))
-            self.head_norms = torch.cat(norms)
+        """Put the norms of queries and keys in the order of their features, and lay those of heads side by side."""
+        order = None if self.rotary is None else self.rotary.feature_order
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None and order is not None:
+                norm.weight.data = norm.weight.view(-1, self.head_dim)[:, order.to(norm.weight.device)].flatten()
+        if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
+            counts = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
+            norms = [(norm.weight + norm.offset).expand(count, -1) for norm, count in counts]
+            self.head_norms = torch.cat(norms).to(self.dtype)
 
     def forward(self, x: Tensor, rotations: Mapping[Rotary, Any], context: AttentionContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]. rotations: of the step, by what rotates."""
-        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        merged = self.qkv(x)
+        if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
+            q, k = self.qkv.q_size, self.qkv.kv_size
+            merged[:, :q] = self.q_norm(merged[:, :q])
+            merged[:, q : q + k] = self.k_norm(merged[:, q : q + k])
+        heads = merged.view(len(x), -1, self.head_dim)
         rotation = None if self.rotary is None else rotations[self.rotary]
-        merged = MergedHeads(heads, self.head_norms, rotation, self.eps, self.kernels.norm_rotate)
-        attended = context.attend(self.cache_index, merged, self.window)
+        asked = MergedHeads(heads, self.head_norms, rotation, self.eps, self.kernels.norm_rotate, self.sinks)
+        attended = context.attend(self.cache_index, asked, self.window)
         return self.output(attended.view(len(x), -1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from parallel.group import Group
 from parallel.linear import ParallelLinear
 from parallel.parameter import ShardedParameter
 
-LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,27 @@ class Conv1D(str):
     __slots__ = ()
 
 
+class Stacked(str):
+    """The name of a tensor that holds a weight of all experts of a layer, [experts, out, in].
+
+    Their biases are in another one, [experts, out], whose name ends in "_bias".
+    """
+
+    __slots__ = ()
+
+
+class StackedConv1D(Stacked, Conv1D):
+    """The same for weights that are stored as [experts, in, out]."""
+
+    __slots__ = ()
+
+
+# Weights of experts that a checkpoint may hold stacked: in the model -> the last part of their name there.
+EXPERT = re.compile(r"(\.experts)\.(up|down)\.(\d+)\.weight$")
+STACKED = {"up": "gate_up_proj", "down": "down_proj"}
 # A module's path in the model, * for each number (of its layer, of an expert) where they are alike -> its name in the
-# checkpoint, with the same numbers in the same order, or one for each piece of a merged product.
+# checkpoint, with the same numbers in the same order, or one for each piece of a merged product. A parameter that is
+# not called as in the model is named by its own path.
 Names = Mapping[str, str | tuple[str, ...]]
 
 
@@ -140,10 +159,16 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
         module, _, leaf = target.rpartition(".")
         if not isinstance(parameter, ShardedParameter):
             raise TypeError(f"{target} is no parameter that can load itself")
+        if target in names or LAYER_NUMBER.sub("*", target) in names:
+            yield WeightRule(checkpoint_names(names, target)[0], target, parameter.full_shape())
+            continue
         owner = model.get_submodule(module)
         stored = owner.method.stored_names.get(leaf, leaf) if isinstance(owner, ParallelLinear) else leaf
         transposed = leaf == "weight" and is_transposed(names, module)
         found = checkpoint_names(names, module)
+        if isinstance(_named(names, module), Stacked):
+            yield _stacked(found[0] if leaf == "weight" else f"{found[0]}_bias", target, parameter, transposed)
+            continue
         parts = [None] if len(found) == 1 else [piece.key for piece in parameter.pieces]
         for name, part in zip(found, parts, strict=True):
             shape = parameter.full_shape(part)
@@ -156,3 +181,34 @@ def weight_rules(model: nn.Module, names: Names) -> Iterator[WeightRule]:
                 packed=stored.endswith("_packed"),
                 scale=leaf == "weight_scale",
             )
+
+
+def _stacked(name: str, target: str, parameter: ShardedParameter, transposed: bool) -> WeightRule:
+    """Return the rule of one expert's parameter, which a checkpoint holds together with those of all others."""
+    shape, index = parameter.full_shape(), int(LAYER_NUMBER.findall(target)[-1])
+    return WeightRule(name, target, shape[::-1] if transposed else shape, transposed=transposed, index=index)
+
+
+def stacked_where_stored(
+    rules: Iterable[WeightRule], model: nn.Module, on_disk: Collection[str]
+) -> Iterator[WeightRule]:
+    """Yield the rules, those of experts for the tensors of all experts where a checkpoint has these instead.
+
+    transformers 5 keeps them so, and some save them so: gate_up_proj, [experts, 2 * inner, hidden], gate before up,
+    and down_proj, [experts, hidden, inner].
+    """
+    seen: set[str] = set()
+    for rule in rules:
+        expert = EXPERT.search(rule.target)
+        if expert is None or rule.name in on_disk or rule.index is not None:
+            yield rule
+            continue
+        name = rule.name[: rule.name.index(f".{expert[3]}.", rule.name.index("experts"))] + "." + STACKED[expert[2]]
+        if name not in on_disk:
+            yield rule
+        elif rule.target not in seen:
+            seen.add(rule.target)
+            parameter = model.get_parameter(rule.target)
+            if not isinstance(parameter, ShardedParameter):
+                raise TypeError(f"{rule.target} is no parameter that can load itself")
+            yield _stacked(name, rule.target, parameter, False)

@@ -40,19 +40,36 @@ class MLP(Layer):
         return self.down(self.activation(self.up(x)))
 
 
+class Gate(Layer):
+    """activation(gate) * up of what one product gave side by side."""
+
+    def __init__(self, activation: str) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[num_tokens, gate | up] -> [num_tokens, width of each]."""
+        if self.activation is F.silu:
+            return self.kernels.silu_gate(x)
+        if self.activation is _gelu_tanh:
+            return self.kernels.gelu_gate(x)
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
+
+
 class GatedMLP(Layer):
     """down(activation(gate(x)) * up(x)), gate and up in one product (Shazeer, "GLU Variants Improve Transformer")."""
 
     def __init__(self, hidden: int, inner: int, activation: str, build: Build, *, bias: bool = False) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.gate = Gate(activation)
         self.up = MergedColumnParallelLinear(hidden, [inner, inner], bias, build.group, build.dtype)
         self.down = RowParallelLinear(inner, hidden, bias, build.group, build.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        x = self.up(x)
-        if self.activation is F.silu:
-            return self.down(self.kernels.silu_gate(x))
-        gate, up = x.chunk(2, dim=-1)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.gate(self.up(x)))
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum that the output is: [num_tokens, hidden]."""
+        return self.down.part(self.gate(self.up(x)))

@@ -2,44 +2,89 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from engine.layers.base import Build, Layer
 from parallel.parameter import ShardedParameter, replicated
+from parallel.sharding import Piece, kv_head_start, kv_heads_per_rank
 
 
 class RMSNorm(Layer):
-    """x / sqrt(mean(x^2) + eps) * weight."""
+    """x / sqrt(mean(x^2) + eps) * (offset + weight).
+
+    offset: 1 in Gemma, whose weights are kept around 0. It is added once they are loaded. In bfloat16 the sum would
+    lose what the weights say, so that such a norm is computed in fp32 there.
+    """
 
     weight: ShardedParameter
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    def __init__(self, size: int, eps: float, build: Build, *, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = replicated((size,), build.dtype, build.group.device)
+        self.offset = offset
+        dtype = torch.float32 if offset else build.dtype
+        self.weight = replicated((size,), dtype, build.group.device)
+
+    @override
+    def finish_loading(self) -> None:
+        if self.offset:
+            self.weight.data = self.weight.data + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normed: [num_tokens, size]."""
+        if self.weight.dtype is not x.dtype:
+            return self.kernels.rms_norm(x.float(), self.weight, self.eps).to(x.dtype)
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, residual: Tensor, x: Tensor | None) -> Tensor:
         """Add x, unless it is None, to `residual` in place and return the sum normed; all [num_tokens, size]."""
         if x is None:
             return self.forward(residual)
+        if self.weight.dtype is not x.dtype:
+            return self.forward(residual.add_(x))
         return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
+
+
+class HeadsNorm(Layer):
+    """RMSNorm over all heads of a token together, which lie on all ranks (OLMo 2, MiniMax M2).
+
+    heads: of all ranks. copies: ranks that hold the same heads, which must count once.
+    """
+
+    weight: ShardedParameter
+
+    def __init__(self, heads: int, head_dim: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.group, self.eps, self.size = build.group, eps, heads * head_dim
+        own = kv_heads_per_rank(heads, build.group.size) * head_dim
+        first = kv_head_start(heads, build.group.rank, build.group.size) * head_dim
+        self.copies = own * build.group.size // self.size
+        pieces = (Piece("", self.size, first, own, 0),)
+        self.weight = ShardedParameter.of((own,), build.dtype, build.group.device, 0, pieces)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normed: [num_tokens, features of this rank's heads], rows may be strided."""
+        if self.group.size == 1:
+            return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
+        wide = x.float()
+        squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) / (self.size * self.copies)
+        return (wide * torch.rsqrt(squares + self.eps)).to(x.dtype) * self.weight
 
 
 class LayerNorm(Layer):
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
 
     weight: ShardedParameter
-    bias: ShardedParameter
+    bias: ShardedParameter | None
 
-    def __init__(self, size: int, eps: float, build: Build) -> None:
+    def __init__(self, size: int, eps: float, build: Build, *, bias: bool = True) -> None:
         super().__init__()
         self.eps = eps
-        self.weight, self.bias = (replicated((size,), build.dtype, build.group.device) for _ in range(2))
+        self.weight = replicated((size,), build.dtype, build.group.device)
+        self.bias = replicated((size,), build.dtype, build.group.device) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normed: [num_tokens, size]."""

@@ -12,45 +12,94 @@ from torch import Tensor
 from engine.attention.base import AttentionContext
 from engine.layers.base import Build, Layer
 
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary position embedding (Su et al., RoFormer) and how its frequencies are stretched.
 
-    kind: "default"; "linear" divides all frequencies by `factor`; "llama3" (Llama 3.1) divides the low ones only.
-    low_freq_factor, high_freq_factor, original_max_positions: of "llama3" alone.
+    kind: "default"; "linear" divides all frequencies by `factor`; "llama3" (Llama 3.1) divides the low ones only;
+    "yarn" (Peng et al., arXiv 2309.00071) divides those that turn less than `low_turns` times within the original
+    length, keeps those that turn more than `high_turns` times, and blends between them; "longrope" (Ding et al.,
+    arXiv 2402.13753) divides each frequency by its own one of `factors`.
+    low_turns, high_turns, original_max_positions: of "llama3" and "yarn". truncate: of "yarn", whether the ends of
+    the blend are whole features. attention_factor: of all cosines and sines.
+    rotated: the first features of each head that are rotated; 0 = all. interleaved: whether the two features of a
+    pair lie side by side (GPT-J) and not half of what is rotated apart (GPT-NeoX).
     """
 
     theta: float = 10000.0
-    kind: Literal["default", "linear", "llama3"] = "default"
+    kind: RopeKind = "default"
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_turns: float = 1.0
+    high_turns: float = 4.0
     original_max_positions: int = 8192
+    truncate: bool = True
+    factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    rotated: int = 0
+    interleaved: bool = False
+
+    def feature_order(self, head_dim: int) -> Tensor | None:
+        """Return which feature of a checkpoint's head goes to each place; None = each to its own.
+
+        The rotation turns features half a head apart together. So those that are a pair are put there, and the
+        features that are not rotated fill what is left. Queries and keys alike: their products stay what they are.
+        """
+        rotated = self.rotated or head_dim
+        if rotated == head_dim and not self.interleaved:
+            return None
+        pairs = torch.arange(rotated)
+        pairs = pairs.view(-1, 2).t() if self.interleaved else pairs.view(2, -1)
+        others = torch.arange(rotated, head_dim).view(2, -1)
+        return torch.cat((pairs, others), dim=1).flatten()
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return the angle per position of each pair of features: [head_dim / 2] fp32.
+    """Return the angle per position of each pair of features that is rotated: [rotated / 2] fp32.
 
-    Source: RoFormer, section 3.4; "llama3" as Llama 3.1's reference code stretches the low frequencies.
+    Source: RoFormer, section 3.4; "llama3" as Llama 3.1's reference code, "yarn" as section 3.2 of its paper.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    size = rope.rotated or head_dim
+    exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)
-    if rope.high_freq_factor == rope.low_freq_factor:
-        kept = (turns >= rope.high_freq_factor).float()
+        kept = _kept_by_turns(frequencies, rope)
+    elif rope.kind == "yarn":
+        kept = _kept_by_feature(rope, size)
     else:
-        kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
+        return frequencies
     return (1 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def _kept_by_turns(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Return how much of each frequency is kept, 0 to 1, linear in its turns within the original length."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)
+    if rope.high_turns == rope.low_turns:
+        return (turns >= rope.high_turns).float()
+    return ((turns - rope.low_turns) / (rope.high_turns - rope.low_turns)).clamp(0.0, 1.0)
+
+
+def _kept_by_feature(rope: RopeSpec, size: int) -> Tensor:
+    """Return how much of each frequency is kept, 0 to 1, linear in its number."""
+
+    def number(turns: float) -> float:
+        """Return the pair of features that turns so often within the original length."""
+        return size * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = number(rope.high_turns), number(rope.low_turns)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    if first == last:
+        last += 0.001  # one number would divide by zero
+    divided = (torch.arange(size // 2, dtype=torch.float32) - first) / (last - first)
+    return 1 - divided.clamp(0.0, 1.0)
 
 
 def _table(rope: RopeSpec, head_dim: int, build: Build) -> Tensor:
@@ -58,19 +107,26 @@ def _table(rope: RopeSpec, head_dim: int, build: Build) -> Tensor:
         return torch.empty(build.max_positions, 2, head_dim // 2, dtype=torch.float32, device="meta")
     positions = torch.arange(build.max_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, head_dim))
-    return torch.stack((angles.cos(), angles.sin()), 1).to(build.group.device)
+    table = torch.zeros(build.max_positions, 2, head_dim // 2)
+    table[:, 0] = 1.0  # the rest of a head is not rotated
+    rotated = angles.shape[1]
+    table[:, 0, :rotated] = angles.cos() * rope.attention_factor
+    table[:, 1, :rotated] = angles.sin() * rope.attention_factor
+    return table.to(build.group.device)
 
 
 class Rotary(Layer):
     """cos and sin of every position, in fp32; one for all layers that rotate alike.
 
-    table: [max_positions, 2, head_dim / 2].
+    table: [max_positions, 2, head_dim / 2]. feature_order: as of `RopeSpec`.
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, build: Build) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.table = _table(rope, head_dim, build)
+        with torch.device("cpu"):
+            self.feature_order = rope.feature_order(head_dim)
 
     def rows(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines of these positions: [num_tokens] -> [num_tokens, 2, head_dim / 2]."""

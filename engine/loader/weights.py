@@ -124,7 +124,7 @@ def load_model(
 
 def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     """Fill all parameters. stored: whether the checkpoint is a quantised one."""
-    rules = list(model.weights())
+    rules = list(model.weights(checkpoint.names))
     wanted = {rule.name for rule in rules}
     if (held := model.stored(checkpoint.names, wanted)) is not None:
         _load_converted(model, rules, held, checkpoint)
@@ -146,6 +146,7 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
         for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch):
             layer = model.get_submodule(path)
             if isinstance(layer, ParallelLinear):
+                layer.order_rows()
                 layer.method.load(layer)
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9

@@ -6,7 +6,7 @@ Activations are flat, [num_tokens, ...]: the tokens of all sequences one after a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import ClassVar
 
 import torch
@@ -50,8 +50,11 @@ class CausalLM(nn.Module, ABC):
         """What is computed with outside of attention."""
 
     @abstractmethod
-    def weights(self) -> Iterator[WeightRule]:
-        """Yield a rule for every tensor that a checkpoint must have."""
+    def weights(self, on_disk: Collection[str] = ()) -> Iterator[WeightRule]:
+        """Yield a rule for every tensor that a checkpoint must have.
+
+        on_disk: names of the tensors that it has, where it may hold the same weights in more than one way.
+        """
 
     @abstractmethod
     def use_kernels(self, select: Callable[[int], Kernels]) -> None:

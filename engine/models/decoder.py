@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 from engine.attention.base import AttentionContext
 from engine.kernels.base import Kernels
 from engine.layers.attention import Attention
-from engine.layers.base import Build, Layer, WeightRule, weight_rules
+from engine.layers.base import Build, Layer, WeightRule, stacked_where_stored, weight_rules
 from engine.layers.embedding import LearnedPositions, ParallelLMHead, VocabParallelEmbedding
 from engine.layers.norm import Norm
 from engine.layers.rope import Rotary
@@ -104,8 +104,8 @@ class DecoderLM(CausalLM):
         return self.norm.kernels
 
     @override
-    def weights(self) -> Iterator[WeightRule]:
-        return weight_rules(self, self.names)
+    def weights(self, on_disk: Collection[str] = ()) -> Iterator[WeightRule]:
+        return stacked_where_stored(weight_rules(self, self.names), self, on_disk)
 
     @override
     def use_kernels(self, select: Callable[[int], Kernels]) -> None:

@@ -13,10 +13,13 @@ from engine.errors import CheckpointError
 
 FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "engine.models.llama.Llama",
-    "Qwen2ForCausalLM": "engine.models.qwen.Qwen2",
-    "Qwen3ForCausalLM": "engine.models.qwen.Qwen3",
-    "MistralForCausalLM": "engine.models.mistral.Mistral",
     "GPT2LMHeadModel": "engine.models.gpt2.GPT2",
+    "MistralForCausalLM": "engine.models.mistral.Mistral",
+    "MixtralForCausalLM": "engine.models.mixtral.Mixtral",
+    "Qwen2ForCausalLM": "engine.models.qwen.Qwen2",
+    "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
+    "Qwen3ForCausalLM": "engine.models.qwen.Qwen3",
+    "Qwen3MoeForCausalLM": "engine.models.qwen_moe.Qwen3Moe",
 }
 
 

@@ -132,7 +132,7 @@ def choose_products(model: nn.Module, kernels: Kernels) -> None:
 
 def _linear_layers(layers: nn.Module, prefix: str) -> Iterator[tuple[str, ParallelLinear]]:
     for inner, module in layers.named_modules():
-        if isinstance(module, ParallelLinear):
+        if isinstance(module, ParallelLinear) and module.quantized:
             yield f"{prefix}.{inner}", module
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.loader.checkpoint import open_model
-from engine.models.llama import read_rope
+from engine.models.rope_config import read_rope
 from tests.bench.gpu import __main__ as command
 from tests.bench.gpu import part_checks, part_load
 from tests.bench.gpu.bench import Bench, NotHere, OutOfTime

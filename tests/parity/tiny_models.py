@@ -27,6 +27,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama3_tied_biased": lambda: transformers.LlamaConfig(
@@ -37,6 +40,11 @@ CONFIGS = {
         **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=48),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, sliding_window=11),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=11),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=64,

@@ -7,7 +7,7 @@ What it needs of a model is what transformers asks of one for flash attention: i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class TransformersModel(CausalLM):
         return self.cached[0].kernels
 
     @override
-    def weights(self) -> Iterator[WeightRule]:
+    def weights(self, on_disk: Collection[str] = ()) -> Iterator[WeightRule]:
         stacked = {path: part for path, part in self.named_modules() if isinstance(part, StackedExperts)}
         for path, part in stacked.items():
             yield from part.rules(path, path.removeprefix("hf."))

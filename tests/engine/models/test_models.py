@@ -1,7 +1,9 @@
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import CheckpointError
 from engine.kernels.base import TorchKernels
@@ -9,10 +11,10 @@ from engine.layers.base import Build, checkpoint_names
 from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
-from engine.models.llama import read_rope
 from engine.models.registry import FAMILIES, implementation
+from engine.models.rope_config import read_rope
 from parallel.group import SoloGroup
-from tests.parity.tiny_models import CONFIGS, LLAMA3, SMALL
+from tests.parity.tiny_models import CONFIGS, LLAMA3, LONGROPE, SMALL, YARN, make
 
 
 def config_of(config, **values):
@@ -25,29 +27,56 @@ def built(name, **values):
     return blueprint(config_of(CONFIGS[name](), **values))
 
 
-NAMES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-}
+NAMES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def test_every_architecture_of_the_registry_is_tested():
-    assert set(FAMILIES) == set(NAMES.values())
+    tested = {NAMES[make_config().model_type] for make_config in CONFIGS.values()}
+    assert set(FAMILIES) <= tested
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}, LLAMA3, {**LLAMA3, "factor": 32.0}],
+    [
+        {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0},
+        LLAMA3,
+        {**LLAMA3, "factor": 32.0},
+        YARN,
+        {**YARN, "mscale": 0.707, "mscale_all_dim": 0.5, "truncate": False},
+        {**YARN, "beta_fast": 8, "beta_slow": 2, "attention_factor": 1.5},
+        {**YARN, "partial_rotary_factor": 0.5},
+        {**LONGROPE, "short_factor": [1.0 + i / 10 for i in range(32)], "long_factor": [2.0 + i for i in range(32)]},
+    ],
     ids=str,
 )
-def test_rope_frequencies_are_those_of_transformers(settings):
+@pytest.mark.parametrize("longest", [64, 256])
+def test_rope_frequencies_are_those_of_transformers(settings, longest):
     config = transformers.LlamaConfig(**SMALL, head_dim=64, rope_parameters=dict(settings))
-    expected, _ = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"))
-    rope = read_rope(config_of(config).hf, 64)
+    expected, factor = ROPE_INIT_FUNCTIONS[settings["rope_type"]](config, torch.device("cpu"), seq_len=longest)
+    rope = read_rope(config_of(config).hf, 64, longest)
     torch.testing.assert_close(inverse_frequencies(rope, 64), expected)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_a_rope_that_changes_with_a_sequence_is_refused_where_it_would():
+    settings = {"rope_type": "dynamic", "rope_theta": 5000.0, "factor": 4.0}
+    config = config_of(transformers.LlamaConfig(**SMALL, rope_parameters=settings))
+    with pytest.raises(CheckpointError, match=r"rope_type 'dynamic' .* set max_model_len to 256"):
+        read_rope(config.hf, 16, 257)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_features_that_turn_together_lie_half_a_head_apart_and_the_others_are_not_turned(interleaved):
+    rope = RopeSpec(theta=100.0, rotated=4, interleaved=interleaved, attention_factor=2.0)
+    rotary = Rotary(rope, 8, Build(SoloGroup(), torch.float32, 16))
+    head = torch.arange(8.0)[rotary.feature_order].view(1, 1, 8)
+    kernels = TorchKernels()
+    turned = kernels.norm_rotate(head, None, kernels.rotation(rotary.rows(torch.tensor([3]))), 0.0).flatten()
+    pairs = torch.tensor([[0.0, 1.0], [2.0, 3.0]] if interleaved else [[0.0, 2.0], [1.0, 3.0]])
+    expected = torch.view_as_complex(pairs) * torch.polar(torch.full((2,), 2.0), torch.tensor([3.0, 0.3]))
+    torch.testing.assert_close(turned[[0, 1, 4, 5]], torch.cat((expected.real, expected.imag)))
+    assert turned[[2, 3, 6, 7]].tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
 def test_rotation_turns_pairs_of_features_by_position():
@@ -92,16 +121,22 @@ def test_llama_alone_takes_its_biases_from_the_config():
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_familys_rules_are_the_tensors_that_transformers_saves_with_their_shapes(name, size):
+def test_a_familys_rules_are_the_tensors_that_transformers_saves_with_their_shapes(name, size, tmp_path):
+    make(name, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
     config = CONFIGS[name]()
-    with torch.device("meta"):
-        saved = transformers.AutoModelForCausalLM.from_config(config).state_dict()
     if config.tie_word_embeddings:
-        del saved["lm_head.weight"]
+        saved.pop("lm_head.weight", None)
     model = blueprint(config_of(config), size)
     rules = list(model.weights())
-    assert {rule.name: rule.shape for rule in rules} == {n: tuple(tensor.shape) for n, tensor in saved.items()}
+    assert {rule.name: shape_on_disk(rule, rules) for rule in rules} == {n: tuple(t.shape) for n, t in saved.items()}
     assert {rule.target for rule in rules} == {n for n, _ in model.named_parameters()}
+
+
+def shape_on_disk(rule, rules):
+    if rule.index is None:
+        return rule.shape
+    return (len({other.index for other in rules if other.name == rule.name}), *rule.shape)
 
 
 def test_experts_are_named_by_their_layer_and_their_number():
