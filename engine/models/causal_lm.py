@@ -30,7 +30,7 @@ class CausalLM(nn.Module, ABC):
     """
 
     names: ClassVar[Names] = {}
-    supports_graphs: ClassVar[bool] = True
+    supports_graphs: bool = True
     group: Group
     hidden_size: int
     vocab_size: int

@@ -15,6 +15,7 @@ from engine.kernels.base import Kernels
 from engine.layers.attention import Attention
 from engine.layers.base import Build, Layer, WeightRule, stacked_where_stored, weight_rules
 from engine.layers.embedding import LearnedPositions, ParallelLMHead, VocabParallelEmbedding
+from engine.layers.moe import Experts
 from engine.layers.norm import Norm
 from engine.layers.rope import Rotary
 from engine.models.causal_lm import CausalLM
@@ -84,6 +85,8 @@ class DecoderLM(CausalLM):
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
+        # Experts ask on the host how many rows each gets.
+        self.supports_graphs = not any(isinstance(part, Experts) for part in self.modules())
 
     @staticmethod
     @abstractmethod

@@ -28,6 +28,8 @@ from tests.parity.tiny_models import CONFIGS, check_against, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+TURNED = ("gpt_oss", "llama4_text")  # whose experts are stored as [in, out]
+
 
 def config(folder, **values):
     return EngineConfig(str(folder), **{"num_kv_blocks": 200, "block_size": 4, "device": "cpu", **values})
@@ -44,12 +46,16 @@ def with_weights(model, meaning):
 def made_at_load(model, form):
     meaning = {}
     for name, weight in model.state_dict().items():
-        conv1d = name.split(".")[-2] in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
-        if name.endswith(".weight") and (name.split(".")[-2] in PROJECTIONS or conv1d):
-            rows = weight.t() if conv1d else weight
-            scale = form.scale_of(rows.abs().amax(dim=1))
-            stands_for = form.quantised(rows, scale).float() * scale[:, None]
-            meaning[name] = stands_for.t().contiguous() if conv1d else stands_for
+        module, leaf = name.split(".")[-2:]
+        conv1d = module in ("c_attn", "c_proj", "c_fc") and weight.ndim == 2
+        experts = module == "experts" and leaf in ("gate_up_proj", "down_proj")
+        if experts or (leaf == "weight" and (module in PROJECTIONS or conv1d)):
+            turned = conv1d or (experts and model.config.model_type in TURNED)
+            rows = weight.transpose(-1, -2) if turned else weight
+            flat = rows.reshape(-1, rows.shape[-1])
+            scale = form.scale_of(flat.abs().amax(dim=1))
+            stands_for = (form.quantised(flat, scale).float() * scale[:, None]).view_as(rows)
+            meaning[name] = stands_for.transpose(-1, -2).contiguous() if turned else stands_for
     return meaning
 
 

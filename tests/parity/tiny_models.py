@@ -61,6 +61,9 @@ CONFIGS = {
 }
 
 
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
+
+
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
     """Save a random checkpoint of kind `name` in `folder` and return the model in fp32."""
     torch.manual_seed(sum(map(ord, name)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.metadata import version
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class TransformersModel(CausalLM):
     Raises `CheckpointError` with the reason for one that cannot be served so.
     """
 
-    supports_graphs: ClassVar[bool] = False  # experts ask on the host how many rows each gets
+    supports_graphs = False  # experts ask on the host how many rows each gets
     embedding: ParallelEmbedding
 
     def __init__(self, config: ModelConfig, build: Build) -> None:

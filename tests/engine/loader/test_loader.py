@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 
 import httpx
@@ -198,10 +199,11 @@ def test_a_tied_head_in_the_file_must_be_the_embedding(saved, folder):
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "LlamaForCausalLM"]),
         ({"architectures": None}, ["architectures"]),
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, ["yarn", "default, linear"]),
-        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+        ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0}}, ["ntk", "default, linear"]),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, ["short_factor", "8 numbers"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 3}}, ["truncate", "true or false"]),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, ["factor"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"partial_rotary_factor": 0.2}, ["partial_rotary_factor"]),
         ({"hidden_act": "xielu"}, ["hidden_act", "xielu", "silu"]),
         ({"hidden_size": "64"}, ["hidden_size", "integer"]),
         ({"rms_norm_eps": -1}, ["rms_norm_eps"]),
@@ -346,3 +348,27 @@ def test_gated_model_says_what_to_do(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", gated)
     with pytest.raises(CheckpointError, match="accept its terms"):
         find_checkpoint("some/gated")
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_load_alike_stacked_and_one_by_one(tmp_path, name):
+    """transformers saves each expert's weights by themselves; in memory, and in some files, they are stacked."""
+    make(name, tmp_path)
+    expected = weights(load(tmp_path))
+
+    def stack(tensors):
+        found = [re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", tensor) for tensor in list(tensors)]
+        for prefix in dict.fromkeys(match[1] for match in found if match):
+            parts = {}
+            for match in found:
+                if match and match[1] == prefix:
+                    parts.setdefault(match[3], []).append((int(match[2]), tensors.pop(match[0])))
+            parts = {part: torch.stack([tensor for _, tensor in sorted(each)]) for part, each in parts.items()}
+            gate, up, down = ("w1", "w3", "w2") if "w1" in parts else ("gate_proj", "up_proj", "down_proj")
+            tensors[f"{prefix}.gate_up_proj"] = torch.cat((parts[gate], parts[up]), 1)
+            tensors[f"{prefix}.down_proj"] = parts[down]
+
+    edit_weights(tmp_path, stack)
+    stacked = weights(load(tmp_path))
+    assert stacked.keys() == expected.keys()
+    assert all(torch.equal(stacked[name], expected[name]) for name in expected)
