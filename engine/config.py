@@ -15,6 +15,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MODEL_IMPLS = ("auto", "native", "transformers")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
+SNAPSHOT_INTERVAL = 256  # tokens; fewer find more prefixes, and cut prompts into smaller chunks
 # What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
@@ -40,6 +41,11 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
+    mamba_block_size: tokens between two snapshots of a sequence's recurrent state, a multiple of `block_size`:
+    prefixes of such a model are found in these steps, and no chunk of a prompt crosses one; None = 256, or a larger
+    block's.
+    num_state_snapshots: snapshots that are kept beside the states of running sequences, each the size of one; 0 =
+    no prefix of a model with recurrent states is found; None = from memory, at most `max_num_seqs`.
     cudagraph_capture_sizes: padded batch sizes in which decode steps on CUDA are replayed, all captured at start;
     None = 1, 2, 4, 8, 16, 24, ... up to `max_num_seqs` and 512, some of them captured when they are needed.
     attention_backend: "reference" keeps products, norms, rotation and gating to torch's operations too, where "auto"
@@ -69,6 +75,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    mamba_block_size: int | None = None
+    num_state_snapshots: int | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
     scheduling_policy: str = "fcfs"
@@ -90,6 +98,10 @@ class EngineConfig:
                 _at_least(name, getattr(self, name), low)
         _at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         _power_of_two("block_size", self.block_size)
+        if self.num_state_snapshots is not None:
+            _at_least("num_state_snapshots", self.num_state_snapshots, 0)
+        if self.mamba_block_size is not None:
+            self._check_snapshots_apart(self.mamba_block_size)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -107,6 +119,13 @@ class EngineConfig:
             )
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
+
+    def _check_snapshots_apart(self, tokens: int) -> None:
+        name, size = "mamba_block_size", self.block_size
+        if tokens < 1 or tokens % size:
+            raise ConfigError(
+                f"{name} must be a multiple of block_size={size}, such as {16 * size}, not {tokens}", name
+            )
 
     def _checked_sizes(self, sizes: Collection[int]) -> tuple[int, ...]:
         """Return padded batch sizes in order, each once. Raises `ConfigError`."""
@@ -138,6 +157,11 @@ class EngineConfig:
     def fp8_cache(self) -> bool:
         """Whether the KV cache holds float8_e4m3fn."""
         return self.kv_cache_dtype != "auto"
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between two snapshots of a recurrent state."""
+        return self.mamba_block_size or max(SNAPSHOT_INTERVAL, self.block_size)
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -21,6 +21,7 @@ from engine.grammar.base import CompiledGrammar
 from engine.inputs.grammar_masks import MaskMaker, grammar_states
 from engine.inputs.prepare import InputBuilder
 from engine.kv.block_manager import NO_EVENTS, BlockManager
+from engine.kv.snapshots import StateSnapshots
 from engine.report import BlockEvents, EngineStats, Ints, StepOutputs, StepReport
 from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
@@ -28,6 +29,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.schedule import Schedule
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.slots import Slots, SlotTables, StopTokens
+from engine.scheduler.states import States
 from engine.step import (
     InFlight,
     Launched,
@@ -74,10 +76,12 @@ class EngineCore:
         stops = StopTokens(_checked(eos_token_ids, vocab_size), vocab_size)
         tables = SlotTables(config.max_num_seqs, config.context_len, config.max_blocks_per_seq)
         params = SamplingTable(config.max_num_seqs)
-        self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        states = _states(config)
+        snapshots = None if states is None else states.snapshots
+        self._blocks = BlockManager(num_kv_blocks, config.block_size, config.enable_prefix_caching, snapshots)
         self._admission = Admission(config, vocab_size, (num_kv_blocks - 1) * config.block_size)
         self._events = Events(lambda event: None)  # until there is a listener
-        slots = Slots(tables, params, self._blocks, stops, self._events)
+        slots = Slots(tables, params, self._blocks, stops, self._events, states)
         draws = executor.most_draws
         self._scheduler = Scheduler(config, slots, self._admission, self._events, clock(), draws)
         self._in_flight = InFlight(vocab_size, clock)
@@ -370,6 +374,14 @@ def _tokens(schedule: Schedule, sequences: list[Sequence]) -> Ints:
         return schedule.query_lens
     computed = dict(zip(schedule.sequences, schedule.query_lens.tolist(), strict=True))
     return np.array([computed.get(sequence, 0) for sequence in sequences], np.int32)
+
+
+def _states(config: EngineConfig) -> States | None:
+    """Return where recurrent states are kept track of; None for a model that keeps none."""
+    if config.num_state_snapshots is None:
+        return None
+    snapshots = StateSnapshots(config.max_num_seqs, config.num_state_snapshots, config.snapshot_interval)
+    return States(config.max_num_seqs, config.block_size, snapshots)
 
 
 def _checked(eos_token_ids: Iterable[int], vocab_size: int) -> tuple[int, ...]:

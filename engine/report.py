@@ -47,6 +47,10 @@ class StepInputs:
     # [num_carried, 2]  (row of input_ids, sample of the step before): ids that only the device knows; here they are 0
     slots: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     # [num_reqs]  row of each sequence in a block table that lives across steps; empty = 0, 1, 2, ...
+    state_sources: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    # [num_reqs]  slot of the state cache that each recurrent state is read from, -1 = zeros; it is written to `slots`
+    state_copies: Ints = field(default_factory=lambda: NO_PAIRS)
+    # [num_copies, 2]  (slot, target) of recurrent states that are copied when the step has run
     table_changes: Ints | None = None
     # [2, num_changes]  places in that table, flat, and their new values (`RankTable`); None = not compared yet
 

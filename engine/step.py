@@ -287,6 +287,7 @@ class Launcher:
             try:
                 pending = self._executor.launch(inputs, sampling)
             except StepMemoryError as error:
+                self._scheduler.recompute(planned_at)
                 if self._scheduler.is_ahead:
                     self._scheduler.hold(Hold.MEMORY)
                     return None

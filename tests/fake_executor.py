@@ -103,9 +103,14 @@ class FakeExecutor(Executor):
             _mix(inputs.input_ids.astype(np.uint64) << np.uint64(32) | inputs.positions.astype(np.uint64))
         )
         before = np.concatenate([np.zeros(1, np.uint64), words])[inputs.query_start_loc[:-1]]
+        past = self._past(inputs)
+        self._cache.reshape(-1)[inputs.slot_mapping] = words + np.repeat(past - before, lens)
+
+    def _past(self, inputs: StepInputs) -> Words:
+        """Return what was stored at the last position before the step, [num_reqs]; 0 where there is none."""
         past = self._read(inputs, np.maximum(inputs.num_computed_tokens - 1, 0)[:, None])[:, 0]
         past[inputs.num_computed_tokens == 0] = 0
-        self._cache.reshape(-1)[inputs.slot_mapping] = words + np.repeat(past - before, lens)
+        return past
 
     def _stored(self, inputs: StepInputs) -> Floats:
         """Return one number per token of the step that depends on everything up to it, in [0, 1)."""

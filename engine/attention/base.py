@@ -218,15 +218,30 @@ class PagedAttention(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """Which tokens of a step belong together, and where the recurrent state of each row is; all int32.
+
+    A row's tokens are computed one after another from the state in slot `sources`, -1 = all zeros, and the state
+    after them is written to slot `targets`. No two rows have one target, and none is a source of another row.
+    """
+
+    starts: Tensor  # [num_reqs + 1]  first token of each row
+    sources: Tensor  # [num_reqs]
+    targets: Tensor  # [num_reqs]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionContext:
     """What the layers of one step need for attention: backend, its metadata and the cache of each layer that has one.
 
-    layers: `LayerCache` of those that attend, the tensors that they ask for of others.
+    layers: `LayerCache` of those that attend, the tensors that they ask for of others. rows: for layers with a
+    recurrent state; None where the model has none.
     """
 
     backend: AttentionBackend
     metadata: Any
     layers: tuple[Any, ...]
+    rows: StateRows | None = None
 
     def attend(self, layer: int, merged: MergedHeads, window: int) -> Tensor:
         """Attend in `layer`, by its number among those that have a cache; see `AttentionBackend.attend`."""

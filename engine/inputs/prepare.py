@@ -222,6 +222,9 @@ class InputBuilder:
             carried=_carried(schedule, query_start_loc),
             slots=schedule.slots.astype(np.int32),
         )
+        if schedule.states is not None:
+            inputs.state_sources = schedule.states.sources
+            inputs.state_copies = np.array(schedule.states.copies, np.int32).reshape(-1, 2)
         sampling = self._sampling.build(schedule)
         if schedule.scores or schedule.pooled:
             self._read_prompts(schedule, inputs, sampling)

@@ -24,6 +24,8 @@ PLAIN = (
     "draws",
     "carried",
     "slots",
+    "state_sources",
+    "state_copies",
     "table_changes",
 )
 WIDTH = "table_width"  # [1] columns of the step's block tables

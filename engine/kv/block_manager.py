@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import IntegrityError
+from engine.kv.snapshots import StateSnapshots
 from engine.report import BlockEvents
 
 DIGEST_BYTES = 32  # collision resistant on its own, for the router compares nothing but digests
@@ -68,7 +69,14 @@ class BlockManager:
     taken), or free. Block 0 is the null block: it pads block tables and is never handed out.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
+        """snapshots: of recurrent states, to be forgotten with the blocks; None where there are none."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -81,6 +89,7 @@ class BlockManager:
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self._cleared = False
+        self._snapshots = snapshots
 
     @property
     def num_free(self) -> int:
@@ -199,6 +208,8 @@ class BlockManager:
         for block in self._index.values():
             self._hashes[block] = None
             self._contents[block] = b""
+        if self._snapshots is not None:
+            self._snapshots.clear()
         self._index.clear()
         self._free.extend(self._cached)
         self._cached.clear()

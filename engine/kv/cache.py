@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.base import LayerCache
 from engine.config import EngineConfig
 from engine.kv.cache_size import gpu_budget
-from engine.kv.cache_specs import CacheSpec, FullAttentionSpec
+from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, RecurrentSpec, Shape
 
 
 class KVCache:
@@ -22,7 +22,11 @@ class KVCache:
 
     tensors: one for each shape and dtype that a layer has, [number of those, num_blocks, *shape], as bytes where
     torch can copy and fill none of the dtype. Block 0 is the null block: padding reads it, and it holds no tokens.
-    layers: a `LayerCache` for each layer of keys and values, for others their tensors, [num_blocks, *shape].
+    states: one for each shape and dtype of recurrent states, [number of those, num_states, *shape]: slots of running
+    sequences, of snapshots, and a last one for steps without sequences. What is in a slot that nothing was written to
+    is never read.
+    layers: a `LayerCache` for each layer of keys and values, for others their tensors, [num_blocks, *shape] or
+    [num_states, *shape].
     scales: of each layer, see `LayerCache`.
     """
 
@@ -33,20 +37,24 @@ class KVCache:
         block_size: int,
         device: torch.device,
         scales: Sequence[Tensor | None] = (),
+        num_states: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        counts = Counter((shape, spec.dtype) for spec in specs for shape in spec.shapes(block_size))
-        made = {
-            (shape, dtype): torch.empty(count, num_blocks, *shape, dtype=_held(dtype), device=device)
-            for (shape, dtype), count in counts.items()
-        }
-        self.tensors = tuple(made.values())
-        self._num_bytes = [tensor.untyped_storage().nbytes() for tensor in self.tensors]
+        self.num_states = num_states
+        blocks, states = _Parts(), _Parts()
+        for spec in specs:
+            blocks.count(spec.shapes(block_size), spec.dtype)
+            if isinstance(spec, RecurrentSpec):
+                states.count(spec.state, spec.dtype)
+        self.tensors = blocks.allocate(num_blocks, device)
+        self.states = states.allocate(num_states, device)
+        self._num_bytes = [tensor.untyped_storage().nbytes() for tensor in (*self.tensors, *self.states)]
         self.clear(torch.zeros(1, dtype=torch.int64, device=device))
-        left = {key: iter(tensor.view(key[1])) for key, tensor in made.items()}
         self.layers = tuple(
-            _layer(spec, [next(left[shape, spec.dtype]) for shape in spec.shapes(block_size)], scale)
+            states.next(spec.state, spec.dtype)
+            if isinstance(spec, RecurrentSpec)
+            else _layer(spec, blocks.next(spec.shapes(block_size), spec.dtype), scale)
             for spec, scale in zip_longest(specs, scales)
         )
 
@@ -57,15 +65,23 @@ class KVCache:
             for tensor in self.tensors:
                 tensor[:, destination] = tensor[:, source]
 
+    def copy_states(self, pairs: Tensor) -> None:
+        """Copy recurrent states in all layers: pairs is [num_copies, 2], (source, target); no target is a source."""
+        if len(pairs):
+            source, target = pairs.long().unbind(1)
+            for tensor in self.states:
+                tensor[:, target] = tensor[:, source]
+
     def drop(self) -> None:
         """Give the memory back, contents and all; views of it stay, and are empty until `restore`."""
-        for tensor in self.tensors:
+        for tensor in (*self.tensors, *self.states):
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
         """Take the memory that `drop` gave back."""
-        for tensor, size in zip(self.tensors, self._num_bytes, strict=True):
+        for tensor, size in zip((*self.tensors, *self.states), self._num_bytes, strict=True):
             tensor.untyped_storage().resize_(size)
+        for tensor in self.tensors:
             tensor[:, 0] = 0
 
     def clear(self, blocks: Tensor) -> None:
@@ -74,14 +90,39 @@ class KVCache:
             tensor.index_fill_(1, blocks, 0)
 
 
+class _Parts:
+    """Tensors of layers, those of one shape and dtype in one tensor."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[Shape, torch.dtype]] = Counter()
+        self._left: dict[tuple[Shape, torch.dtype], Iterator[Tensor]] = {}
+
+    def count(self, shapes: Sequence[Shape], dtype: torch.dtype) -> None:
+        """Note that a layer has these."""
+        self._counts.update((shape, dtype) for shape in shapes)
+
+    def allocate(self, places: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Return all tensors, each [number of those, places, *shape]; `next` hands their parts out."""
+        made = {
+            (shape, dtype): torch.empty(count, places, *shape, dtype=_held(dtype), device=device)
+            for (shape, dtype), count in self._counts.items()
+        }
+        self._left = {key: iter(tensor.view(key[1])) for key, tensor in made.items()}
+        return tuple(made.values())
+
+    def next(self, shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return the tensors of the next layer with these, each [places, *shape]."""
+        return tuple(next(self._left[shape, dtype]) for shape in shapes)
+
+
 def _held(dtype: torch.dtype) -> torch.dtype:
     """Return what torch copies and fills in the place of `dtype`: bytes, not float8."""
     return torch.uint8 if dtype.itemsize == 1 else dtype
 
 
-def _layer(spec: CacheSpec, tensors: list[Tensor], scales: Tensor | None) -> LayerCache | tuple[Tensor, ...]:
+def _layer(spec: CacheSpec, tensors: tuple[Tensor, ...], scales: Tensor | None) -> LayerCache | tuple[Tensor, ...]:
     if not isinstance(spec, FullAttentionSpec):
-        return tuple(tensors)
+        return tensors
     keys, values = tensors
     return LayerCache(keys, values, scales)
 

@@ -30,6 +30,37 @@ def gpu_budget(config: EngineConfig, total: int, free: int, peak: int, current: 
     return int(total * config.gpu_memory_utilization) - (total - free) - peak + current
 
 
+def fit_states(config: EngineConfig, state_bytes: int, budget: int | None) -> tuple[EngineConfig, int]:
+    """Return the config with `num_state_snapshots` set, and what all slots of recurrent states take of the budget.
+
+    state_bytes: of one sequence's state on one rank, 0 = the model keeps none. budget: bytes for blocks and states;
+    None = it is not known, as the number of blocks was given. Snapshots get a quarter of what the states of running
+    sequences leave, and are no more than those. Raises `ConfigError` naming the flag that helps.
+    """
+    if not state_bytes:
+        if config.num_state_snapshots is not None:
+            raise ConfigError(
+                "num_state_snapshots is for models that keep a recurrent state, and this one does not; leave it out",
+                "num_state_snapshots",
+            )
+        return config, 0
+    running = (config.max_num_seqs + 1) * state_bytes  # one for steps without sequences
+    snapshots = config.num_state_snapshots
+    if snapshots is None:
+        left = config.max_num_seqs * state_bytes if budget is None else (budget - running) // 4
+        snapshots = min(config.max_num_seqs, max(left, 0) // state_bytes) if config.enable_prefix_caching else 0
+    taken = running + snapshots * state_bytes
+    if budget is not None and taken >= budget:
+        fewer = budget // 2 // state_bytes - 1 - (config.num_state_snapshots or 0)
+        lower = f"lower max_num_seqs to {fewer}" if fewer > 0 else "raise the memory of the cache"
+        raise ConfigError(
+            f"the recurrent states of max_num_seqs={config.max_num_seqs} sequences and {snapshots} snapshots take "
+            f"{taken} bytes, {state_bytes} each, of the {budget} that the cache has; {lower}",
+            "max_num_seqs",
+        )
+    return config.resolved(num_state_snapshots=snapshots), taken
+
+
 def fit_cache(config: EngineConfig, blocks: int, bytes_per_block: int, shrink: bool) -> EngineConfig:
     """Return the config with `num_kv_blocks` set, given how many `blocks` (null block included) memory holds.
 

@@ -1,6 +1,7 @@
-"""What a layer keeps of the tokens that it has seen, in each block of the cache.
+"""What a layer keeps of the tokens that it has seen: in each block of the cache, or of each sequence a state.
 
 Blocks are one pool with one space of ids for all layers, however unlike they are: a block has a part for each layer.
+So are the slots of states: those of running sequences, behind them snapshots, and one for steps without sequences.
 """
 
 from __future__ import annotations
@@ -62,15 +63,28 @@ class LatentSpec(CacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec(CacheSpec):
-    """The state after a block's last token, of one size however many tokens there are (Mamba, linear attention)."""
+    """A sequence's state, of one size however many tokens it has (Mamba, linear attention, short convolutions).
+
+    state: the shapes of its parts. Blocks hold nothing of it.
+    """
 
     state: tuple[Shape, ...]
 
     def shapes(self, block_size: int) -> tuple[Shape, ...]:
-        """Return the shapes of the state."""
-        return self.state
+        """Return no shape at all."""
+        return ()
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of one state."""
+        return sum(map(math.prod, self.state)) * self.dtype.itemsize
 
 
 def block_bytes(specs: Iterable[CacheSpec], block_size: int) -> int:
     """Return the bytes of one block on one rank: the parts of all layers."""
     return sum(spec.block_bytes(block_size) for spec in specs)
+
+
+def state_bytes(specs: Iterable[CacheSpec]) -> int:
+    """Return the bytes of the recurrent state of one sequence on one rank: the parts of all layers."""
+    return sum(spec.state_bytes for spec in specs if isinstance(spec, RecurrentSpec))

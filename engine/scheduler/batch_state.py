@@ -99,6 +99,8 @@ class BatchState:
         self._slots.place(sequence, self.siblings.get(sequence, ()), prefix, limit)
         computed, known = sequence.num_computed_tokens, sequence.num_tokens
         grant = min(known - computed, most)
+        if (states := self._slots.states) is not None:
+            grant = int(states.cut(np.array([grant], np.int32), np.array([computed], np.int32))[0])
         self._slots.grow(sequence, computed + grant)
         self.waiting.remove(sequence)
         if sequence.started_at is None:
@@ -241,6 +243,8 @@ class BatchState:
             schedule.choose_samples(rows, self.siblings)
         if self.in_flight:
             schedule.carried = self._carried(schedule, self.in_flight[-1])
+        if (states := self._slots.states) is not None:
+            schedule.states = states.plan(schedule, self.siblings, self._slots.pool.enable_prefix_caching)
         return schedule
 
     def launch(self, schedule: Schedule) -> None:
@@ -248,6 +252,8 @@ class BatchState:
         tables = self._tables
         self._slots.copies.clear()
         tables.num_computed[schedule.slots] = schedule.seq_lens
+        if self._slots.states is not None:
+            self._slots.states.launch(schedule.slots)
         if self.prefilling:
             for sequence in [s for s in self.prefilling if s.num_computed_tokens == s.num_tokens]:
                 del self.prefilling[sequence]

@@ -30,6 +30,20 @@ class Hold(StrEnum):
     MEMORY = "memory"  # the device has no memory for a second step beside the first (noted by the launcher)
 
 
+@dataclass(frozen=True, slots=True)
+class StateMoves:
+    """What a step does with recurrent states, by their slots of the state cache.
+
+    sources: where each row's state is read from, -1 = it is zeros. It is written to the slot of the row's sequence.
+    copies: (slot of a row, target) of states that are copied when the step has run. snapshots: (row, target) of those
+    of them that can be found later.
+    """
+
+    sources: Ints  # [num_reqs]
+    copies: list[tuple[int, int]]
+    snapshots: list[tuple[int, int]]
+
+
 @dataclass(slots=True)
 class Schedule:
     """The rows of one step, in running order, and the sequences that draw in it.
@@ -44,6 +58,7 @@ class Schedule:
     carried: (row, sample of the step before) of rows whose one token is drawn by that step, which still runs.
     most_draws: tokens that a sample may draw at most; how many it did is a result of the step.
     gone: sequences that left since the step was launched; they get nothing of it.
+    states: what is done with recurrent states; None where the model keeps none.
     """
 
     sequences: list[Sequence]
@@ -66,6 +81,7 @@ class Schedule:
     carried: Ints | None = None  # [num_carried, 2]
     most_draws: int = 1
     gone: set[Sequence] = field(default_factory=set)
+    states: StateMoves | None = None
     _drawing: set[Sequence] = field(default_factory=set)  # `samples`, once they were asked for
 
     @property

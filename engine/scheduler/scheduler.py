@@ -115,6 +115,11 @@ class Scheduler:
             self._preempt(now)
         self._batch.refresh()
 
+    def recompute(self, now: float) -> None:
+        """Note that a step broke off: where it may have left recurrent states half changed, all start again."""
+        if self._slots.states is not None:
+            self.preempt_all(now)
+
     def mark(self, sequence: Sequence, error: Exception) -> None:
         """Have the whole request of `sequence` end with ERROR when its step is collected, which comes next."""
         self._guard.mark(sequence, error)
@@ -187,6 +192,8 @@ class Scheduler:
         if batch.in_flight:
             left[num_tokens >= tables.limits[slots]] = 0
         wanted = np.minimum(left, self._chunk)
+        if self._slots.states is not None:
+            wanted = self._slots.states.cut(wanted, tables.num_computed[slots])
         decodes_first = np.argsort(left > 1, kind="stable")
         served = wanted[decodes_first]
         ends = np.cumsum(served)
@@ -261,6 +268,8 @@ class Scheduler:
     def drop(self, schedule: Schedule) -> None:
         """Forget a step in flight whose sequences have all left."""
         self._batch.land(schedule)
+        if self._slots.states is not None and schedule.states is not None:
+            self._slots.states.collect(schedule, schedule.states, dropped=True)
 
     def note_first_tokens(self, now: float) -> None:
         """Note what drew a first token in the step that was collected last. now: when it had run, in seconds."""

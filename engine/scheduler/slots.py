@@ -15,6 +15,7 @@ from engine.report import Ints
 from engine.request import Request, Sequence
 from engine.sampling.parameter_table import SamplingTable
 from engine.scheduler.schedule import Index
+from engine.scheduler.states import States
 
 
 class SlotTables:
@@ -123,15 +124,22 @@ class Slots:
     """Places sequences in slots, allocates, shares and frees their blocks.
 
     The row of a slot is the only block table of its sequence. Used by the scheduler only; one thread.
-    events: of blocks that are taken and given back.
+    events: of blocks that are taken and given back. states: of a model that keeps recurrent ones, else None.
     """
 
     def __init__(
-        self, tables: SlotTables, params: SamplingTable, pool: BlockManager, stops: StopTokens, events: Events
+        self,
+        tables: SlotTables,
+        params: SamplingTable,
+        pool: BlockManager,
+        stops: StopTokens,
+        events: Events,
+        states: States | None = None,
     ) -> None:
         self.tables = tables
         self.pool = pool
         self.stops = stops
+        self.states = states
         self._params = params
         self._events = events
         # Destination -> source of block copies that the next step must make. A destination that is given up before is
@@ -179,10 +187,18 @@ class Slots:
         request, size = sequence.request, self.pool.block_size
         tokens = token_bytes(request.prompt_token_ids) + token_bytes(sequence.resume_tokens)
         extend_hashes(sequence.block_hashes, tokens, size, root_hash(request.cache_salt))
-        return self.pool.match(sequence.block_hashes[: sequence.num_reusable_tokens // size], tokens)
+        found = self.pool.match(sequence.block_hashes[: sequence.num_reusable_tokens // size], tokens)
+        if self.states is not None:
+            del found[self.states.deepest(sequence.block_hashes[: len(found)]) :]
+        return found
 
     def extend_prefix(self, sequence: Sequence, found: int) -> list[int]:
-        """Return the cached blocks behind the first `found`, which `find_prefix` returned before. O(returned)."""
+        """Return the cached blocks behind the first `found`, which `find_prefix` returned before. O(returned).
+
+        Of a model with recurrent states none: blocks alone are not enough to start with.
+        """
+        if self.states is not None:
+            return []
         hashes, size = sequence.block_hashes, self.pool.block_size
         most = min(len(hashes), sequence.num_reusable_tokens // size) if self.pool.enable_prefix_caching else 0
         beyond = found
@@ -201,6 +217,8 @@ class Slots:
             self._taken(sequence, self.pool.acquire(prefix))
             self.tables.append_blocks(slot, prefix)
         self.tables.num_computed[slot] = len(prefix) * self.pool.block_size
+        if self.states is not None:
+            self.states.start(slot, sequence.block_hashes[len(prefix) - 1] if prefix else None)
         for sibling in siblings:
             self.tables.copy_tokens(slot, self._take_slot(sibling))
             sibling.tables = self.tables
@@ -227,6 +245,8 @@ class Slots:
         self.pool.acquire(leader.block_table)
         self.tables.copy_blocks(leader.slot, sibling.slot)
         sibling.block_hashes = leader.block_hashes.copy()
+        if self.states is not None:
+            self.states.share(sibling.slot)
 
     def shares_block(self, sequence: Sequence, position: int) -> bool:
         """Whether others hold the block of `position` too, so that writing there needs a copy."""
@@ -284,6 +304,8 @@ class Slots:
         self._events.emit(Left(sequence, slot, self.pool.release(self.tables.held_blocks(slot))))
         sequence.num_known = sequence.num_tokens
         self.tables.clear(slot)
+        if self.states is not None:
+            self.states.leave(slot)
         self.stops.watch(sequence.request, -1)
         self._num_structured -= sequence.grammar is not None
         self._free_slots.append(slot)
@@ -303,6 +325,8 @@ class Slots:
                 raise IntegrityError(f"slot {slot} is free, but not zeroed")
         for sequence in placed:
             self._check_row(sequence)
+        if self.states is not None:
+            self.states.check_integrity(placed)
 
     def _check_row(self, sequence: Sequence) -> None:
         tables, slot = self.tables, sequence.slot

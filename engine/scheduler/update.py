@@ -113,6 +113,8 @@ class Updater:
             self._guard.mark(schedule.samples[row], error)
         if self._seals:
             self._seal(schedule)
+        if self._slots.states is not None and schedule.states is not None:
+            self._slots.states.collect(schedule, schedule.states)
         for leader in schedule.forks:
             if leader not in schedule.gone:
                 self._guard.run(leader, self._batch.fork, leader)

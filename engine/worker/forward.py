@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
+from engine.attention.base import AttentionBackend, AttentionContext, StateRows, StepTensors
 from engine.config import EngineConfig
 from engine.device.gpu import upload
 from engine.inputs.step_buffers import StepBuffers, to_device
@@ -56,9 +56,9 @@ class CachedModel:
         self.attention = attention
         self.cache = cache
 
-    def states(self, step: StepTensors, metadata: object) -> Tensor:
+    def states(self, step: StepTensors, metadata: object, rows: StateRows | None = None) -> Tensor:
         """Return the hidden states of a step, [num_tokens, hidden]. metadata: of the attention backend."""
-        context = AttentionContext(self.attention, metadata, self.cache.layers)
+        context = AttentionContext(self.attention, metadata, self.cache.layers, rows)
         return self.model(step.input_ids, step.positions, context)
 
     def decode(self, longest: int, step: StepTensors, logits: Tensor) -> None:
@@ -158,8 +158,22 @@ class Forward:
         """
         step, copies = self._load(inputs)
         self._before(inputs, step.input_ids, copies)
-        states = self._over.states(step, self._over.attention.prepare(step))
+        states = self._over.states(step, self._over.attention.prepare(step), self._state_rows(inputs, step))
+        if len(inputs.state_copies):
+            self._over.cache.copy_states(upload([inputs.state_copies.copy()], self._device)[0])
         return states.index_select(0, step.logits_indices), self._pooled(states, inputs)
+
+    def _state_rows(self, inputs: StepInputs, step: StepTensors) -> StateRows | None:
+        """Return where the recurrent states of a step are: of one without sequences, in the last slot."""
+        cache = self._over.cache
+        if not cache.states:
+            return None
+        if len(inputs.state_sources):
+            sources, targets = upload([inputs.state_sources.copy(), inputs.slots.copy()], self._device)
+        else:
+            sources = torch.full((inputs.num_reqs,), -1, dtype=torch.int32, device=self._device)
+            targets = torch.full_like(sources, cache.num_states - 1)
+        return StateRows(step.query_start_loc, sources, targets)
 
     def _pooled(self, states: Tensor, inputs: StepInputs) -> Tensor:
         sums = [self._over.model.final(states[first:beyond]).sum(dim=0) for first, beyond in inputs.pooled.tolist()]
@@ -182,7 +196,8 @@ class Forward:
 def split_step(inputs: StepInputs, most: int) -> list[StepInputs]:
     """Cut a step into parts of about one size and at most `most` tokens, to be run one after another.
 
-    A sequence that is cut continues in the next part as a chunked prompt does. Block copies stay with the first part.
+    A sequence that is cut continues in the next part as a chunked prompt does. Block copies stay with the first part,
+    those of recurrent states with the last.
     Every part has a share of all that is pooled, most of them an empty one.
     """
     count = -(-inputs.num_tokens // most)
@@ -201,6 +216,7 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
     computed = inputs.num_computed_tokens[rows] + first - inputs.query_start_loc[rows]
     wanted, carried = inputs.logits_indices, inputs.carried
     mine = carried[(carried[:, 0] >= start) & (carried[:, 0] < end)]
+    begun = first > inputs.query_start_loc[rows]  # a row's state is where the part before has left it
     return StepInputs(
         input_ids=inputs.input_ids[start:end],
         positions=inputs.positions[start:end],
@@ -214,4 +230,8 @@ def _part(inputs: StepInputs, start: int, end: int) -> StepInputs:
         pooled=inputs.pooled.clip(start, end) - np.int32(start),
         carried=mine - np.array([start, 0], np.int32),
         slots=inputs.slots[rows] if len(inputs.slots) else inputs.slots,
+        state_sources=np.where(begun, inputs.slots[rows], inputs.state_sources[rows])
+        if len(inputs.state_sources)
+        else inputs.state_sources,
+        state_copies=inputs.state_copies if end == inputs.num_tokens else inputs.state_copies[:0],
     )

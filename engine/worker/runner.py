@@ -20,8 +20,8 @@ from engine.inputs.token_feedback import TokenFeedback
 from engine.kernels.base import Kernels, TorchKernels
 from engine.kernels.select import select_draws, select_kernels
 from engine.kv.cache import KVCache, cuda_budget
-from engine.kv.cache_size import cpu_budget, fit_cache
-from engine.kv.cache_specs import block_bytes
+from engine.kv.cache_size import cpu_budget, fit_cache, fit_states
+from engine.kv.cache_specs import block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.loader.checkpoint import ModelFolder, open_model
 from engine.loader.weights import load_model, read_kv_scales
@@ -217,19 +217,24 @@ class ModelRunner:
         return select_for_layers(config.attention_backend, specs, kinds)
 
     def _allocate(self, num_blocks: int) -> KVCache:
-        specs = self.model.cache_specs(self._attention.spec.cache_dtype)
-        return KVCache(specs, num_blocks, self.config.block_size, self.group.device, self._kv_scales)
+        """Return a cache of so many blocks, and of as many states as there are sequences and snapshots."""
+        specs, config = self.model.cache_specs(self._attention.spec.cache_dtype), self.config
+        snapshots = config.num_state_snapshots
+        states = 1 if snapshots is None else config.max_num_seqs + snapshots + 1
+        return KVCache(specs, num_blocks, config.block_size, self.group.device, self._kv_scales, states)
 
     def _fit_cache(self, shrink: bool) -> EngineConfig:
         """Return the config with `num_kv_blocks`: as set, or what the rank with the least memory holds."""
         config = self.config
+        specs = self.model.cache_specs(self._attention.spec.cache_dtype)
+        size, state = block_bytes(specs, config.block_size), state_bytes(specs)
         if config.num_kv_blocks is not None:
-            return config
-        size = block_bytes(self.model.cache_specs(self._attention.spec.cache_dtype), config.block_size)
+            return fit_states(config, state, None)[0]
         budget = self._cuda_budget(config) if self.group.device.type == "cuda" else cpu_budget(config)
-        mine = torch.tensor([budget // size], dtype=torch.int64, device=self.group.device)
+        mine = torch.tensor([budget], dtype=torch.int64, device=self.group.device)
         least = int(self.group.all_gather(mine, dim=0).min())
-        return fit_cache(config, least, size, shrink)
+        config, taken = fit_states(config, state, least)
+        return fit_cache(config, (least - taken) // size, size, shrink)
 
     def _cuda_budget(self, config: EngineConfig) -> int:
         """Return the bytes left for the cache, measured with a cache of the null block alone."""

@@ -7,7 +7,14 @@ from engine.errors import ConfigError
 from engine.kv import cache_size as kv_room
 from engine.kv.cache import KVCache, cuda_budget, opened_blocks
 from engine.kv.cache_size import cpu_budget, fit_cache, fit_given_blocks
-from engine.kv.cache_specs import FullAttentionSpec, LatentSpec, RecurrentSpec, SlidingWindowSpec, block_bytes
+from engine.kv.cache_specs import (
+    FullAttentionSpec,
+    LatentSpec,
+    RecurrentSpec,
+    SlidingWindowSpec,
+    block_bytes,
+    state_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -52,10 +59,9 @@ def test_layers_that_are_unlike_share_one_pool_of_blocks():
     assert cache.layers[1].keys.shape == (10, 4, 2, 8)
     assert cache.layers[2].values.shape == (10, 4, 4, 16)
     assert [tuple(part.shape) for part in cache.layers[3]] == [(10, 4, 24)]
-    assert [tuple(part.shape) for part in cache.layers[4]] == [(10, 3, 5), (10, 7)]
     assert cache.layers[3][0].dtype is torch.bfloat16
     memory = [cache.layers[i].keys for i in range(3)] + [cache.layers[i].values for i in range(3)]
-    memory += [*cache.layers[3], *cache.layers[4]]
+    memory += cache.layers[3]
     assert len({part.data_ptr() for part in memory}) == len(memory)
     for part in memory:
         part[2] = 7
@@ -64,6 +70,23 @@ def test_layers_that_are_unlike_share_one_pool_of_blocks():
     for part in memory:
         assert part[5].eq(7).all()
         assert part[2].eq(0).all()
+
+
+def test_states_have_slots_of_their_own():
+    cache = KVCache(UNLIKE, 10, 4, CPU, num_states=6)
+    parts = cache.layers[4]
+    assert [tuple(part.shape) for part in parts] == [(6, 3, 5), (6, 7)]
+    assert sum(tensor.nbytes for tensor in cache.states) == 6 * state_bytes(UNLIKE)
+    for part in parts:
+        part.copy_(torch.arange(6.0).view(6, *[1] * (part.dim() - 1)).expand(part.shape))
+    cache.copy(torch.tensor([[2, 5]], dtype=torch.int32))
+    cache.copy_states(torch.tensor([[1, 4], [2, 5]], dtype=torch.int32))
+    for part in parts:
+        assert part.flatten(1)[:, 0].tolist() == [0, 1, 2, 3, 1, 2]
+    cache.drop()
+    assert all(not tensor.untyped_storage().nbytes() for tensor in cache.states)
+    cache.restore()
+    assert sum(tensor.nbytes for tensor in cache.states) == 6 * state_bytes(UNLIKE)
 
 
 def test_dropped_memory_is_taken_again():
