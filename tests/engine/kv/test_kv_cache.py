@@ -127,7 +127,8 @@ def test_opened_blocks_are_those_begun_but_not_filled():
 
 def test_a_block_has_a_part_for_each_layer():
     assert block_bytes(full(12, 4, 64, torch.bfloat16), 16) == 2 * 12 * 16 * 4 * 64 * 2
-    assert block_bytes(UNLIKE, 4) == 4 * (2 * 2 * (4 * 2 * 8) + 2 * (4 * 4 * 16) + 3 * 5 + 7) + 2 * (4 * 24)
+    assert block_bytes(UNLIKE, 4) == 4 * (2 * 2 * (4 * 2 * 8) + 2 * (4 * 4 * 16)) + 2 * (4 * 24)
+    assert state_bytes(UNLIKE) == 4 * (3 * 5 + 7)
 
 
 def test_cpu_budget_is_the_setting_or_a_quarter_of_what_is_free(monkeypatch):
