@@ -15,7 +15,6 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MODEL_IMPLS = ("auto", "native", "transformers")
 ATTENTION_BACKENDS = ("auto", "reference", "native", "flash", "triton", "torch_varlen")
-SNAPSHOT_INTERVAL = 256  # tokens; fewer find more prefixes, and cut prompts into smaller chunks
 # What fields of a type take, and how that is said.
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
@@ -41,9 +40,8 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
-    mamba_block_size: tokens between two snapshots of a sequence's recurrent state, a multiple of `block_size`:
-    prefixes of such a model are found in these steps, and no chunk of a prompt crosses one; None = 256, or a larger
-    block's.
+    state_snapshot_blocks: a snapshot of a sequence's recurrent state is taken every so many blocks: prefixes of such a
+    model are found in these steps, and no chunk of a prompt crosses one.
     num_state_snapshots: snapshots that are kept beside the states of running sequences, each the size of one; 0 =
     no prefix of a model with recurrent states is found; None = from memory, at most `max_num_seqs`.
     cudagraph_capture_sizes: padded batch sizes in which decode steps on CUDA are replayed, all captured at start;
@@ -75,7 +73,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
-    mamba_block_size: int | None = None
+    state_snapshot_blocks: int = 16
     num_state_snapshots: int | None = None
     enforce_eager: bool = False
     cudagraph_capture_sizes: tuple[int, ...] | None = None
@@ -91,7 +89,7 @@ class EngineConfig:
             _check_type(field.name, getattr(self, field.name), str(field.type))
         if self.cudagraph_capture_sizes is not None:
             object.__setattr__(self, "cudagraph_capture_sizes", self._checked_sizes(self.cudagraph_capture_sizes))
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "state_snapshot_blocks"):
             _at_least(name, getattr(self, name), 1)
         for name, low in (("max_model_len", 2), ("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
             if getattr(self, name) is not None:
@@ -100,8 +98,6 @@ class EngineConfig:
         _power_of_two("block_size", self.block_size)
         if self.num_state_snapshots is not None:
             _at_least("num_state_snapshots", self.num_state_snapshots, 0)
-        if self.mamba_block_size is not None:
-            self._check_snapshots_apart(self.mamba_block_size)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
@@ -119,13 +115,6 @@ class EngineConfig:
             )
         if self.step_timeout <= 0:
             raise ConfigError(f"step_timeout must be above 0 seconds, not {self.step_timeout}", "step_timeout")
-
-    def _check_snapshots_apart(self, tokens: int) -> None:
-        name, size = "mamba_block_size", self.block_size
-        if tokens < 1 or tokens % size:
-            raise ConfigError(
-                f"{name} must be a multiple of block_size={size}, such as {16 * size}, not {tokens}", name
-            )
 
     def _checked_sizes(self, sizes: Collection[int]) -> tuple[int, ...]:
         """Return padded batch sizes in order, each once. Raises `ConfigError`."""
@@ -161,7 +150,7 @@ class EngineConfig:
     @property
     def snapshot_interval(self) -> int:
         """Tokens between two snapshots of a recurrent state."""
-        return self.mamba_block_size or max(SNAPSHOT_INTERVAL, self.block_size)
+        return self.state_snapshot_blocks * self.block_size
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -31,6 +31,7 @@ BOUNDS: Mapping[str, Mapping[str, Any]] = {
     "kv_cache_memory_bytes": {"minimum": 1},
     "long_prefill_token_threshold": {"minimum": 0},
     "block_size": {"minimum": 1},
+    "state_snapshot_blocks": {"minimum": 1},
     "num_state_snapshots": {"minimum": 0},
     "gpu_memory_utilization": {"exclusiveMinimum": 0, "maximum": 1},
     "cudagraph_capture_sizes": {"items": {"type": "integer", "minimum": 1}},

@@ -9,7 +9,6 @@ OPEN_DEFAULTS = {
     "quantization": "as in the checkpoint",
     "max_model_len": "the model's own limit",
     "num_kv_blocks": "from free memory",
-    "mamba_block_size": "256, or a larger block's size",
     "num_state_snapshots": "from memory, at most --max-num-seqs",
     "cudagraph_capture_sizes": "1,2,4,8,16,24,... up to --max-num-seqs and 512",
     "async_scheduling": "on with cuda, off on cpu",
@@ -70,7 +69,7 @@ HELP = {
         "kv_cache_memory_bytes": "Bytes of KV cache of each rank on a CPU.",
         "kv_cache_dtype": "Type of the KV cache; fp8 holds twice the tokens, on GPUs from compute capability 8.9.",
         "enable_prefix_caching": "Reuse KV blocks of prompts with the same beginning.",
-        "mamba_block_size": "Tokens between two snapshots of a sequence's recurrent state; a multiple of block_size.",
+        "state_snapshot_blocks": "Blocks between two snapshots of a sequence's recurrent state.",
         "num_state_snapshots": "Snapshots of recurrent states that are kept for prompts with the same beginning.",
     },
     "Cluster": {

@@ -1,11 +1,9 @@
 """Recurrent states on a late device: whatever happens around a request, its tokens are those of a run alone."""
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from engine.errors import ConfigError
 from engine.kv.snapshots import StateSnapshots
 from engine.request import FinishReason
 from tests.engine.engine_driver import VOCAB, Driver, expected, request
@@ -14,7 +12,7 @@ from tests.engine.scheduler.test_engine_state_machine import CONTEXT, EngineMach
 
 
 def driver(kind=Driver, num_blocks=64, **given):
-    wanted = {"max_num_seqs": 8, "block_size": 4, "num_state_snapshots": 6, "mamba_block_size": 8, **given}
+    wanted = {"max_num_seqs": 8, "block_size": 4, "num_state_snapshots": 6, "state_snapshot_blocks": 2, **given}
     states = wanted["max_num_seqs"] + wanted["num_state_snapshots"]
     late = RecurrentExecutor(num_blocks, wanted["block_size"], VOCAB, states)
     return kind(num_blocks=num_blocks, executor=late, **wanted)
@@ -122,7 +120,7 @@ class RecurrentMachine(EngineMachine):
     )
     def start(self, shape, tokens, snapshots, apart, overlaps):
         size = shape["block_size"]
-        given = {"mamba_block_size": apart * size, "num_state_snapshots": snapshots, "async_scheduling": overlaps}
+        given = {"state_snapshot_blocks": apart, "num_state_snapshots": snapshots, "async_scheduling": overlaps}
         self.driver = driver(PromptDriver, 1 + tokens // size, max_model_len=CONTEXT, **{**shape, **given})
         self.accepted, self.aborted, self.cut_short = {}, set(), set()
         self.broke = False
@@ -145,9 +143,3 @@ class RecurrentMachine(EngineMachine):
 
 TestRecurrent = RecurrentMachine.TestCase
 TestRecurrent.settings = settings(max_examples=80, stateful_step_count=25)
-
-
-@pytest.mark.parametrize("tokens", [0, 3, 6])
-def test_snapshots_must_end_where_blocks_end(tokens):
-    with pytest.raises(ConfigError, match="mamba_block_size must be a multiple of block_size=4, such as 64"):
-        driver(mamba_block_size=tokens)
