@@ -40,8 +40,8 @@ class EngineConfig:
     gpu_memory_utilization: share of the GPU's memory that the engine may use.
     kv_cache_memory_bytes: bytes of KV cache per rank on CPU; None = a quarter of the free memory, at most 4 GiB.
     kv_cache_dtype: "auto" = that of the weights; "fp8" and "fp8_e4m3" are the same, half of 16 bits.
-    state_snapshot_blocks: a snapshot of a sequence's recurrent state is taken every so many blocks: prefixes of such a
-    model are found in these steps, and no chunk of a prompt crosses one.
+    state_snapshot_blocks: a snapshot of a sequence's recurrent state is taken every so many blocks: prefixes of such
+    a model are found in these steps, and no chunk of a prompt crosses one.
     num_state_snapshots: snapshots that are kept beside the states of running sequences, each the size of one; 0 =
     no prefix of a model with recurrent states is found; None = from memory, at most `max_num_seqs`.
     cudagraph_capture_sizes: padded batch sizes in which decode steps on CUDA are replayed, all captured at start;
