@@ -78,7 +78,7 @@ class ParallelLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.group = group
-        self.row_order: Tensor | None = None
+        self.row_order: Sequence[int] | None = None
         self.method: LinearMethod = PlainLinear(weight)
 
     def order_rows(self) -> None:
@@ -86,7 +86,7 @@ class ParallelLinear(nn.Module):
         if self.row_order is not None:
             for parameter in (self.weight, getattr(self, "weight_scale", None), self.bias):
                 if parameter is not None:
-                    parameter.copy_(parameter[self.row_order.to(parameter.device)])
+                    parameter.copy_(parameter[torch.tensor(self.row_order, device=parameter.device)])
 
     def use_weight(self, weight: ShardedParameter) -> None:
         """Multiply by another layer's parameter from now on (tied weights)."""

@@ -141,11 +141,11 @@ class Attention(CachedAttention):
         if order is not None:
             self._order_features(order)
 
-    def _order_features(self, order: Tensor) -> None:
+    def _order_features(self, order: Sequence[int]) -> None:
         """Have the product give the features of queries and keys in the order in which they are rotated."""
-        features = torch.arange(self.qkv.q_size + 2 * self.qkv.kv_size).view(-1, self.head_dim)
-        turned = self.num_heads + self.num_kv_heads
-        self.qkv.row_order = torch.cat((features[:turned][:, order], features[turned:])).flatten()
+        size, turned = self.head_dim, self.num_heads + self.num_kv_heads
+        rows = [head * size + feature for head in range(turned) for feature in order]
+        self.qkv.row_order = [*rows, *range(turned * size, self.qkv.q_size + 2 * self.qkv.kv_size)]
 
     @override
     def finish_loading(self) -> None:
@@ -153,7 +153,7 @@ class Attention(CachedAttention):
         order = None if self.rotary is None else self.rotary.feature_order
         for norm in (self.q_norm, self.k_norm):
             if norm is not None and order is not None:
-                norm.weight.data = norm.weight.view(-1, self.head_dim)[:, order.to(norm.weight.device)].flatten()
+                norm.weight.data = norm.weight.view(-1, self.head_dim)[:, order].flatten()
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             counts = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
             norms = [(norm.weight + norm.offset).expand(count, -1) for norm, count in counts]

@@ -41,7 +41,7 @@ class RopeSpec:
     rotated: int = 0
     interleaved: bool = False
 
-    def feature_order(self, head_dim: int) -> Tensor | None:
+    def feature_order(self, head_dim: int) -> list[int] | None:
         """Return which feature of a checkpoint's head goes to each place; None = each to its own.
 
         The rotation turns features half a head apart together. So those that are a pair are put there, and the
@@ -50,10 +50,11 @@ class RopeSpec:
         rotated = self.rotated or head_dim
         if rotated == head_dim and not self.interleaved:
             return None
-        pairs = torch.arange(rotated)
-        pairs = pairs.view(-1, 2).t() if self.interleaved else pairs.view(2, -1)
-        others = torch.arange(rotated, head_dim).view(2, -1)
-        return torch.cat((pairs, others), dim=1).flatten()
+        half, rest = rotated // 2, (head_dim - rotated) // 2
+        first = [2 * pair if self.interleaved else pair for pair in range(half)]
+        second = [2 * pair + 1 if self.interleaved else half + pair for pair in range(half)]
+        others = list(range(rotated, head_dim))
+        return [*first, *others[:rest], *second, *others[rest:]]
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -125,8 +126,7 @@ class Rotary(Layer):
         super().__init__()
         self.head_dim = head_dim
         self.table = _table(rope, head_dim, build)
-        with torch.device("cpu"):
-            self.feature_order = rope.feature_order(head_dim)
+        self.feature_order = rope.feature_order(head_dim)
 
     def rows(self, positions: Tensor) -> Tensor:
         """Return the cosines and sines of these positions: [num_tokens] -> [num_tokens, 2, head_dim / 2]."""

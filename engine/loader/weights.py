@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.errors import CheckpointError
 from engine.layers.attention import CachedAttention
@@ -143,14 +143,18 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
         for rule in batch:
             if rule.scale:
                 _load_scale(model, rule, checkpoint, names[rule.name])
-        for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch):
-            layer = model.get_submodule(path)
-            if isinstance(layer, ParallelLinear):
-                layer.order_rows()
-                layer.method.load(layer)
+        _finish(model.get_submodule(path) for path in dict.fromkeys(rule.target.rpartition(".")[0] for rule in batch))
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _finish(modules: Iterable[nn.Module]) -> None:
+    """Let the linear layers among these make what they need of what was loaded."""
+    for layer in modules:
+        if isinstance(layer, ParallelLinear):
+            layer.order_rows()
+            layer.method.load(layer)
 
 
 def _check_tied_head(
@@ -193,6 +197,7 @@ def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, chec
             for rule in by_name.get(name, ()):
                 _load_made(model, rule, tensor, checkpoint.folder)
     _refuse(checkpoint.folder, "missing", by_name.keys() - found)
+    _finish(model.modules())
 
 
 def _load_made(model: CausalLM, rule: WeightRule, tensor: Tensor, folder: Path) -> None:

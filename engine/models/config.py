@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from engine.errors import CheckpointError
-from engine.quantization.config import QuantizationSpec, read_quantization
+from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
 
 MAX_INTEGER = 2**31
 MAX_LAYERS = 10_000  # a small file must not ask for much
@@ -138,13 +138,15 @@ class ModelConfig:
         said = {name: value for name, value in values.items() if value is not None}
         hf = HFConfig({**DEFAULTS.get(HFConfig(said).architecture, {}), **said})
         vocab = hf.integer("vocab_size")
+        # A checkpoint of 4 bits, gpt-oss say, need not name what it was trained in.
+        dtype = "bfloat16" if is_mxfp4(values) else "float32"
         return cls(
             architecture=hf.architecture,
             hidden_size=hf.integer(hf.spelling("hidden_size")),
             num_layers=hf.integer(hf.spelling("num_hidden_layers"), high=MAX_LAYERS),
             vocab_size=vocab,
             max_positions=hf.integer(hf.spelling("max_position_embeddings")),
-            dtype=str(hf.get("dtype", hf.get("torch_dtype", "float32"))).removeprefix("torch."),
+            dtype=str(hf.get("dtype", hf.get("torch_dtype", dtype))).removeprefix("torch."),
             eos_token_ids=known_token_ids(hf.get("eos_token_id"), vocab),
             quantization=read_quantization(values),
             hf=hf,

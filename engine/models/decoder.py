@@ -26,14 +26,18 @@ class DecoderLayer(nn.Module):
     """Pre-norm block: attention and feed-forward, each added to the residual stream.
 
     attention: called as `Attention` is. mlp: dense or of experts, [num_tokens, hidden] -> [num_tokens, hidden].
+    scale: what both are multiplied by before they are added.
     """
 
-    def __init__(self, attention_norm: Norm, attention: Layer, mlp_norm: Norm, mlp: Layer) -> None:
+    def __init__(
+        self, attention_norm: Norm, attention: Layer, mlp_norm: Norm, mlp: Layer, *, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.scale = scale
 
     def forward(
         self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
@@ -43,15 +47,64 @@ class DecoderLayer(nn.Module):
         update: what the layer before returned; it is added to `residual` here, in place, in one go with the norm.
         """
         update = self.attention(self.attention_norm.add(residual, update), rotations, context)
-        added: Tensor = self.mlp(self.mlp_norm.add(residual, update))
-        return added
+        added: Tensor = self.mlp(self.mlp_norm.add(residual, self._scaled(update)))
+        return self._scaled(added)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
+
+
+class NormedTwiceLayer(DecoderLayer):
+    """Attention and feed-forward are normed before and after (Gemma 2, arXiv 2408.00118)."""
+
+    def __init__(
+        self,
+        attention_norm: Norm,
+        attention: Layer,
+        after_attention: Norm,
+        mlp_norm: Norm,
+        mlp: Layer,
+        after_mlp: Norm,
+    ) -> None:
+        super().__init__(attention_norm, attention, mlp_norm, mlp)
+        self.after_attention = after_attention
+        self.after_mlp = after_mlp
+
+    def forward(
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
+    ) -> Tensor:
+        """As of `DecoderLayer`."""
+        update = self.attention(self.attention_norm.add(residual, update), rotations, context)
+        added: Tensor = self.mlp(self.mlp_norm.add(residual, self.after_attention(update)))
+        return self.after_mlp(added)
+
+
+class NormedAfterLayer(nn.Module):
+    """Attention and feed-forward are normed after, not before (OLMo 2, arXiv 2501.00656)."""
+
+    def __init__(self, attention: Layer, after_attention: Norm, mlp: Layer, after_mlp: Norm) -> None:
+        super().__init__()
+        self.attention = attention
+        self.after_attention = after_attention
+        self.mlp = mlp
+        self.after_mlp = after_mlp
+
+    def forward(
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
+    ) -> Tensor:
+        """As of `DecoderLayer`."""
+        if update is not None:
+            residual += update
+        residual += self.after_attention(self.attention(residual, rotations, context))
+        return self.after_mlp(self.mlp(residual))
 
 
 class Stack(NamedTuple):
     """What a family is composed of.
 
     layers: called as a `DecoderLayer` is. positions: learned ones that are added to the embeddings. tied: whether the
-    output head is the embedding's table. softcap: c in c * tanh(logit / c); 0 = none.
+    output head is the embedding's table. softcap: c in c * tanh(logit / c); 0 = none. embedding_scale: of embeddings.
+    logit_divisor: of logits, before they are capped.
     """
 
     layers: Sequence[nn.Module]
@@ -59,6 +112,8 @@ class Stack(NamedTuple):
     tied: bool
     positions: LearnedPositions | None = None
     softcap: float = 0.0
+    embedding_scale: float = 1.0
+    logit_divisor: float = 1.0
 
 
 class DecoderLM(CausalLM):
@@ -71,7 +126,8 @@ class DecoderLM(CausalLM):
         stack = self.stack(config, build)
         self.group = build.group
         self.hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
-        self.softcap = stack.softcap
+        self.softcap, self.logit_divisor = stack.softcap, stack.logit_divisor
+        self.embedding_scale = stack.embedding_scale
         # Samplers widen logits as they read them; where they are capped they are wide already.
         self.logits_dtype = torch.float32 if stack.softcap else build.dtype
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build.group, build.dtype)
@@ -123,6 +179,8 @@ class DecoderLM(CausalLM):
     def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Return the hidden states before the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
         residual = self.embedding(input_ids)
+        if self.embedding_scale != 1.0:
+            residual = residual * self.embedding_scale
         if self.positions is not None:
             residual += self.positions(positions)
         rotations = {rotary: rotary(positions, context) for rotary in self.rotaries}
@@ -146,4 +204,6 @@ class DecoderLM(CausalLM):
         return logits if out is None else out.copy_(logits)
 
     def _capped(self, logits: Tensor) -> Tensor:
+        if self.logit_divisor != 1.0:
+            logits /= self.logit_divisor
         return logits if not self.softcap else logits.float().div_(self.softcap).tanh_().mul_(self.softcap)

@@ -12,10 +12,18 @@ from typing import Any
 from engine.errors import CheckpointError
 
 FAMILIES: Mapping[str, str] = {
-    "LlamaForCausalLM": "engine.models.llama.Llama",
     "GPT2LMHeadModel": "engine.models.gpt2.GPT2",
+    "Gemma2ForCausalLM": "engine.models.gemma.Gemma2",
+    "Gemma3ForCausalLM": "engine.models.gemma.Gemma3",
+    "GptOssForCausalLM": "engine.models.gpt_oss.GptOss",
+    "GraniteForCausalLM": "engine.models.granite.Granite",
+    "LlamaForCausalLM": "engine.models.llama.Llama",
+    "MiniMaxM2ForCausalLM": "engine.models.minimax.MiniMaxM2",
     "MistralForCausalLM": "engine.models.mistral.Mistral",
     "MixtralForCausalLM": "engine.models.mixtral.Mixtral",
+    "Olmo2ForCausalLM": "engine.models.olmo.Olmo2",
+    "Olmo3ForCausalLM": "engine.models.olmo.Olmo3",
+    "Phi3ForCausalLM": "engine.models.phi.Phi3",
     "Qwen2ForCausalLM": "engine.models.qwen.Qwen2",
     "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
     "Qwen3ForCausalLM": "engine.models.qwen.Qwen3",

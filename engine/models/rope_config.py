@@ -47,13 +47,19 @@ def read_rope(
     return spec if rotated == head_dim else replace(spec, rotated=rotated)
 
 
+def is_nested(hf: HFConfig) -> bool:
+    """Whether there are settings for each type of layer."""
+    given = hf.get("rope_parameters")
+    return isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values())
+
+
 def rope_settings(hf: HFConfig, layer_type: str | None = None) -> dict[str, Any]:
     """Return `rope_parameters` or `rope_scaling` as they are, those of `layer_type` where they differ by it."""
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     given = hf.get(name) or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: {name} must be an object, not {given!r}")
-    if any(isinstance(value, Mapping) for value in given.values()):
+    if is_nested(hf):
         if layer_type is None:
             raise CheckpointError(f"config.json: {name} differing per layer type is not supported for this family")
         given = given.get(layer_type) or {}

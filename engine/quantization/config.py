@@ -56,7 +56,15 @@ def read_quantization(values: Mapping[str, Any]) -> QuantizationSpec | None:
         return _compressed_tensors(found)
     if method == "fp8":
         return _fp8(found)
+    if is_mxfp4(values):
+        return None  # made plain as it is loaded, by the family that has such experts
     return _refuse(f".quant_method = {method!r}")
+
+
+def is_mxfp4(values: Mapping[str, Any]) -> bool:
+    """Whether config.json says that weights are stored in MXFP4."""
+    found = values.get("quantization_config")
+    return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
 def _fp8(found: Mapping[str, Any]) -> QuantizationSpec:

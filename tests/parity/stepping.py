@@ -60,7 +60,13 @@ class Stepper:
         self.free = np.random.default_rng(0).permutation(free).tolist()
         self.copies: list[tuple[int, int]] = []
         self._logits = None
-        runner.model.head.register_forward_hook(lambda *call: setattr(self, "_logits", call[-1].clone()))
+        plain = runner.model.logits
+
+        def kept(hidden):
+            self._logits = plain(hidden)
+            return self._logits.clone()
+
+        runner.model.logits = kept
 
     def step(self, scheduled: dict[int, int], sequences: list[Sequence], **values) -> np.ndarray:
         """Compute `scheduled[i]` more tokens of sequence i; those that are complete get a sampled token appended."""

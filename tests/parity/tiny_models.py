@@ -35,6 +35,52 @@ CONFIGS = {
     "llama3_tied_biased": lambda: transformers.LlamaConfig(
         **SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=24
     ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **SMALL, head_dim=16, sliding_window=9, query_pre_attn_scalar=24, final_logit_softcapping=5.0
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SMALL,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SMALL, head_dim=16, sliding_window=9, num_local_experts=6, num_experts_per_tok=3, swiglu_limit=0.7
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **SMALL,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        attention_multiplier=0.2,
+        logits_scaling=1.7,
+        attention_bias=True,
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **SMALL, head_dim=32, num_local_experts=6, num_experts_per_tok=3, partial_rotary_factor=0.5
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SMALL,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SMALL, sliding_window=11, pad_token_id=0),
+    "phi3_longrope": lambda: transformers.Phi3Config(
+        **SMALL,
+        pad_token_id=0,
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.5, 2.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+        },
+    ),
     "qwen2": lambda: transformers.Qwen2Config(**SMALL, tie_word_embeddings=True),
     "qwen2_windows": lambda: transformers.Qwen2Config(
         **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
@@ -61,7 +107,7 @@ CONFIGS = {
 }
 
 
-WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
+WITH_EXPERTS = ("gpt_oss", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
