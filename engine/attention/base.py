@@ -24,6 +24,7 @@ class AttentionSpec:
     sinks: whether each head has a score that takes its share of the softmax and adds nothing (gpt-oss).
     dtype: of queries, keys and values, and of the cache unless `fp8_cache`, which holds float8_e4m3fn.
     batch_invariant: the bits of a token's result must not depend on what else is in its step.
+    chunk: a token sees those of its own chunk of so many tokens, a multiple of block_size (Llama 4); 0 = all.
     """
 
     num_heads: int
@@ -38,6 +39,7 @@ class AttentionSpec:
     fp8_cache: bool = False
     batch_invariant: bool = False
     sinks: bool = False
+    chunk: int = 0
 
     @property
     def group(self) -> int:

@@ -6,8 +6,10 @@ import importlib
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from engine.attention.base import AttentionBackend, AttentionSpec, PagedAttention, UnlikeLayers
+from engine.attention.chunked import ChunkedAttention
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.triton_fit import why_not_triton
@@ -74,17 +76,31 @@ def select_for_layers(wanted: str, specs: Sequence[AttentionSpec], kinds: Sequen
 
     Raises what `select_backend` does.
     """
-    found = [select_backend(wanted, spec) for spec in specs]
+    found = [_of_layers(wanted, spec) for spec in specs]
     if len(found) == 1:
         return found[0]
     for name in dict.fromkeys(each.name for each in found):
         if {each.name for each in found} != {name}:
             with suppress(ConfigError):  # for one kind of layer it is the best, another it may not serve
-                found = [select_backend(name, spec) for spec in specs]
+                found = [_of_layers(name, spec) for spec in specs]
                 break
     if len({each.name for each in found}) > 1:
-        found = [ReferenceAttention(spec) for spec in specs]
+        found = [_of_layers("reference", spec) for spec in specs]
     return UnlikeLayers(found, kinds)
+
+
+def _of_layers(wanted: str, spec: AttentionSpec) -> PagedAttention:
+    """Return the backend of layers that ask for the same, and attend within chunks or not."""
+    if not spec.chunk:
+        return select_backend(wanted, spec)
+    if spec.chunk % spec.block_size:
+        fits = [size for size in (16, 32, 64, 8, 4, 2) if spec.chunk % size == 0] or [spec.chunk]
+        raise ConfigError(
+            f"block_size={spec.block_size}: the model attends within chunks of {spec.chunk} tokens, which must be "
+            f"whole blocks; use block_size={fits[0]}",
+            "block_size",
+        )
+    return ChunkedAttention(spec, select_backend(wanted, replace(spec, chunk=0)))
 
 
 def _lines(reasons: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from engine.errors import CheckpointError
 from engine.kv.cache_specs import FullAttentionSpec, SlidingWindowSpec
 from engine.layers.base import Build, Layer
 from engine.layers.norm import HeadsNorm, RMSNorm
-from engine.layers.rope import Rotary
+from engine.layers.rope import QueryScale, Rotary
 from parallel.linear import QKVParallelLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter
 from parallel.sharding import even_pieces
@@ -27,7 +27,7 @@ class CachedAttention(Layer):
 
     window: how many last tokens a query sees, itself included; 0 = all. scale: of scores; None = 1 / sqrt(head_dim).
     softcap: c in c * tanh(score / c); 0 = none. all_kv_heads: of all ranks.
-    sinks: whether each head has a score of no key.
+    sinks: whether each head has a score of no key. chunk: as of `AttentionSpec`.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class CachedAttention(Layer):
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
+        self.chunk = chunk
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.all_kv_heads = all_kv_heads
         self.window = window
@@ -71,6 +73,7 @@ class CachedAttention(Layer):
             fp8_cache=config.fp8_cache,
             batch_invariant=config.batch_invariant,
             sinks=self.has_sinks,
+            chunk=self.chunk,
         )
 
 
@@ -79,9 +82,10 @@ class Attention(CachedAttention):
 
     heads, kv_heads: of all ranks. window: how many last tokens a query sees, itself included; 0 = all, as where no
     sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of queries and keys before the rotation, None =
-    there are none. norm_heads: whether they are of each head, or else of all heads of a token together. norm_offset:
-    as of `RMSNorm`. scale, softcap: as of `CachedAttention`. rotary: None = not rotated. sinks: whether each head has
-    a learned score that takes its share of the softmax and adds nothing (gpt-oss).
+    there are none. norm_heads: whether they are of each head, or else of all heads of a token together.
+    norm_weights: whether they have weights. norm_offset: as of `RMSNorm`. scale, softcap, chunk: as of
+    `CachedAttention`. rotary: None = not rotated. sinks: whether each head has a learned score that takes its share
+    of the softmax and adds nothing (gpt-oss). query_scale: None = queries are not scaled.
 
     Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
     """
@@ -101,9 +105,12 @@ class Attention(CachedAttention):
         head_norm_eps: float | None = None,
         norm_heads: bool = True,
         norm_offset: float = 0.0,
+        norm_weights: bool = True,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
+        chunk: int = 0,
+        query_scale: QueryScale | None = None,
     ) -> None:
         if heads % kv_heads:
             raise CheckpointError(
@@ -120,7 +127,9 @@ class Attention(CachedAttention):
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            chunk=0 if chunk >= build.max_positions else chunk,
         )
+        self.query_scale = query_scale
         self.dtype = dtype
         self.rotary = rotary
         self.qkv = qkv
@@ -129,7 +138,11 @@ class Attention(CachedAttention):
         self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
         self.q_norm: RMSNorm | HeadsNorm | None = None
         self.k_norm: RMSNorm | HeadsNorm | None = None
-        if head_norm_eps is not None and norm_heads:
+        if head_norm_eps is not None and not norm_weights:
+            self.head_norms = torch.ones(
+                self.num_heads + self.num_kv_heads, head_dim, dtype=dtype, device=group.device
+            )
+        elif head_norm_eps is not None and norm_heads:
             self.q_norm, self.k_norm = (RMSNorm(head_dim, head_norm_eps, build, offset=norm_offset) for _ in "qk")
         elif head_norm_eps is not None:
             self.q_norm, self.k_norm = (HeadsNorm(each, head_dim, head_norm_eps, build) for each in (heads, kv_heads))
@@ -159,14 +172,16 @@ class Attention(CachedAttention):
             norms = [(norm.weight + norm.offset).expand(count, -1) for norm, count in counts]
             self.head_norms = torch.cat(norms).to(self.dtype)
 
-    def forward(self, x: Tensor, rotations: Mapping[Rotary, Any], context: AttentionContext) -> Tensor:
-        """[num_tokens, hidden] -> [num_tokens, hidden]. rotations: of the step, by what rotates."""
+    def forward(self, x: Tensor, rotations: Mapping[Layer, Any], context: AttentionContext) -> Tensor:
+        """[num_tokens, hidden] -> [num_tokens, hidden]. rotations: of the step, by the layer that makes them."""
         merged = self.qkv(x)
         if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
             q, k = self.qkv.q_size, self.qkv.kv_size
             merged[:, :q] = self.q_norm(merged[:, :q])
             merged[:, q : q + k] = self.k_norm(merged[:, q : q + k])
         heads = merged.view(len(x), -1, self.head_dim)
+        if self.query_scale is not None:
+            heads[:, : self.num_heads] *= rotations[self.query_scale]
         rotation = None if self.rotary is None else rotations[self.rotary]
         asked = MergedHeads(heads, self.head_norms, rotation, self.eps, self.kernels.norm_rotate, self.sinks)
         attended = context.attend(self.cache_index, asked, self.window)

@@ -136,3 +136,23 @@ class Rotary(Layer):
         """Return how a step's tokens are rotated, as `MergedHeads` takes it."""
         angles = self.rows(positions)
         return angles if context.backend.rotates else self.kernels.rotation(angles)
+
+
+class QueryScale(Layer):
+    """What queries of layers without a rotation are multiplied by, growing with their positions (Llama 4).
+
+    1 + scale * log(1 + floor((position + 1) / every)); source: Nakanishi, "Scalable-Softmax", arXiv 2501.19399.
+    table: [max_positions] fp32.
+    """
+
+    def __init__(self, scale: float, every: float, build: Build) -> None:
+        super().__init__()
+        if build.group.device.type == "meta":
+            self.table = torch.empty(build.max_positions, dtype=torch.float32, device="meta")
+            return
+        steps = torch.floor((torch.arange(build.max_positions, dtype=torch.float32) + 1.0) / every)
+        self.table = (torch.log1p(steps) * scale + 1.0).to(build.group.device)
+
+    def forward(self, positions: Tensor, context: AttentionContext) -> Tensor:
+        """Return the factors of a step's tokens: [num_tokens] -> [num_tokens, 1, 1]."""
+        return self.table.index_select(0, positions).view(-1, 1, 1)

@@ -17,7 +17,7 @@ from engine.layers.base import Build, Layer, WeightRule, stacked_where_stored, w
 from engine.layers.embedding import LearnedPositions, ParallelLMHead, VocabParallelEmbedding
 from engine.layers.moe import Experts
 from engine.layers.norm import Norm
-from engine.layers.rope import Rotary
+from engine.layers.rope import QueryScale, Rotary
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 
@@ -40,7 +40,7 @@ class DecoderLayer(nn.Module):
         self.scale = scale
 
     def forward(
-        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Layer, Any], context: AttentionContext
     ) -> Tensor:
         """Return what is to be added to the residual stream; all are [num_tokens, hidden].
 
@@ -71,7 +71,7 @@ class NormedTwiceLayer(DecoderLayer):
         self.after_mlp = after_mlp
 
     def forward(
-        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Layer, Any], context: AttentionContext
     ) -> Tensor:
         """As of `DecoderLayer`."""
         update = self.attention(self.attention_norm.add(residual, update), rotations, context)
@@ -90,7 +90,7 @@ class NormedAfterLayer(nn.Module):
         self.after_mlp = after_mlp
 
     def forward(
-        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Rotary, Any], context: AttentionContext
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Layer, Any], context: AttentionContext
     ) -> Tensor:
         """As of `DecoderLayer`."""
         if update is not None:
@@ -137,7 +137,9 @@ class DecoderLM(CausalLM):
         self.head = ParallelLMHead(config.hidden_size, config.vocab_size, False, build.group, build.dtype)
         if stack.tied:
             self.head.tie_to(self.embedding)
-        self.rotaries = tuple(dict.fromkeys(part for part in self.modules() if isinstance(part, Rotary)))
+        self.of_positions = tuple(
+            dict.fromkeys(part for part in self.modules() if isinstance(part, Rotary | QueryScale))
+        )
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
@@ -183,7 +185,7 @@ class DecoderLM(CausalLM):
             residual = residual * self.embedding_scale
         if self.positions is not None:
             residual += self.positions(positions)
-        rotations = {rotary: rotary(positions, context) for rotary in self.rotaries}
+        rotations = {part: part(positions, context) for part in self.of_positions}
         update = None
         for layer in self.layers:
             update = layer(residual, update, rotations, context)

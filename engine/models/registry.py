@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, str] = {
     "Gemma3ForCausalLM": "engine.models.gemma.Gemma3",
     "GptOssForCausalLM": "engine.models.gpt_oss.GptOss",
     "GraniteForCausalLM": "engine.models.granite.Granite",
+    "Llama4ForCausalLM": "engine.models.llama4.Llama4",
     "LlamaForCausalLM": "engine.models.llama.Llama",
     "MiniMaxM2ForCausalLM": "engine.models.minimax.MiniMaxM2",
     "MistralForCausalLM": "engine.models.mistral.Mistral",

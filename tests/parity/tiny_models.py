@@ -55,6 +55,20 @@ CONFIGS = {
         logits_scaling=1.7,
         attention_bias=True,
     ),
+    "llama4": lambda: transformers.Llama4TextConfig(
+        **SMALL,
+        head_dim=16,
+        intermediate_size_mlp=80,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=16,
+        floor_scale=8,
+        no_rope_layers=[1, 0, 1],
+        pad_token_id=0,
+    ),
+    "llama4_all_experts": lambda: transformers.Llama4TextConfig(
+        **SMALL, head_dim=16, num_local_experts=4, attention_chunk_size=32, use_qk_norm=False, pad_token_id=0
+    ),
     "minimax_m2": lambda: transformers.MiniMaxM2Config(
         **SMALL, head_dim=32, num_local_experts=6, num_experts_per_tok=3, partial_rotary_factor=0.5
     ),
@@ -107,7 +121,7 @@ CONFIGS = {
 }
 
 
-WITH_EXPERTS = ("gpt_oss", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "llama4", "llama4_all_experts", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe")
 
 
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
