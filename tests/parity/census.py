@@ -1,6 +1,6 @@
 """Tiny random checkpoints of every decoder type of transformers, and what the transformers library makes of them.
 
-    python -m tests.parity.census [--tensor-parallel-size 2] [TYPE ...]
+    python -m tests.parity.census [--tensor-parallel-size 2] [--model-impl native] [TYPE ...]
 
 prints a line for each type: served with the library's own tokens, or why not.
 """
@@ -284,11 +284,11 @@ def _greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     return text[len(prompt) :]
 
 
-def check(oracle: Oracle, tensor_parallel_size: int = 1) -> None:
-    """Serve a checkpoint through transformers' layers: chunks, a cache too small for all, a prefix hit, n = 2."""
+def check(oracle: Oracle, tensor_parallel_size: int = 1, model_impl: str = "transformers") -> None:
+    """Serve a checkpoint: chunks, a cache too small for all, a prefix hit, n = 2."""
     llm = LLM(
         str(oracle.folder),
-        model_impl="transformers",
+        model_impl=model_impl,
         dtype="float32",
         device="cpu",
         max_model_len=128,
@@ -315,15 +315,16 @@ def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--model-impl", default="transformers", choices=("auto", "native", "transformers"))
     return parser
 
 
-def census(types: Iterable[str], tensor_parallel_size: int) -> None:
+def census(types: Iterable[str], tensor_parallel_size: int, model_impl: str) -> None:
     """Print a line for each type."""
     for model_type in types:
         began = time.perf_counter()
         try:
-            told = why_no_tiny_model(model_type) or _served(model_type, tensor_parallel_size)
+            told = why_no_tiny_model(model_type) or _served(model_type, tensor_parallel_size, model_impl)
         except SquadronError as error:
             told = f"refused: {error}"
         except Exception as error:
@@ -331,13 +332,14 @@ def census(types: Iterable[str], tensor_parallel_size: int) -> None:
         print(f"{model_type}: {told[:300]} ({time.perf_counter() - began:.1f} s)", flush=True)
 
 
-def _served(model_type: str, tensor_parallel_size: int) -> str:
-    blueprint(model_config(model_type), tensor_parallel_size)
+def _served(model_type: str, tensor_parallel_size: int, model_impl: str) -> str:
+    if model_impl == "transformers":
+        blueprint(model_config(model_type), tensor_parallel_size)
     with tempfile.TemporaryDirectory() as folder:
-        check(save_oracle(model_type, Path(folder)), tensor_parallel_size)
+        check(save_oracle(model_type, Path(folder)), tensor_parallel_size, model_impl)
     return "the same tokens"
 
 
 if __name__ == "__main__":
     given = _arguments().parse_args()
-    census(given.types or TYPES, given.tensor_parallel_size)
+    census(given.types or TYPES, given.tensor_parallel_size, given.model_impl)

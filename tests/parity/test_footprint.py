@@ -42,7 +42,7 @@ def held_weights(group, folder, config):
     model = load_model(folder, config.context_len, group, getattr(torch, config.dtype), made)
     norms = [part.head_norms for part in model.attention]
     tables = [norm for norm in norms if norm is not None]
-    tables += [rotary.table for rotary in model.rotaries]
+    tables += [part.table for part in model.of_positions]
     storages = {held.untyped_storage().data_ptr(): held.untyped_storage().nbytes() for held in model.parameters()}
     return sum(storages.values()) + sum(table.untyped_storage().nbytes() for table in tables)
 

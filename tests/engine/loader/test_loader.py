@@ -241,10 +241,10 @@ def test_unsupported_gpt2_variants_are_refused(folder):
 
 def test_old_and_new_rope_settings_mean_the_same(folder):
     path = folder("llama3_tied_biased")
-    new = load(path).rotaries[0].table
+    new = load(path).of_positions[0].table
     old = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
     edit_config(path, rope_parameters=..., rope_theta=10000.0, rope_scaling=old, dtype=..., torch_dtype="float32")
-    assert torch.equal(load(path).rotaries[0].table, new)
+    assert torch.equal(load(path).of_positions[0].table, new)
 
 
 def windows(path):
