@@ -22,6 +22,8 @@ class AttentionSpec:
 
     windows: the distinct sliding windows of the layers (0 = none). softcap: c in c * tanh(score / c); 0 = none.
     sinks: whether each head has a score that takes its share of the softmax and adds nothing (gpt-oss).
+    latent: features of a key, its first ones, that are its value (DeepSeek-V2's MLA), with one KV head; 0 = values
+    are vectors of their own, as wide as keys.
     dtype: of queries, keys and values, and of the cache unless `fp8_cache`, which holds float8_e4m3fn.
     batch_invariant: the bits of a token's result must not depend on what else is in its step.
     chunk: a token sees those of its own chunk of so many tokens, a multiple of block_size (Llama 4); 0 = all.
@@ -40,6 +42,12 @@ class AttentionSpec:
     batch_invariant: bool = False
     sinks: bool = False
     chunk: int = 0
+    latent: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Features of a value, and of what attention gives each head."""
+        return self.latent or self.head_dim
 
     @property
     def group(self) -> int:
@@ -57,8 +65,8 @@ class LayerCache:
     """One layer's part of the paged cache.
 
     keys, values: [num_blocks, block_size, num_kv_heads, head_dim]; a backend may lay the inside of a block out in
-    another way. scales: [2, num_kv_heads] fp32, by which what an fp8 cache holds of keys and of values is multiplied;
-    None where the cache holds the model's dtype.
+    another way. With `AttentionSpec.latent` values are a view of the keys. scales: [2, num_kv_heads] fp32, by which
+    what an fp8 cache holds of keys and of values is multiplied; None where the cache holds the model's dtype.
     """
 
     keys: Tensor
@@ -70,11 +78,12 @@ class LayerCache:
 class MergedHeads:
     """A layer's product of queries, keys and values, and what queries and keys go through before attention.
 
-    heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values. norms: a weight for each head
-    of queries and keys, [num_heads + num_kv_heads, head_dim], None = no norms. rotation: None = not rotated; for a
-    backend that `rotates` the step's cosines and sines, [num_tokens, 2, head_dim / 2] fp32, else what `norm_rotate`
-    takes. norm_rotate: of `engine.kernels.base.Kernels`. sinks: a score for each query head, [num_heads] fp32, None
-    where `AttentionSpec.sinks` is False.
+    heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; with `AttentionSpec.latent`
+    [num_tokens, num_heads + 1, head_dim]: queries and the key that has the value, normed and rotated already. norms:
+    a weight for each head of queries and keys, [num_heads + num_kv_heads, head_dim], None = no norms. rotation: None
+    = not rotated; for a backend that `rotates` the step's cosines and sines, [num_tokens, 2, head_dim / 2] fp32, else
+    what `norm_rotate` takes. norm_rotate: of `engine.kernels.base.Kernels`. sinks: a score for each query head,
+    [num_heads] fp32, None where `AttentionSpec.sinks` is False.
     """
 
     heads: Tensor
@@ -178,7 +187,7 @@ class AttentionBackend(ABC):
         layer: its number among those that have a cache. `merged.heads` may be overwritten. window: one of
         `spec.windows`.
 
-        Returns [num_tokens, num_heads, head_dim], contiguous.
+        Returns [num_tokens, num_heads, value_dim], contiguous.
         """
 
 
@@ -198,15 +207,18 @@ class PagedAttention(AttentionBackend):
     ) -> Tensor:
         """Write `key` and `value` into the layer's `cache` and return the attention of `query`.
 
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim]; rows may be
-        strided. window: one of `spec.windows`. sinks: as of `MergedHeads`.
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], with `spec.latent`
+        value is a view of the key; rows may be strided. window: one of `spec.windows`. sinks: as of `MergedHeads`.
 
-        Returns [num_tokens, num_heads, head_dim], contiguous.
+        Returns [num_tokens, num_heads, value_dim], contiguous.
         """
 
     def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: Any, window: int) -> Tensor:
         """Norm and rotate queries and keys, then do as `forward`; `merged.heads` may be overwritten."""
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        if self.spec.latent:
+            query, key = merged.heads.split((heads, kv_heads), dim=1)
+            return self.forward(query, key, key[..., : self.spec.latent], cache, metadata, window)
         # Queries and keys lie side by side in the merged product, so that they are normed and rotated together.
         query_key, value = merged.heads.split((heads + kv_heads, kv_heads), dim=1)
         if merged.norms is not None or merged.rotation is not None:

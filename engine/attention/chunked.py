@@ -21,7 +21,7 @@ from engine.attention.base import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChunkLayout:
     """A `StepLayout` whose rows are the parts of a step's sequences that lie in one chunk each."""
 

@@ -15,6 +15,7 @@ from engine.attention.base import AttentionSpec, Ints, LayerCache, PagedAttentio
 from engine.kernels.native import LANES, heads_address, native_library, why_not_native
 
 TILE_ROWS = 24  # queries times heads of a group that share a pass over the keys
+PART_HEADS = 12  # of those that share the one key of a latent cache: the others may be another thread's
 WORTH = 1 << 20  # products, half of them of queries and keys, from which on other threads pay
 
 
@@ -43,6 +44,8 @@ def why_not_native_attention(spec: AttentionSpec) -> str | None:
     """Return why this backend cannot serve a model here, None when it can, a compiler permitting."""
     if spec.block_size % LANES:
         return f"block_size {spec.block_size} is not a multiple of {LANES}"
+    if spec.latent % LANES:
+        return f"values of {spec.latent} features are not a multiple of {LANES}"
     return why_not_native(spec.head_dim, spec.dtype, spec.device)
 
 
@@ -50,8 +53,8 @@ class NativeAttention(PagedAttention):
     """One call per layer: stores keys and values, then attends, each thread to its share of sequences and heads.
 
     It keeps a block's keys and values per head, keys transposed: [num_blocks, num_kv_heads, head_dim, block_size] and
-    [num_blocks, num_kv_heads, block_size, head_dim]. A token's result has the same bits however its sequence is cut
-    into chunks and whatever else is in the step.
+    [num_blocks, num_kv_heads, block_size, head_dim]; of a latent cache the keys alone. A token's result has the same
+    bits however its sequence is cut into chunks and whatever else is in the step.
     """
 
     name = "native"
@@ -61,14 +64,14 @@ class NativeAttention(PagedAttention):
         super().__init__(spec)
         self._library = library
         self._threads = threads
-        self._group = spec.num_heads // spec.num_kv_heads
+        self._parts, self._group = _parts(spec)
         self._tile = max(1, TILE_ROWS // self._group)
         self._scratch = torch.empty(0)
 
     @classmethod
     def create(cls, spec: AttentionSpec) -> NativeAttention | None:
         """Return the backend, or None where it cannot be compiled."""
-        library = native_library(spec.head_dim, spec.dtype, spec.block_size)
+        library = native_library(spec.head_dim, spec.dtype, spec.block_size, spec.latent)
         return None if library is None else cls(spec, library, torch.get_num_threads())
 
     @override
@@ -84,7 +87,7 @@ class NativeAttention(PagedAttention):
             tiles.ctypes.data,
             *(tensor.data_ptr() for tensor in pointers),
             *(len(tiles), len(step.input_ids), step.block_tables.shape[1], room, self._team(step.layout)),
-            *(self.spec.num_kv_heads, self._group, self.spec.scale, self.spec.softcap),
+            *(self._parts, self._group, self.spec.scale, self.spec.softcap),
         )
         return _Metadata(native, tiles, step, self._scratch)
 
@@ -105,15 +108,20 @@ class NativeAttention(PagedAttention):
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty(query.shape, dtype=query.dtype)
+        out = query.new_empty(*query.shape[:2], self.spec.value_dim)
+        stored = (query, key, key) if self.spec.latent else (query, key, value)
         self._library.attend(
             ctypes.byref(metadata.step),
-            *(
-                number
-                for each in (query, key, value)
-                for number in (heads_address(each, self.spec.dtype), each.stride(0))
-            ),
+            *(number for each in stored for number in (heads_address(each, self.spec.dtype), each.stride(0))),
             *(cache.keys.data_ptr(), cache.values.data_ptr(), out.data_ptr(), window),
             None if sinks is None else sinks.data_ptr(),
         )
         return out
+
+
+def _parts(spec: AttentionSpec) -> tuple[int, int]:
+    """Return in how many parts the heads are attended, and the heads of each: those of one key, or some of them."""
+    if not spec.latent:
+        return spec.num_kv_heads, spec.group
+    size = max(size for size in range(1, PART_HEADS + 1) if spec.num_heads % size == 0)
+    return spec.num_heads // size, size

@@ -230,14 +230,17 @@ class ReferenceAttention(PagedAttention):
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        for store, new in ((cache.keys, key), (cache.values, value)):
+        stores = ((cache.keys, key), (cache.values, value))
+        for store, new in stores[:1] if self.spec.latent else stores:
             store.flatten(0, 1).index_copy_(0, metadata.slot_mapping, new)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = query.new_empty(*query.shape[:2], self.spec.value_dim)
         for queries in metadata.direct[window]:
             own_query, own_key, own_value = (_pick(each, queries) for each in (query, key, value))
             _place(out, queries, self._attend(own_query, own_key, own_value, sinks=sinks))
         for tile in metadata.paged[window]:
-            keys, values = (self._gather(i, store, tile) for i, store in enumerate((cache.keys, cache.values)))
+            keys = self._gather(0, cache.keys, tile)
+            latent = self.spec.latent
+            values = keys[..., :latent] if latent else self._gather(1, cache.values, tile)
             _place(out, tile.queries, self._attend(_pick(query, tile.queries), keys, values, tile.mask, sinks))
         return out
 
@@ -273,7 +276,8 @@ class ReferenceAttention(PagedAttention):
     ) -> Tensor:
         """Attend causally (mask None) or as the mask says.
 
-        query: [size, width, heads, head_dim]; key, value: [size, keys, kv_heads, head_dim]. Returns query's shape.
+        query: [size, width, heads, head_dim]; key: [size, keys, kv_heads, head_dim], value: the same of value_dim.
+        Returns [size, width, heads, value_dim].
         """
         size, width, heads, head_dim = query.shape
         key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -281,12 +285,12 @@ class ReferenceAttention(PagedAttention):
         if width == 1:  # the query heads of a group take the place of the missing queries
             by_head = None if sinks is None else sinks.view(1, *shape[2:4], 1)
             grouped = self._scores(query.view(size, *shape[2:]), key, value, mask, by_head)
-            return grouped.reshape(size, 1, heads, head_dim)
+            return grouped.reshape(size, 1, heads, -1)
         by_group = query.view(shape).permute(3, 0, 2, 1, 4)  # [group, size, kv_heads, width, head_dim]
         of_group = [None] * self.group if sinks is None else list(sinks.view(1, -1, self.group, 1, 1).unbind(2))
         rows = zip(by_group.unbind(), of_group, strict=True)
         out = [self._scores(each, key, value, mask, sink) for each, sink in rows]
-        return torch.stack(out, dim=3).transpose(1, 2).reshape(size, width, heads, head_dim)
+        return torch.stack(out, dim=3).transpose(1, 2).reshape(size, width, heads, -1)
 
     def _scores(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
         """Plain attention over [size, kv_heads, queries, head_dim]. sinks: as the scores, but of width 1."""

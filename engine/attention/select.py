@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
 WITH_SINKS = ("native",)
+WITH_LATENT = ("native",)
 NO_SINKS = "it has no attention sinks, which this model needs"
+NO_LATENT = "it reads no latent cache, which this model keeps"
 
 
 def select_backend(wanted: str, spec: AttentionSpec) -> PagedAttention:
@@ -50,7 +52,7 @@ def select_backend(wanted: str, spec: AttentionSpec) -> PagedAttention:
     auto = ON_GPU if spec.device.type == "cuda" else ON_CPU
     reasons: dict[str, str] = {}
     for name in auto if wanted == "auto" else tuple({wanted} & finders.keys()):
-        found = NO_SINKS if spec.sinks and name not in WITH_SINKS else finders[name](spec)
+        found = _why_not(name, spec) or finders[name](spec)
         if not isinstance(found, str):
             others = "".join(f"; {reason}" for reason in _lines(reasons))
             logger.info("attention backend: %s (%s)%s", name, type(found).__name__, others)
@@ -101,6 +103,13 @@ def _of_layers(wanted: str, spec: AttentionSpec) -> PagedAttention:
             "block_size",
         )
     return ChunkedAttention(spec, select_backend(wanted, replace(spec, chunk=0)))
+
+
+def _why_not(name: str, spec: AttentionSpec) -> str | None:
+    """Return what the backend `name` lacks of all that this model needs, None for nothing."""
+    if spec.sinks and name not in WITH_SINKS:
+        return NO_SINKS
+    return NO_LATENT if spec.latent and name not in WITH_LATENT else None
 
 
 def _lines(reasons: Mapping[str, str]) -> list[str]:

@@ -1,11 +1,12 @@
 /* Attention over paged keys and values on a CPU.
  *
  * Compiled when a model is loaded, for this machine and for the model's HEAD_DIM, BLOCK (tokens per cache block, a
- * multiple of 16) and dtype (BF16: 1 or 0). Everything is summed in fp32, in an order that depends on nothing but a
+ * multiple of 16) and dtype (BF16: 1 or 0), and LATENT, the first features of a key that are its value (MLA), 0 where
+ * values are apart. Everything is summed in fp32, in an order that depends on nothing but a
  * query's own position: its result has the same bits in any company, chunk of a prompt, tile or thread.
  *
  * A cache block holds, for each KV head, keys as [HEAD_DIM][BLOCK], so that one vector is one feature of 16 tokens,
- * or values as [BLOCK][HEAD_DIM].
+ * or values as [BLOCK][HEAD_DIM]. With LATENT there is one KV head and there are no values.
  */
 
 #include <math.h>
@@ -14,6 +15,7 @@
 #include "vectors.h"
 
 #define HEAD_BLOCK ((long)BLOCK * HEAD_DIM)
+#define VALUE_DIM (LATENT ? LATENT : HEAD_DIM)
 #define PARTS 2 /* sums over the features that run side by side, to hide the latency of an addition */
 #define SLICE (HEAD_DIM % 64 ? HEAD_DIM % 32 ? 1 : 2 : 4) /* vectors of an output row that are summed at a time */
 #define MAX_ROWS 6 /* rows whose sums fit the registers */
@@ -25,7 +27,8 @@ typedef struct {
 } Tile;
 
 /* What all layers of a step share. starts: [sequences + 1], lens: [sequences], tables: [sequences][table_width],
- * slots: [tokens]; scratch: [threads][room] floats. */
+ * slots: [tokens]; scratch: [threads][room] floats. kv_heads: with LATENT the parts in which the heads are attended,
+ * each of `group` heads. */
 typedef struct {
     const Tile *tiles;
     const int32_t *starts, *lens, *tables;
@@ -66,6 +69,47 @@ INLINE void score_rows(const int rows, const float *query, const elem *keys, con
     }
 }
 
+#if LATENT
+#define FEATURES 4 /* of all rows, that are summed at a time */
+
+INLINE vec from_to(vec x, int first, int last) {
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return choose((lane >= first) & (lane < last), x, splat(0));
+}
+
+/* out [rows][LATENT] = weights [rows][stride] times the values of all tokens in the span, which are the first features
+ * of the keys: a vector is one feature of 16 tokens, and its lanes are summed at the end */
+INLINE void mix_rows(const int rows, const float *weights, long stride, const elem *keys, long heads, Span span,
+                     float *out) {
+    for (int d = 0; d < LATENT; d += FEATURES) {
+        vec sum[MAX_ROWS][FEATURES];
+        for (int r = 0; r < rows; r++)
+            for (int f = 0; f < FEATURES; f++) sum[r][f] = splat(0);
+        for (int b = 0; b < span.count; b++) {
+            const elem *block = keys + span.blocks[b] * heads * HEAD_BLOCK + d * BLOCK;
+            const elem *next = keys + span.blocks[b + AHEAD < span.count ? b + AHEAD : b] * heads * HEAD_BLOCK + d * BLOCK;
+            for (int at = 0; at < BLOCK; at += LANES) {
+                const int before = (span.first + b) * BLOCK + at;
+                const int first = span.begin - before, last = span.end - before;
+                if (last <= 0 || first >= LANES) continue;
+                for (int f = 0; f < FEATURES; f++) {
+                    vec value = load(block + f * BLOCK + at);
+                    fetch(next, f * BLOCK + at);
+                    if (first > 0 || last < LANES) value = from_to(value, first, last);
+                    for (int r = 0; r < rows; r++)
+                        sum[r][f] += get_float(weights + r * stride + b * BLOCK + at) * value;
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int f = 0; f < FEATURES; f++) {
+                float total = 0;
+                for (int i = 0; i < LANES; i++) total += sum[r][f][i];
+                out[r * LATENT + d + f] = total;
+            }
+    }
+}
+#else
 /* out [rows][HEAD_DIM] = weights [rows][stride] times the values of all tokens in the span */
 INLINE void mix_rows(const int rows, const float *weights, long stride, const elem *values, long heads, Span span,
                      float *out) {
@@ -89,6 +133,7 @@ INLINE void mix_rows(const int rows, const float *weights, long stride, const el
             for (int s = 0; s < SLICE; s++) put_float(out + r * HEAD_DIM + d + s * LANES, sum[r][s]);
     }
 }
+#endif
 
 /* Turn scores [width] of the keys [low, high) into weights that are not normed yet; return their sum with that of
  * `sink`, a score of no key, -INFINITY where there is none. */
@@ -156,7 +201,7 @@ static int is_finite(const float *numbers, long count) {
     return zeros[0] == 0;
 }
 
-/* out [rows][HEAD_DIM] = weights [rows][span.count * BLOCK] times the values. Rows share a pass over all that one of
+/* out [rows][VALUE_DIM] = weights [rows][span.count * BLOCK] times the values. Rows share a pass over all that one of
  * them sees, at a weight of 0 where another does not: where that meets a NaN or an infinity, the row goes alone. */
 static void mix_tile(const float *weights, long rows, long group, const elem *values, long heads, Span span, int window,
                      float *out) {
@@ -164,25 +209,27 @@ static void mix_tile(const float *weights, long rows, long group, const elem *va
     int size;
     for (long r = 0; r < rows; r += size)
         BY_ROWS(rows - r, size,
-                mix_rows(ROWS, weights + r * width, width, values, heads, span, out + r * HEAD_DIM))
-    if (is_finite(out, rows * HEAD_DIM)) return;
+                mix_rows(ROWS, weights + r * width, width, values, heads, span, out + r * VALUE_DIM))
+    if (is_finite(out, rows * VALUE_DIM)) return;
     for (long r = 0; r < rows; r++)
-        if (!is_finite(out + r * HEAD_DIM, HEAD_DIM)) {
+        if (!is_finite(out + r * VALUE_DIM, VALUE_DIM)) {
             const Span own = seen_from(span.end - queries + r / group, window, span);
-            mix_rows(1, weights + r * width, width, values, heads, own, out + r * HEAD_DIM);
+            mix_rows(1, weights + r * width, width, values, heads, own, out + r * VALUE_DIM);
         }
 }
 
 /* One tile with one KV head; room: queries and results [rows][HEAD_DIM], sums [rows], scores [rows][keys]. */
 static void attend_tile(const Step *step, Tile tile, int head, const elem *query, long query_stride, elem *out,
                         const elem *keys, const elem *values, int window, const float *sinks, float *room) {
-    const long heads = step->kv_heads, group = step->group, rows = tile.count * group;
+    const long heads = LATENT ? 1 : step->kv_heads, group = step->group, rows = tile.count * group;
     const Span span = span_of(step, tile, window);
     const long width = (long)span.count * BLOCK, token = step->starts[tile.sequence] + tile.offset;
     float *scaled = room, *sums = room + rows * HEAD_DIM, *scores = sums + rows;
 
-    keys += head * HEAD_BLOCK;
-    values += head * HEAD_BLOCK;
+    if (!LATENT) {
+        keys += head * HEAD_BLOCK;
+        values += head * HEAD_BLOCK;
+    }
     for (long r = 0; r < rows; r++)
         for (int d = 0; d < HEAD_DIM; d += LANES) {
             const elem *from = query + (token + r / group) * query_stride + (head * group + r % group) * HEAD_DIM + d;
@@ -197,25 +244,26 @@ static void attend_tile(const Step *step, Tile tile, int head, const elem *query
     }
     mix_tile(scores, rows, group, values, heads, span, window, scaled);
     for (long r = 0; r < rows; r++)
-        for (int d = 0; d < HEAD_DIM; d += LANES) {
-            elem *to = out + ((token + r / group) * heads * group + head * group + r % group) * HEAD_DIM + d;
-            put(to, get_float(scaled + r * HEAD_DIM + d) / sums[r]);
+        for (int d = 0; d < VALUE_DIM; d += LANES) {
+            elem *to = out + (((token + r / group) * step->kv_heads + head) * group + r % group) * VALUE_DIM + d;
+            put(to, get_float(scaled + r * VALUE_DIM + d) / sums[r]);
         }
 }
 
-/* Write the key and the value of one token, [kv_heads][HEAD_DIM] each, to its slot. */
+/* Write the key and the value of one token, [heads][HEAD_DIM] each, to its slot. */
 static void store_token(const Step *step, long slot, const elem *key, const elem *value, elem *keys, elem *values) {
-    const long block = slot / BLOCK * step->kv_heads * HEAD_BLOCK, at = slot % BLOCK;
-    for (long h = 0; h < step->kv_heads; h++) {
+    const long heads = LATENT ? 1 : step->kv_heads, block = slot / BLOCK * heads * HEAD_BLOCK, at = slot % BLOCK;
+    for (long h = 0; h < heads; h++) {
         const elem *from = key + h * HEAD_DIM;
         elem *to = keys + block + h * HEAD_BLOCK + at;
         for (int d = 0; d < HEAD_DIM; d++) to[d * BLOCK] = from[d];
-        memcpy(values + block + h * HEAD_BLOCK + at * HEAD_DIM, value + h * HEAD_DIM, HEAD_DIM * sizeof(elem));
+        if (!LATENT) memcpy(values + block + h * HEAD_BLOCK + at * HEAD_DIM, value + h * HEAD_DIM, HEAD_DIM * sizeof(elem));
     }
 }
 
 /* Store the step's keys and values in the layer's cache, then attend. query: [tokens][kv_heads * group][HEAD_DIM], key
- * and value: [tokens][kv_heads][HEAD_DIM], tokens as far apart as the strides say; out: as query, contiguous.
+ * and value: [tokens][kv_heads][HEAD_DIM], tokens as far apart as the strides say; out: as query, contiguous, but of
+ * VALUE_DIM. With LATENT key and value are one, [tokens][1][HEAD_DIM], as are keys and values.
  * window: tokens that a query sees, 0 = all. sinks: [kv_heads * group] scores of no key, null where there are none. */
 void attend(const Step *step, const elem *query, int64_t query_stride, const elem *key, int64_t key_stride,
             const elem *value, int64_t value_stride, elem *keys, elem *values, elem *out, int window, const float *sinks) {

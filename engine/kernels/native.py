@@ -248,9 +248,12 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
 NAMES = ("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8")
 
 
-def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES) -> ctypes.CDLL | None:
-    """Return the library for these sizes, or None where it cannot be compiled. block_size: a multiple of 16."""
-    macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16)}
+def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, latent: int = 0) -> ctypes.CDLL | None:
+    """Return the library for these sizes, or None where it cannot be compiled.
+
+    block_size: a multiple of 16. latent: as of `AttentionSpec`, a multiple of 16.
+    """
+    macros = {"HEAD_DIM": head_dim, "BLOCK": block_size, "BF16": int(dtype is torch.bfloat16), "LATENT": latent}
     library = load_library(macros)
     if library is not None:
         library.rms_norm.argtypes = (c_void_p,) * 4 + (c_int64, c_int64, c_float, c_int64)

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.attention.base import LayerCache
 from engine.config import EngineConfig
 from engine.kv.cache_size import gpu_budget
-from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, RecurrentSpec, Shape
+from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, LatentSpec, RecurrentSpec, Shape
 
 
 class KVCache:
@@ -121,6 +121,9 @@ def _held(dtype: torch.dtype) -> torch.dtype:
 
 
 def _layer(spec: CacheSpec, tensors: tuple[Tensor, ...], scales: Tensor | None) -> LayerCache | tuple[Tensor, ...]:
+    if isinstance(spec, LatentSpec):
+        (latent,) = tensors
+        return LayerCache(latent, latent[..., : spec.values], scales)
     if not isinstance(spec, FullAttentionSpec):
         return tensors
     keys, values = tensors

@@ -52,13 +52,18 @@ class SlidingWindowSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec(CacheSpec):
-    """One compressed vector a token, of which keys and values are made, [block_size, width] (DeepSeek-V2's MLA)."""
+    """One compressed vector a token, the key of all heads, [block_size, 1, width] (DeepSeek-V2's MLA).
+
+    values: features of it, the first ones, that are the value. The vector is no head's, so that it is not split over
+    the ranks of a group: each keeps all of it.
+    """
 
     width: int
+    values: int
 
     def shapes(self, block_size: int) -> tuple[Shape, ...]:
         """Return the one shape."""
-        return ((block_size, self.width),)
+        return ((block_size, 1, self.width),)
 
 
 @dataclass(frozen=True, slots=True)

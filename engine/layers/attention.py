@@ -13,7 +13,7 @@ from typing_extensions import override
 from engine.attention.base import AttentionContext, AttentionSpec, MergedHeads
 from engine.config import EngineConfig
 from engine.errors import CheckpointError
-from engine.kv.cache_specs import FullAttentionSpec, SlidingWindowSpec
+from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, SlidingWindowSpec
 from engine.layers.base import Build, Layer
 from engine.layers.norm import HeadsNorm, RMSNorm
 from engine.layers.rope import QueryScale, Rotary
@@ -52,8 +52,13 @@ class CachedAttention(Layer):
         self.softcap = softcap
         self.has_sinks = sinks
 
+    @property
+    def pair_operations(self) -> int:
+        """What one query and one key cost, of all heads: products and sums of the score and of the value."""
+        return 4 * self.num_heads * self.head_dim
+
     @override
-    def cache_spec(self, dtype: torch.dtype) -> FullAttentionSpec:
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
         if self.window:
             return SlidingWindowSpec(dtype, self.num_kv_heads, self.head_dim, self.window)
         return FullAttentionSpec(dtype, self.num_kv_heads, self.head_dim)

@@ -20,6 +20,7 @@ from engine.loader.checkpoint import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import fill
 from engine.models.causal_lm import CausalLM
+from engine.models.config import ModelConfig
 from engine.models.registry import family_of
 from engine.quantization.config import QuantizationSpec
 from engine.quantization.select import quantize
@@ -115,14 +116,14 @@ def load_model(
     quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
     try:
-        _load(model, checkpoint, quantization is not None and quantization.stored)
+        _load(model, config, checkpoint, quantization is not None and quantization.stored)
     finally:
         checkpoint.close()
     model.finish_loading()
     return model.eval()
 
 
-def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
+def _load(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, stored: bool) -> None:
     """Fill all parameters. stored: whether the checkpoint is a quantised one."""
     rules = list(model.weights(checkpoint.names))
     wanted = {rule.name for rule in rules}
@@ -134,7 +135,11 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     others = names.keys() - wanted - {HEAD}
     _check_tied_head(model, rules, checkpoint, names)
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
-    extra = {name for name in others if not any(pattern.search(name) for pattern in unused)}
+    extra = {
+        name
+        for name in others
+        if not any(pattern.search(name) for pattern in unused) and not _is_unused(model, config, name)
+    }
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     began = time.perf_counter()
     num_bytes = 0
@@ -147,6 +152,13 @@ def _load(model: CausalLM, checkpoint: Checkpoint, stored: bool) -> None:
     seconds = max(time.perf_counter() - began, 1e-9)
     gigabytes = num_bytes / 1e9
     logger.info("weights: %.2f GB read in %.2f s, %.1f GB/s", gigabytes, seconds, gigabytes / seconds)
+
+
+def _is_unused(model: CausalLM, config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of a layer beyond the model's own that its family does not run."""
+    found = LAYER.search(name)
+    layer = -1 if found is None else int(found[0].removeprefix("layers."))
+    return layer >= config.num_layers and model.is_unused(config, layer)
 
 
 def _finish(modules: Iterable[nn.Module]) -> None:

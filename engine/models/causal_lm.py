@@ -18,6 +18,7 @@ from engine.kv.cache_specs import CacheSpec
 from engine.layers.attention import CachedAttention
 from engine.layers.base import Layer, Names, Stored, WeightRule
 from engine.layers.embedding import ParallelLMHead
+from engine.models.config import ModelConfig
 from parallel.group import Group
 
 
@@ -88,6 +89,14 @@ class CausalLM(nn.Module, ABC):
     def stored(self, names: Iterable[str], wanted: Iterable[str]) -> Stored | None:
         """Return how a checkpoint with tensors of these names holds those of the rules; None = under their names."""
         return None
+
+    @classmethod
+    def is_unused(cls, config: ModelConfig, layer: int) -> bool:
+        """Whether a layer that a checkpoint holds beyond the model's own is there for what is not run.
+
+        Such as DeepSeek-V3's layer that predicts several tokens at once.
+        """
+        return False
 
     @property
     def attention(self) -> tuple[CachedAttention, ...]:

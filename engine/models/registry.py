@@ -12,9 +12,14 @@ from typing import Any
 from engine.errors import CheckpointError
 
 FAMILIES: Mapping[str, str] = {
+    "DeepseekV2ForCausalLM": "engine.models.deepseek.DeepseekV2",
+    "DeepseekV3ForCausalLM": "engine.models.deepseek.DeepseekV3",
     "GPT2LMHeadModel": "engine.models.gpt2.GPT2",
     "Gemma2ForCausalLM": "engine.models.gemma.Gemma2",
     "Gemma3ForCausalLM": "engine.models.gemma.Gemma3",
+    "Glm4ForCausalLM": "engine.models.glm.Glm4",
+    "Glm4MoeForCausalLM": "engine.models.glm.Glm4Moe",
+    "Glm4MoeLiteForCausalLM": "engine.models.deepseek.Glm4MoeLite",
     "GptOssForCausalLM": "engine.models.gpt_oss.GptOss",
     "GraniteForCausalLM": "engine.models.granite.Granite",
     "Llama4ForCausalLM": "engine.models.llama4.Llama4",

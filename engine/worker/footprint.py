@@ -27,7 +27,7 @@ from engine.attention.base import (
     StepTensors,
     UnlikeLayers,
 )
-from engine.attention.select import NO_SINKS
+from engine.attention.select import NO_LATENT, NO_SINKS
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
@@ -35,6 +35,7 @@ from engine.inputs.dummy_steps import dummy_step
 from engine.kernels.base import E4M3, TorchKernels
 from engine.kv.cache_specs import block_bytes
 from engine.layers.attention import attention_specs
+from engine.layers.mla import HeadProducts
 from engine.models.blueprint import META, blueprint
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
@@ -129,12 +130,12 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     built = build_blueprint(config, model)
     specs, _ = attention_specs(built.cached, config, META)
     weights = sum(weight.nbytes for weight in built.parameters())
-    inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear)]
+    inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear | HeadProducts)]
     no_attention = next((why for spec in specs if (why := _why_no_attention(spec))), None)
     lookup = 0 if built.head.weight is built.table else built.table.nbytes
     dtype = specs[0].cache_dtype
     attention = [
-        AttentionWork(part.window, 4 * part.num_heads * part.head_dim, part.cache_spec(dtype).block_bytes(1))
+        AttentionWork(part.window, part.pair_operations, part.cache_spec(dtype).block_bytes(1))
         for part in built.attention
     ]
     found = Footprint(
@@ -156,7 +157,9 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
 
 def _why_no_attention(spec: AttentionSpec) -> str | None:
     """Return why no kernel of a GPU serves these layers, None when one does."""
-    return NO_SINKS if spec.sinks else unfit_for_flash(spec) and unfit_for_triton(spec)
+    if spec.sinks or spec.latent:
+        return NO_SINKS if spec.sinks else NO_LATENT
+    return unfit_for_flash(spec) and unfit_for_triton(spec)
 
 
 def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
@@ -265,7 +268,7 @@ class BlueprintAttention(PagedAttention):
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        return query.new_empty(query.shape)
+        return query.new_empty(*query.shape[:2], self.spec.value_dim)
 
 
 class MetaKernels(TorchKernels):

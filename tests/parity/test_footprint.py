@@ -40,7 +40,7 @@ def held_weights(group, folder, config):
     """Bytes of weights, angles and laid-out norms of a loaded decoder."""
     made = quantization_of(config, folder.config.quantization)
     model = load_model(folder, config.context_len, group, getattr(torch, config.dtype), made)
-    norms = [part.head_norms for part in model.attention]
+    norms = [getattr(part, "head_norms", None) for part in model.attention]
     tables = [norm for norm in norms if norm is not None]
     tables += [part.table for part in model.of_positions]
     storages = {held.untyped_storage().data_ptr(): held.untyped_storage().nbytes() for held in model.parameters()}

@@ -545,7 +545,7 @@ def test_complaints_in_any_encoding_are_quoted(monkeypatch, tmp_path, caplog, no
 def test_processes_that_build_at_once_all_get_the_library(tmp_path):
     program = (
         "from engine.kernels.native import load_library;"
-        "assert load_library({'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0}).multiplies() in (0, 1)"
+        "assert load_library({'HEAD_DIM': 16, 'BLOCK': 16, 'BF16': 0, 'LATENT': 0}).multiplies() in (0, 1)"
     )
     environment = {**os.environ, "HOME": str(tmp_path)}
     processes = [subprocess.Popen([sys.executable, "-c", program], env=environment) for _ in range(3)]

@@ -30,7 +30,47 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 CONFIGS = {
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{**SMALL, **DEEPSEEK, "q_lora_rank": None},
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters={**YARN, "mscale": 0.707, "mscale_all_dim": 0.6},
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**SMALL, **DEEPSEEK},
+        n_group=4,
+        topk_group=2,
+        rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "glm4": lambda: transformers.Glm4Config(**SMALL, head_dim=16, pad_token_id=0),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **SMALL,
+        head_dim=32,
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        n_shared_experts=2,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(
+        **{name: value for name, value in {**SMALL, **DEEPSEEK}.items() if name != "first_k_dense_replace"}
+    ),
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama3_tied_biased": lambda: transformers.LlamaConfig(
         **SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=24
@@ -121,7 +161,19 @@ CONFIGS = {
 }
 
 
-WITH_EXPERTS = ("gpt_oss", "llama4", "llama4_all_experts", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_oss",
+    "llama4",
+    "llama4_all_experts",
+    "minimax_m2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 
 
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:

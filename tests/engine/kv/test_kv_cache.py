@@ -31,7 +31,7 @@ UNLIKE = [
     FullAttentionSpec(torch.float32, 2, 8),
     SlidingWindowSpec(torch.float32, 2, 8, 5),  # of one shape with the first
     FullAttentionSpec(torch.float32, 4, 16),
-    LatentSpec(torch.bfloat16, 24),
+    LatentSpec(torch.bfloat16, 24, 16),
     RecurrentSpec(torch.float32, ((3, 5), (7,))),
 ]
 
@@ -58,10 +58,10 @@ def test_layers_that_are_unlike_share_one_pool_of_blocks():
     assert sum(tensor.nbytes for tensor in cache.tensors) == 10 * block_bytes(UNLIKE, 4)
     assert cache.layers[1].keys.shape == (10, 4, 2, 8)
     assert cache.layers[2].values.shape == (10, 4, 4, 16)
-    assert [tuple(part.shape) for part in cache.layers[3]] == [(10, 4, 24)]
-    assert cache.layers[3][0].dtype is torch.bfloat16
+    assert (cache.layers[3].keys.shape, cache.layers[3].values.shape) == ((10, 4, 1, 24), (10, 4, 1, 16))
+    assert cache.layers[3].keys.dtype is torch.bfloat16
     memory = [cache.layers[i].keys for i in range(3)] + [cache.layers[i].values for i in range(3)]
-    memory += cache.layers[3]
+    memory.append(cache.layers[3].keys)
     assert len({part.data_ptr() for part in memory}) == len(memory)
     for part in memory:
         part[2] = 7

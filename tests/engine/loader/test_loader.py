@@ -372,3 +372,13 @@ def test_experts_load_alike_stacked_and_one_by_one(tmp_path, name):
     stacked = weights(load(tmp_path))
     assert stacked.keys() == expected.keys()
     assert all(torch.equal(stacked[name], expected[name]) for name in expected)
+
+
+def test_a_layer_that_predicts_several_tokens_is_not_run(tmp_path):
+    """DeepSeek-V3 and GLM-4.5 keep it behind the layers that the config counts."""
+    make("deepseek_v3", tmp_path)
+    edit_config(tmp_path, num_nextn_predict_layers=1)
+    edit_weights(tmp_path, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(4)}))
+    load(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": torch.zeros(4)}))
+    refused(tmp_path, "not part of this architecture", "model.layers.4.eh_proj.weight")
