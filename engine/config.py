@@ -30,6 +30,8 @@ class EngineConfig:
     model: local folder or hub id (already cached by transformers); `tokenizer=None` means the model's own.
     model_impl: "native" = this engine's own layers, "transformers" = those of the transformers library over this
     engine's products, attention and cache; "auto" = native where there is a family for the architecture.
+    enable_expert_parallel: each rank holds some experts of a layer whole, and rows are sent to the ranks of their
+    experts; else each rank holds a part of all experts.
     device: "cpu", "cuda" or None for cuda where there is one.
     quantization: how linear layers hold their weights: "fp8" (with activations, on a GPU) or "int8", made as plain
     weights are loaded; None = as the checkpoint has them, "compressed-tensors" among others.
@@ -60,6 +62,7 @@ class EngineConfig:
     tokenizer: str | None = None
     model_impl: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
     dtype: str = "auto"
     quantization: str | None = None
     device: str | None = None
@@ -105,6 +108,12 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel spreads experts over ranks, and there is one; use tensor_parallel_size=2 or "
+                "more, or leave it out",
+                "enable_expert_parallel",
+            )
         if self.device is not None:
             _one_of("device", self.device.split(":")[0], DEVICES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:

@@ -14,7 +14,7 @@ from engine.device.machine import cores
 from engine.errors import ConfigError
 from engine.kv.cache_size import fit_given_blocks
 from engine.layers.attention import attention_specs
-from engine.models.blueprint import blueprint
+from engine.models.blueprint import outlined
 from engine.models.config import ModelConfig
 from engine.quantization.select import check_capability, check_device, quantization_of, quantize
 
@@ -65,7 +65,7 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     an invariance that it does not have. What remains there is found out by compiling, which nobody who only checks a
     config should wait for.
     """
-    found = blueprint(model, config.tensor_parallel_size, config.context_len, getattr(torch, config.dtype))
+    found = outlined(config, model)
     quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
     varies = config.batch_invariant and config.attention_backend == "reference"
     if config.device == "cpu" and (config.attention_backend in FOR_GPUS or config.fp8_cache or varies):

@@ -50,6 +50,7 @@ HELP = {
     },
     "Engine": {
         "tensor_parallel_size": "Ranks of one replica; each holds a slice of the model.",
+        "enable_expert_parallel": "Each rank holds some experts of a layer whole, not a part of all of them.",
         "device": "Device of the model.",
         "max_num_seqs": "Maximum sequences in one step.",
         "max_num_batched_tokens": "Maximum tokens in one step, prefill and decode.",

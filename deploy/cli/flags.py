@@ -58,7 +58,6 @@ INSTEAD = {
     "--download-dir": "Set HF_HOME, or give the model's folder",
     "--enable-auto-tool-choice": "--tool-call-parser is enough",
     "--enable-chunked-prefill": "It is always on: --max-num-batched-tokens is the size of a step",
-    "--enable-expert-parallel": "Mixtures of experts are not supported",
     "--enable-lora": "Adapters are not served: merge them into the weights",
     "--enable-sleep-mode": "`LLM.sleep` needs no flag; of a server, --min-replicas 0 ends idle replicas",
     "--guided-decoding-backend": "It is always xgrammar",

@@ -26,11 +26,13 @@ class Build:
     """How a model is built, the same for all its layers.
 
     dtype: of weights and activations. max_positions: tokens of the longest sequence that will be run.
+    expert_parallel: whether each rank holds some experts whole, not a part of each.
     """
 
     group: Group
     dtype: torch.dtype
     max_positions: int
+    expert_parallel: bool = False
 
 
 class Layer(nn.Module):

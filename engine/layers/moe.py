@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.layers.base import Build, Layer
 from engine.layers.mlp import Gate, GatedMLP
+from parallel.group import SoloGroup
 from parallel.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
 
@@ -99,13 +101,14 @@ class Router(Layer):
 
 
 class Experts(Layer):
-    """The experts of one layer; this rank's share of the width of each.
+    """The experts of one layer: this rank's share of the width of each, or some of them whole (expert parallelism).
 
     inner: widths of what is computed of the input in one product, such as gate and up. activate: from this product,
     [num_rows, sum of this rank's share of inner], to the input of the second one, [num_rows, width of this rank].
+    own: numbers of the experts that this rank holds.
 
     Each expert's weights are linear layers of their own, so that they are packed, quantised and multiplied as all
-    others are; on a CPU a row has the same bits whatever rows are beside it.
+    others are; on a CPU a row has the same bits whatever rows are beside it. scales_input: as of `Routing`.
     """
 
     def __init__(
@@ -122,11 +125,17 @@ class Experts(Layer):
     ) -> None:
         super().__init__()
         self.scales_input = scales_input
-        group, dtype = build.group, build.dtype
-        self.group = group
+        self.count = count
+        self.group = build.group
         self.activate = activate
-        self.up = nn.ModuleList(MergedColumnParallelLinear(hidden, inner, bias, group, dtype) for _ in range(count))
-        self.down = nn.ModuleList(RowParallelLinear(width, hidden, bias, group, dtype) for _ in range(count))
+        self.whole = build.expert_parallel and build.group.size > 1
+        self.firsts = first_experts(count, build.group.size) if self.whole else [0, count]
+        rank = build.group.rank if self.whole else 0
+        self.own = range(self.firsts[rank], self.firsts[rank + 1])
+        group, dtype = SoloGroup(build.group.device) if self.whole else build.group, build.dtype
+        up = {str(number): MergedColumnParallelLinear(hidden, inner, bias, group, dtype) for number in self.own}
+        down = {str(number): RowParallelLinear(width, hidden, bias, group, dtype) for number in self.own}
+        self.up, self.down = nn.ModuleDict(up), nn.ModuleDict(down)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, whole on every rank: [num_tokens, hidden].
@@ -137,6 +146,17 @@ class Experts(Layer):
 
     def part(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return this rank's part of the sum that `forward` returns."""
+        return (
+            self._exchanged(x, chosen, weights) if self.whole else self._weighted(x, chosen, weights, self._outputs)
+        )
+
+    def _weighted(
+        self, x: Tensor, chosen: Tensor, weights: Tensor, outputs_of: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Return the weighted sums of the outputs of each token's experts.
+
+        outputs_of: from rows and the numbers of their experts, in order, to what these return.
+        """
         tokens, k = chosen.shape
         numbers = chosen.reshape(-1)
         order = numbers.argsort(stable=True)
@@ -144,26 +164,70 @@ class Experts(Layer):
         if self.scales_input:
             inputs = (inputs * weights.reshape(-1, 1)[order]).to(x.dtype)
         outputs = torch.empty(tokens * k, x.shape[1], dtype=x.dtype, device=x.device)
-        first = 0
-        for expert, count in enumerate(self._counts(numbers)):
-            if count:
-                outputs[order[first : first + count]] = self._expert(expert, inputs[first : first + count])
-                first += count
+        outputs[order] = outputs_of(inputs, numbers[order])
         # The sum over a token's experts is in the order of `chosen`, whatever the other tokens have chosen.
-        each = outputs.view(tokens, k, -1)
+        each = outputs.view(tokens, k, x.shape[1])
         return (each if self.scales_input else each * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
+    def _outputs(self, inputs: Tensor, numbers: Tensor) -> Tensor:
+        """Return what this rank's experts make of rows that lie in the order of their numbers: [num_rows, hidden]."""
+        outputs = torch.empty_like(inputs)
+        first = 0
+        for expert, count in zip(self.own, self._counts(numbers), strict=True):
+            if count:
+                rows = self.activate(self.up[str(expert)](inputs[first : first + count]))
+                outputs[first : first + count] = cast("RowParallelLinear", self.down[str(expert)]).part(rows)
+                first += count
+        return outputs
+
     def _counts(self, numbers: Tensor) -> list[int]:
-        """Return how many rows each expert gets."""
-        experts = len(self.up)
+        """Return how many rows each expert of this rank gets."""
+        experts = len(self.own)
         if numbers.is_meta:  # nobody knows; all alike
             return [(len(numbers) + number) // experts for number in range(experts)]
-        return torch.bincount(numbers, minlength=experts).tolist()
+        return torch.bincount(numbers - self.own.start, minlength=experts).tolist()
 
-    def _expert(self, expert: int, rows: Tensor) -> Tensor:
-        """Return this rank's part of the sum that one expert's output is: [num_rows, hidden]."""
-        down = cast("RowParallelLinear", self.down[expert])
-        return down.part(self.activate(self.up[expert](rows)))
+    def _exchanged(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the sums of this rank's share of the tokens, and zeros for the others.
+
+        Tokens are whole on all ranks, and all choose alike. So each rank takes a share of them, sends their rows to
+        the ranks of their experts, and adds up what comes back: as many rows are multiplied as without, whole experts
+        at a time, and a token's sum has the bits that one rank alone would give it.
+        """
+        size, tokens = self.group.size, len(x)
+        shares = [rank * tokens // size for rank in range(size + 1)]
+        mine = slice(shares[self.group.rank], shares[self.group.rank + 1])
+        sent, received, numbers = self._routes(chosen, shares)
+
+        def outputs_of(inputs: Tensor, _: Tensor) -> Tensor:
+            rows = self.group.all_to_all(inputs, sent, received)
+            order = numbers.argsort(stable=True)
+            outputs = torch.empty_like(rows)
+            outputs[order] = self._outputs(rows[order], numbers[order])
+            return self.group.all_to_all(outputs, received, sent)
+
+        part = torch.zeros_like(x)
+        part[mine] = self._weighted(x[mine], chosen[mine], weights[mine], outputs_of)
+        return part
+
+    def _routes(self, chosen: Tensor, shares: Sequence[int]) -> tuple[list[int], list[int], Tensor]:
+        """Return the rows that go to each rank and come from each, and the experts that those are for, in order."""
+        if chosen.is_meta:  # nobody knows; all alike
+            rows = (shares[1] - shares[0]) * chosen.shape[1]
+            return [], [], chosen.new_empty(rows)
+        by_rank = [chosen[first:last].reshape(-1).sort().values for first, last in pairwise(shares)]
+        bounds = torch.tensor(self.firsts[1:-1], device=chosen.device)
+        ends = torch.stack([torch.searchsorted(numbers, bounds) for numbers in by_rank]).tolist()
+        cuts = [[0, *end, len(numbers)] for end, numbers in zip(ends, by_rank, strict=True)]
+        rank = self.group.rank
+        numbers = torch.cat([each[cut[rank] : cut[rank + 1]] for each, cut in zip(by_rank, cuts, strict=True)])
+        sent = [last - first for first, last in pairwise(cuts[rank])]
+        return sent, [cut[rank + 1] - cut[rank] for cut in cuts], numbers
+
+
+def first_experts(count: int, size: int) -> list[int]:
+    """Return the first expert of each of `size` ranks, and `count`; what is over goes to the first ranks."""
+    return [rank * (count // size) + min(rank, count % size) for rank in range(size + 1)]
 
 
 class MoE(Layer):

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from engine.errors import CheckpointError
 from engine.layers.attention import CachedAttention
 from engine.layers.base import Build, Stored, WeightRule
+from engine.layers.moe import Experts
 from engine.loader.checkpoint import ModelFolder
 from engine.loader.safetensors_file import Checkpoint, TensorOnDisk
 from engine.loader.weight_reader import fill
+from engine.models.blueprint import blueprint, build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
-from engine.models.registry import family_of
 from engine.quantization.config import QuantizationSpec
 from engine.quantization.select import quantize
 from parallel.group import Group
@@ -102,16 +103,17 @@ def load_model(
     group: Group,
     dtype: torch.dtype,
     quantization: QuantizationSpec | None = None,
+    *,
+    expert_parallel: bool = False,
 ) -> CausalLM:
     """Build the model and fill this rank's shard of every parameter.
 
-    quantization: of the linear layers, the checkpoint's or one that is made here, a layer at a time. Raises
-    `CheckpointError` naming tensors and files, `ShardingError` before anything is read when the sizes cannot be split
-    over the group.
+    expert_parallel: as in `Build`. quantization: of the linear layers, the checkpoint's or one that is made here, a
+    layer at a time. Raises `CheckpointError` naming tensors and files, `ShardingError` before anything is read when
+    the sizes cannot be split over the group.
     """
     config = folder.config
-    family = family_of(config.architecture, config.implementation)
-    model: CausalLM = family(config, Build(group, dtype, max_positions))
+    model = build_model(config, Build(group, dtype, max_positions, expert_parallel))
     model.requires_grad_(False)
     quantize(model.layers, "layers", model.names, quantization)
     checkpoint = Checkpoint(folder.path)
@@ -133,6 +135,8 @@ def _load(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, stored: 
     names = _names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD}
+    if any(isinstance(part, Experts) and part.whole for part in model.modules()):
+        others -= {rule.name for rule in blueprint(config).weights(checkpoint.names)}  # other ranks' experts
     _check_tied_head(model, rules, checkpoint, names)
     _refuse(checkpoint.folder, "missing", wanted - names.keys())
     extra = {

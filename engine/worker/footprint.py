@@ -36,7 +36,7 @@ from engine.kernels.base import E4M3, TorchKernels
 from engine.kv.cache_specs import block_bytes
 from engine.layers.attention import attention_specs
 from engine.layers.mla import HeadProducts
-from engine.models.blueprint import META, blueprint
+from engine.models.blueprint import META, blueprint, outlined
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLM
@@ -139,7 +139,7 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         for part in built.attention
     ]
     found = Footprint(
-        parameters=sum(math.prod(rule.shape) for rule in built.weights() if not rule.scale),
+        parameters=_parameters(config, model, built),
         weight_bytes=weights + _table_bytes(built),
         step_bytes=0,
         graph_bytes=0,
@@ -155,6 +155,12 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     return replace(found, step_bytes=step_bytes(config, built), graph_bytes=graphs)
 
 
+def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> int:
+    """Return the parameters of all ranks together; with expert parallelism `built` knows rank 0's experts alone."""
+    whole = blueprint(model, 1, config.context_len) if config.enable_expert_parallel else built
+    return sum(math.prod(rule.shape) for rule in whole.weights() if not rule.scale)
+
+
 def _why_no_attention(spec: AttentionSpec) -> str | None:
     """Return why no kernel of a GPU serves these layers, None when one does."""
     if spec.sinks or spec.latent:
@@ -164,7 +170,7 @@ def _why_no_attention(spec: AttentionSpec) -> str | None:
 
 def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
     """Return rank 0's part of a model, its linear layers held as after loading. config: resolved."""
-    found = blueprint(model, config.tensor_parallel_size, config.context_len, getattr(torch, config.dtype))
+    found = outlined(config, model)
     quantization = quantization_of(config, model.quantization)
     with META:
         quantize(found.layers, "layers", found.names, quantization)

@@ -186,7 +186,14 @@ class ModelRunner:
     def _load(self) -> CausalLM:
         """Read the weights and choose how they are computed with."""
         made = quantization_of(self.config, self.model_config.quantization)
-        model = load_model(self._folder, self.config.context_len, self.group, self.dtype, made)
+        model = load_model(
+            self._folder,
+            self.config.context_len,
+            self.group,
+            self.dtype,
+            made,
+            expert_parallel=self.config.enable_expert_parallel,
+        )
         model.use_kernels(self._kernels)
         choose_products(model, model.kernels)
         if self.config.batch_invariant and self.group.device.type == "cuda":

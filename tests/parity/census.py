@@ -252,9 +252,10 @@ def model_config(model_type: str, **more: Any) -> ModelConfig:
     return replace(ModelConfig.of(tiny_config(model_type).to_dict() | named | more), implementation="transformers")
 
 
-def save_oracle(model_type: str, folder: Path) -> Oracle:
-    """Save a random model of a type and generate from it."""
-    model = _random_model(tiny_config(model_type))
+def save_oracle(model_type: str, folder: Path, **more: Any) -> Oracle:
+    """Save a random model of a type and generate from it. more: fields of its config."""
+    config = tiny_config(model_type)
+    model = _random_model(type(config)(**config.to_dict() | more))
     model.save_pretrained(folder)
     tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)
     random.seed(model_type)
@@ -284,8 +285,8 @@ def _greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     return text[len(prompt) :]
 
 
-def check(oracle: Oracle, tensor_parallel_size: int = 1, model_impl: str = "transformers") -> None:
-    """Serve a checkpoint: chunks, a cache too small for all, a prefix hit, n = 2."""
+def check(oracle: Oracle, tensor_parallel_size: int = 1, model_impl: str = "transformers", **more: Any) -> None:
+    """Serve a checkpoint: chunks, a cache too small for all, a prefix hit, n = 2. more: of the engine's config."""
     llm = LLM(
         str(oracle.folder),
         model_impl=model_impl,
@@ -296,6 +297,7 @@ def check(oracle: Oracle, tensor_parallel_size: int = 1, model_impl: str = "tran
         max_num_batched_tokens=24,
         max_num_seqs=4,
         tensor_parallel_size=tensor_parallel_size,
+        **more,
     )
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     with llm:

@@ -136,12 +136,14 @@ class StackedExperts(Experts):
     def rules(self, path: str, prefix: str) -> Iterator[WeightRule]:
         """Yield the rules of the parameters. path: of this module in the model, prefix: in the checkpoint."""
         for kind, name in self.stored_as.items():
-            for index, linear in enumerate(getattr(self, kind)):
+            for number, linear in getattr(self, kind).items():
                 for leaf, parameter in linear.named_parameters():
                     shape, turned = parameter.full_shape(), self.transposed and leaf == "weight"
                     stored = f"{prefix}.{name}" + ("_bias" if leaf == "bias" else "")
-                    target = f"{path}.{kind}.{index}.{leaf}"
-                    yield WeightRule(stored, target, shape[::-1] if turned else shape, transposed=turned, index=index)
+                    target = f"{path}.{kind}.{number}.{leaf}"
+                    yield WeightRule(
+                        stored, target, shape[::-1] if turned else shape, transposed=turned, index=int(number)
+                    )
 
 
 class _FixedRows(TorchFunctionMode):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -167,7 +168,7 @@ def attention_calls(config: ModelConfig, build: Build) -> list[Call]:
     check_config(model.config.get_text_config(), build.max_positions)
     body = model.get_submodule(_body_name(model))
     with META, counted_window_masks(model) as window_masks:
-        parallelise(model, Build(BlueprintGroup(build.group.size), build.dtype, build.max_positions))
+        parallelise(model, replace(build, group=BlueprintGroup(build.group.size)))
         calls = record(model, lambda ids, positions: _run(body, ids, positions))
     check_calls(model, calls, window_masks[0], build.max_positions)
     return calls
