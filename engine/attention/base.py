@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels.recurrent import StateRows
+
 Ints = NDArray[np.int32]
 
 
@@ -232,19 +234,6 @@ class PagedAttention(AttentionBackend):
 
 
 @dataclass(frozen=True, slots=True)
-class StateRows:
-    """Which tokens of a step belong together, and where the recurrent state of each row is; all int32.
-
-    A row's tokens are computed one after another from the state in slot `sources`, -1 = all zeros, and the state
-    after them is written to slot `targets`. No two rows have one target, and none is a source of another row.
-    """
-
-    starts: Tensor  # [num_reqs + 1]  first token of each row
-    sources: Tensor  # [num_reqs]
-    targets: Tensor  # [num_reqs]
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionContext:
     """What the layers of one step need for attention: backend, its metadata and the cache of each layer that has one.
 
@@ -260,6 +249,15 @@ class AttentionContext:
     def attend(self, layer: int, merged: MergedHeads, window: int) -> Tensor:
         """Attend in `layer`, by its number among those that have a cache; see `AttentionBackend.attend`."""
         return self.backend.attend(layer, merged, self.layers[layer], self.metadata, window)
+
+    def state(self, layer: int) -> tuple[tuple[Tensor, ...], StateRows]:
+        """Return the tensors of recurrent states that `layer` has, [slots, ...] each, and where the step's are.
+
+        layer: its number among those that have a cache. Raises `ValueError` for a step without states.
+        """
+        if self.rows is None:
+            raise ValueError("a layer with a recurrent state is run in a step that says nothing of states")
+        return self.layers[layer], self.rows
 
 
 def cut(layout: StepLayout, size: int) -> Ints:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels import recurrent
+from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
 E4M3 = torch.float8_e4m3fn
@@ -81,6 +83,42 @@ class Kernels(ABC):
         gate, up = x.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
+    @abstractmethod
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool
+    ) -> Tensor:
+        """Return the causal convolution of each channel by itself, through silu if asked for: [num_tokens, size].
+
+        x: [num_tokens, size], tokens may be strided. weight: [taps, size] fp32, the last for the newest token. bias:
+        [size] fp32. state: [slots, taps - 1, size] fp32: the inputs before a row's tokens, oldest first; updated.
+        """
+
+    @abstractmethod
+    def unit_heads(self, x: Tensor, eps: float, scale: float) -> Tensor:
+        """Return x / sqrt(sum(x^2) + eps) * scale over the last dimension, [num_tokens, heads, width] fp32."""
+
+    @abstractmethod
+    def outer_product_state(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        gain: Tensor,
+        state: Tensor,
+        rows: StateRows,
+        delta: bool,
+    ) -> Tensor:
+        """Update states by each token's outer product of key and value, and return what its query reads.
+
+        S = decay * S + key (x) gain * (value - (key . decay * S if delta else 0)); result = query . S. delta: the
+        gated delta rule (Yang et al., arXiv 2412.06464); without it the scan of Mamba-2 (arXiv 2405.21060).
+
+        query, key: [num_tokens, groups, depth] fp32, contiguous. value: [num_tokens, heads, width], tokens may be
+        strided; heads share groups in order. decay, gain: [num_tokens, heads] fp32, contiguous. state: [slots, heads,
+        depth, width] fp32, updated. Returns [num_tokens, heads, width] of the dtype of `value`.
+        """
+
 
 class TorchKernels(Kernels):
     """Torch's own operations, on any device."""
@@ -122,3 +160,27 @@ class TorchKernels(Kernels):
     def silu_gate(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    @override
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool
+    ) -> Tensor:
+        return recurrent.short_conv(x, weight, bias, state, rows, silu)
+
+    @override
+    def unit_heads(self, x: Tensor, eps: float, scale: float) -> Tensor:
+        return recurrent.unit_heads(x, eps, scale)
+
+    @override
+    def outer_product_state(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        gain: Tensor,
+        state: Tensor,
+        rows: StateRows,
+        delta: bool,
+    ) -> Tensor:
+        return recurrent.outer_product_state(query, key, value, decay, gain, state, rows, delta)

@@ -26,6 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.kernels.base import TorchKernels
+from engine.kernels.recurrent import StateRows
 from parallel.linear import LinearMethod
 
 logger = logging.getLogger(__name__)
@@ -231,6 +232,7 @@ def _check(x: Tensor, width: int, dtype: torch.dtype) -> None:
 
 
 LANES = 16  # elements of a vector: what sizes must be multiples of
+MOST_TAPS = 8  # of a short convolution, as in recurrent.c
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -245,7 +247,10 @@ def why_not_native(head_dim: int, dtype: torch.dtype, device: torch.device) -> s
     return None
 
 
-NAMES = ("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8")
+NAMES = (
+    *("rms_norm", "norm_rotate", "silu_gate", "gelu_gate", "attend", "pack", "multiply", "pack8", "multiply8"),
+    *("short_conv", "unit_heads", "outer_product_state"),
+)
 
 
 def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, latent: int = 0) -> ctypes.CDLL | None:
@@ -267,6 +272,9 @@ def native_library(head_dim: int, dtype: torch.dtype, block_size: int = LANES, l
         library.multiply.argtypes = (c_void_p, c_int64, *(c_void_p,) * 3, *(c_int64,) * 4)
         library.pack8.argtypes = (c_void_p,) * 2 + (c_int64,) * 2
         library.multiply8.argtypes = (c_void_p, c_int64, *(c_void_p,) * 4, *(c_int64,) * 4)
+        library.short_conv.argtypes = (c_void_p, c_int64, *(c_void_p,) * 7, *(c_int64,) * 5)
+        library.unit_heads.argtypes = (c_void_p, c_int64, c_void_p, *(c_int64,) * 3, c_float, c_float, c_int64)
+        library.outer_product_state.argtypes = (*(c_void_p,) * 3, c_int64, *(c_void_p,) * 7, *(c_int64,) * 7)
         for name in NAMES:
             getattr(library, name).restype = None
     return library
@@ -353,3 +361,61 @@ class NativeKernels(TorchKernels):
         out = x.new_empty(rows, size)
         function(x.data_ptr(), out.data_ptr(), rows, size, self._threads)
         return out
+
+    @override
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool
+    ) -> Tensor:
+        taps, size = weight.shape
+        if size % LANES or taps > MOST_TAPS or not self._lies_well(x, size):
+            return super().short_conv(x, weight, bias, state, rows, silu)
+        out = x.new_empty(x.shape)
+        offsets = None if bias is None else bias.data_ptr()
+        pointers = (state.data_ptr(), *_addresses(rows), out.data_ptr())
+        sizes = (len(rows.sources), size, taps, int(silu), self._threads)
+        self._library.short_conv(x.data_ptr(), x.stride(0), weight.data_ptr(), offsets, *pointers, *sizes)
+        return out
+
+    @override
+    def unit_heads(self, x: Tensor, eps: float, scale: float) -> Tensor:
+        if x.shape[2] % LANES or not self._lies_well(x, *x.shape[1:]):
+            return super().unit_heads(x, eps, scale)
+        out = x.new_empty(x.shape, dtype=torch.float32)
+        self._library.unit_heads(x.data_ptr(), x.stride(0), out.data_ptr(), *x.shape, eps, scale, self._threads)
+        return out
+
+    @override
+    def outer_product_state(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        gain: Tensor,
+        state: Tensor,
+        rows: StateRows,
+        delta: bool,
+    ) -> Tensor:
+        _, heads, width = value.shape
+        wide = all(each.dtype is torch.float32 and each.is_contiguous() for each in (query, key, decay, gain, state))
+        if width % LANES or not wide or not self._lies_well(value, heads, width):
+            return super().outer_product_state(query, key, value, decay, gain, state, rows, delta)
+        out = value.new_empty(value.shape)
+        inputs = (query.data_ptr(), key.data_ptr(), value.data_ptr(), value.stride(0))
+        pointers = (decay.data_ptr(), gain.data_ptr(), state.data_ptr(), *_addresses(rows), out.data_ptr())
+        _, groups, depth = query.shape
+        sizes = (len(rows.sources), groups, heads, depth, width, int(delta), self._threads)
+        self._library.outer_product_state(*inputs, *pointers, *sizes)
+        return out
+
+    def _lies_well(self, x: Tensor, *sizes: int) -> bool:
+        """Whether a token's numbers lie side by side in the model's dtype; x: [num_tokens, *sizes]."""
+        dense = torch.empty(sizes, device="meta").stride()
+        return x.dtype is self._dtype and x.shape[1:] == sizes and x.stride()[1:] == dense
+
+
+def _addresses(rows: StateRows) -> tuple[int, int, int]:
+    for each in (rows.starts, rows.sources, rows.targets):
+        if each.dtype is not torch.int32 or not each.is_contiguous():
+            raise ValueError(f"rows are {each.dtype} with strides {each.stride()}; contiguous int32 is read here")
+    return rows.starts.data_ptr(), rows.sources.data_ptr(), rows.targets.data_ptr()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention.base import AttentionContext
 from engine.kernels.base import Kernels
-from engine.kv.cache_specs import CacheSpec
+from engine.kv.cache_specs import CacheSpec, RecurrentSpec
 from engine.layers.attention import CachedAttention
 from engine.layers.base import Layer, Names, Stored, WeightRule
 from engine.layers.embedding import ParallelLMHead
@@ -112,6 +112,11 @@ class CausalLM(nn.Module, ABC):
     def cache_specs(self, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
         """Return what the layers that have a cache keep of each token. dtype: of keys and values."""
         return tuple(spec for layer in self.cached if (spec := layer.cache_spec(dtype)) is not None)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any layer keeps a recurrent state."""
+        return any(isinstance(spec, RecurrentSpec) for spec in self.cache_specs(torch.float32))
 
     def finish_loading(self) -> None:
         """Prepare what depends on the weights; called once, after all of them are loaded."""

@@ -143,8 +143,9 @@ class DecoderLM(CausalLM):
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
-        # Experts ask on the host how many rows each gets.
-        self.supports_graphs = not any(isinstance(part, Experts) for part in self.modules())
+        # Experts ask on the host how many rows each gets; no kernel of a GPU updates recurrent states yet.
+        experts = any(isinstance(part, Experts) for part in self.modules())
+        self.supports_graphs = not experts and not self.keeps_states
 
     @staticmethod
     @abstractmethod

@@ -22,8 +22,9 @@ FAMILIES: Mapping[str, str] = {
     "Glm4MoeLiteForCausalLM": "engine.models.deepseek.Glm4MoeLite",
     "GptOssForCausalLM": "engine.models.gpt_oss.GptOss",
     "GraniteForCausalLM": "engine.models.granite.Granite",
-    "Llama4ForCausalLM": "engine.models.llama4.Llama4",
+    "Lfm2ForCausalLM": "engine.models.lfm2.Lfm2",
     "LlamaForCausalLM": "engine.models.llama.Llama",
+    "Llama4ForCausalLM": "engine.models.llama4.Llama4",
     "MiniMaxM2ForCausalLM": "engine.models.minimax.MiniMaxM2",
     "MistralForCausalLM": "engine.models.mistral.Mistral",
     "MixtralForCausalLM": "engine.models.mixtral.Mixtral",
@@ -31,8 +32,8 @@ FAMILIES: Mapping[str, str] = {
     "Olmo3ForCausalLM": "engine.models.olmo.Olmo3",
     "Phi3ForCausalLM": "engine.models.phi.Phi3",
     "Qwen2ForCausalLM": "engine.models.qwen.Qwen2",
-    "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
     "Qwen3ForCausalLM": "engine.models.qwen.Qwen3",
+    "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
     "Qwen3MoeForCausalLM": "engine.models.qwen_moe.Qwen3Moe",
 }
 

@@ -33,7 +33,8 @@ from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
 from engine.inputs.dummy_steps import dummy_step
 from engine.kernels.base import E4M3, TorchKernels
-from engine.kv.cache_specs import block_bytes
+from engine.kernels.recurrent import StateRows
+from engine.kv.cache_specs import RecurrentSpec, block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.layers.mla import HeadProducts
 from engine.models.blueprint import META, blueprint, outlined
@@ -109,8 +110,9 @@ class Footprint:
     graph_bytes: what CUDA graphs hold of their own.
     layer_products, head_products: weights that a token is multiplied by in the layers, and for its logits.
     read_bytes: weights that a step reads; an embedding's rows are looked up, not read.
-    attention: of each layer that attends. block_bytes: of one KV block. no_attention: why no attention made for GPUs
-    takes this model so, None where one does.
+    attention: of each layer that attends. block_bytes: of one KV block. state_bytes: of the recurrent state of one
+    sequence, 0 where there is none. no_attention: why no attention made for GPUs takes this model so, None where one
+    does.
     """
 
     parameters: int
@@ -122,6 +124,7 @@ class Footprint:
     read_bytes: int
     attention: tuple[AttentionWork, ...]
     block_bytes: int
+    state_bytes: int
     no_attention: str | None
 
 
@@ -148,6 +151,7 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
         read_bytes=weights - lookup,
         attention=tuple(attention),
         block_bytes=block_bytes(built.cache_specs(dtype), config.block_size),
+        state_bytes=state_bytes(built.cache_specs(dtype)),
         no_attention=no_attention,
     )
     _shorten(built)
@@ -245,13 +249,26 @@ def _layers_bytes(model: CausalLM, config: EngineConfig, num_tokens: int) -> int
     """Return the most bytes at one time inside the layers of a model."""
     with META, torch.inference_mode():
         ids = torch.empty(num_tokens, dtype=torch.int32)
-        empty = torch.empty(0)
         specs, kinds = attention_specs(model.cached, config, META)
         backend = UnlikeLayers([BlueprintAttention(spec) for spec in specs], kinds)
-        context = AttentionContext(backend, (None,) * len(specs), (LayerCache(empty, empty),) * len(model.cached))
+        nowhere = torch.empty(0, dtype=torch.int32)
+        context = AttentionContext(
+            backend, (None,) * len(specs), _caches(model), StateRows(nowhere, nowhere, nowhere)
+        )
         with LiveBytes() as inside:
             model(ids, ids, context)
     return inside.peak
+
+
+def _caches(model: CausalLM) -> tuple[LayerCache | tuple[Tensor, ...], ...]:
+    """Return what each layer would get as its cache, on torch's device `meta`: one state, no block."""
+    empty = torch.empty(0, device=META)
+    return tuple(
+        tuple(torch.empty(1, *shape, dtype=spec.dtype, device=META) for shape in spec.state)
+        if isinstance(spec, RecurrentSpec)
+        else LayerCache(empty, empty)
+        for spec in model.cache_specs(torch.float32)
+    )
 
 
 class BlueprintAttention(PagedAttention):

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionContext, StateRows, StepTensors
+from engine.attention.base import AttentionBackend, AttentionContext, StepTensors
 from engine.config import EngineConfig
 from engine.device.gpu import upload
 from engine.inputs.step_buffers import StepBuffers, to_device
 from engine.inputs.token_feedback import TokenFeedback
+from engine.kernels.recurrent import StateRows
 from engine.kv.cache import KVCache, opened_blocks
 from engine.models.causal_lm import CausalLM
 from engine.report import StepInputs

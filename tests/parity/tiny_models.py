@@ -175,11 +175,21 @@ WITH_EXPERTS = (
     "qwen3_moe",
 )
 
+# Those that keep a recurrent state: steps say where it is, so they are run by the engine alone.
+RECURRENT = {
+    "lfm2": lambda: transformers.Lfm2Config(
+        **SMALL | {"num_hidden_layers": 4},
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        block_multiple_of=32,
+        conv_bias=True,
+    ),
+}
+
 
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
     """Save a random checkpoint of kind `name` in `folder` and return the model in fp32."""
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | RECURRENT)[name](), attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Larger than the usual start, biases and norms included, so that every part matters for the tokens.
