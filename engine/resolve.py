@@ -20,6 +20,7 @@ from engine.quantization.select import check_capability, check_device, quantizat
 
 FOR_GPUS = ("flash", "triton", "torch_varlen")  # attention backends
 HALF = ("bfloat16", "float16")
+NO_STATES = "no kernel for GPUs updates the recurrent state that this model keeps"
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -67,6 +68,8 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     """
     found = outlined(config, model)
     quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
+    if found.keeps_states and (config.device or "").startswith("cuda"):
+        raise ConfigError(f"device={config.device}: {NO_STATES}; use device=cpu", "device")
     varies = config.batch_invariant and config.attention_backend == "reference"
     if config.device == "cpu" and (config.attention_backend in FOR_GPUS or config.fp8_cache or varies):
         specs, kinds = attention_specs(found.cached, config, torch.device("cpu"))

@@ -11,7 +11,7 @@ from deploy.capacity.gpus import GPUS, Gpu
 from deploy.cli.terminal import gib
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, gpu_budget
+from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, fit_states, gpu_budget
 from engine.models.config import ModelConfig
 from engine.quantization.select import quantization_of
 from engine.resolve import resolve_for
@@ -52,6 +52,12 @@ class GpuFit:
         return self.num_blocks * self.footprint.block_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """The slots of recurrent states: of running sequences, of snapshots, and one for steps without sequences."""
+        snapshots = self.config.num_state_snapshots
+        return 0 if snapshots is None else (self.config.max_num_seqs + snapshots + 1) * self.footprint.state_bytes
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens that fit the cache."""
         return (self.num_blocks - 1) * self.config.block_size
@@ -75,7 +81,8 @@ def fit(config: EngineConfig, model: ModelConfig, gpu: Gpu, measure: Measure = f
             f"kv_cache_dtype={full.kv_cache_dtype}: {gpu.name} has no fp8; use kv_cache_dtype=auto", "kv_cache_dtype"
         )
     found = measure(full, model)
-    left = cache_budget(full, found, gpu)
+    full, states = fit_states(full, found.state_bytes, max(cache_budget(full, found, gpu), 0))
+    left = cache_budget(full, found, gpu) - states
     blocks = left // found.block_bytes
     if blocks < 2:
         raise ConfigError(_too_large(full, found, gpu), "tensor_parallel_size")

@@ -55,6 +55,7 @@ class CapacityPlan:
                 "graphs": found.graph_bytes,
                 "other": fit.other_bytes,
                 "kv_cache": fit.kv_bytes,
+                "states": fit.state_bytes,
                 "kv_block": found.block_bytes,
             },
             "num_kv_blocks": fit.num_blocks,
@@ -160,10 +161,16 @@ def _memory(fit: GpuFit) -> list[str]:
                 *([("CUDA graphs", gib(found.graph_bytes), "estimate")] if found.graph_bytes else []),
                 ("CUDA" if config.tensor_parallel_size == 1 else "CUDA and NCCL", gib(fit.other_bytes), "estimate"),
                 ("KV cache", gib(fit.kv_bytes), f"{fit.kv_tokens:,} tokens of {token:,.1f} KiB"),
+                *([("recurrent states", gib(fit.state_bytes), _states(fit))] if fit.state_bytes else []),
             ]
         ),
         f"  {longest:,.1f} sequences of {config.context_len:,} tokens fit at a time.",
     ]
+
+
+def _states(fit: GpuFit) -> str:
+    config, each = fit.config, fit.footprint.state_bytes / (1 << 20)
+    return f"{config.max_num_seqs:,} sequences, {config.num_state_snapshots:,} snapshots of {each:,.1f} MiB"
 
 
 def _notes(fit: GpuFit) -> list[str]:

@@ -1,7 +1,7 @@
 """Layers with a recurrent state in torch's own operations: a loop over tokens, for machines without a compiler.
 
-Each token is computed by itself, in tensors whose shapes do not depend on the step: so its bits do not depend on where
-a sequence is cut, or on what else is in its step. What is compiled from recurrent.c does the same without the loop.
+Each token is computed by itself, in tensors whose shapes do not depend on the step: so its bits do not depend on
+where a sequence is cut, or on what else is in its step. What is compiled from recurrent.c needs no loop in Python.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def spans(rows: StateRows) -> Iterator[tuple[int, int, int, int]]:
     yield from zip(starts, starts[1:], rows.sources.tolist(), rows.targets.tolist(), strict=False)
 
 
-def short_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool
-) -> Tensor:
+def short_conv(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool) -> Tensor:
     """Return a causal convolution of each channel by itself; as `Kernels.short_conv`."""
     out = x.new_empty(x.shape)
     if x.is_meta:

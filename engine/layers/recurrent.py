@@ -27,7 +27,7 @@ class CausalConv(Layer):
 
     sizes: channels of each part, which are split over the ranks part by part. taps: tokens that it sees.
 
-    Raises `CheckpointError` for a number of taps that is not implemented, `ShardingError` where channels do not divide.
+    Raises `CheckpointError` for taps that are not implemented, `ShardingError` where channels do not divide.
     """
 
     weight: ShardedParameter
@@ -36,7 +36,9 @@ class CausalConv(Layer):
     def __init__(self, sizes: Sequence[int], taps: int, bias: bool, build: Build) -> None:
         super().__init__()
         if not 2 <= taps <= MOST_TAPS:
-            raise CheckpointError(f"config.json: a convolution over {taps} tokens is not supported; 2 to {MOST_TAPS} are")
+            raise CheckpointError(
+                f"config.json: a convolution over {taps} tokens is not supported; 2 to {MOST_TAPS} are"
+            )
         group = build.group
         pieces = even_pieces(sizes, group.rank, group.size, "channels")
         self.size, self.taps = sum(piece.size for piece in pieces), taps

@@ -189,7 +189,9 @@ RECURRENT = {
 def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
     """Save a random checkpoint of kind `name` in `folder` and return the model in fp32."""
     torch.manual_seed(sum(map(ord, name)))
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | RECURRENT)[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        (CONFIGS | RECURRENT)[name](), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # Larger than the usual start, biases and norms included, so that every part matters for the tokens.
