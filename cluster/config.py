@@ -37,6 +37,7 @@ from cluster.model_names import resolve_model
 from cluster.routing_policies import policy_named
 from engine.config import EngineConfig, config_fields
 from engine.errors import ConfigError
+from engine.text.tokenizer import read_chat_template
 
 NO_KEYS: Mapping[str, None] = {"api_key": None, "api_key_file": None, "metrics_key": None}  # for those who need none
 
@@ -67,6 +68,7 @@ class ServedModelConfig(EngineConfig):
         `tool_choice` "auto" is refused, while forced calls need none.
     reasoning_parser: name of the way in which the model marks its thinking (`REASONING_PARSERS`); None = thinking is
         part of the content.
+    chat_template: a file of Jinja, or the template itself, in the place of the model's own; None = that.
     embedding_pooling: what an embedding is made of where the client does not say: `last`, the state of the last
         token, or `mean`, that of all.
     """
@@ -89,6 +91,7 @@ class ServedModelConfig(EngineConfig):
     stream_migration: Annotated[str, one_of(MIGRATIONS)] = EXACT
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    chat_template: str | None = None
     embedding_pooling: Annotated[str, one_of(POOLINGS)] = "last"
 
     @property
@@ -258,6 +261,8 @@ def _check_names(config: ClusterConfig) -> None:
         TOOL_PARSERS.load(config.tool_call_parser)
     if config.reasoning_parser is not None:
         REASONING_PARSERS.load(config.reasoning_parser)
+    if config.chat_template is not None:
+        read_chat_template(config.chat_template)
     policy_named(config.routing_policy)
 
 

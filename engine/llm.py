@@ -23,7 +23,7 @@ from engine.outputs import EmbeddingOutput, RequestOutput, normalised
 from engine.report import EngineStats
 from engine.request import Pooling, Request
 from engine.sampling_params import SamplingParams
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, read_chat_template
 from engine.worker.executor_start import ModelInfo, build_executor
 
 Prompt = str | Sequence[int]
@@ -175,15 +175,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
         """Return the answer to one conversation, or to each of several; see `generate`.
 
         messages: dicts with `role` and `content`, filled into the model's own chat template; `chat_template_kwargs`
-        are extra variables of the template. Raises `InvalidRequestError` when the model has no template.
+        are extra variables of the template. chat_template: a file of Jinja, or the template itself, in its place.
+        Raises `InvalidRequestError` when there is no template, `ConfigError` for one that cannot be read.
         """
+        template = None if chat_template is None else read_chat_template(chat_template)
         prompts: list[tuple[str | None, list[int]]] = []
         for conversation in conversations(messages):
-            text = self.tokenizer.render_chat(conversation, options=chat_template_kwargs)
+            text = self.tokenizer.render_chat(conversation, options=chat_template_kwargs, template=template)
             prompts.append((text, self.tokenizer.encode(text, add_special_tokens=False, param="messages")))
         return self._run(prompts, sampling_params, use_tqdm)
 

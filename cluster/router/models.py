@@ -19,7 +19,7 @@ from cluster.wire.messages import Waited
 from engine.errors import ConfigError, InvalidRequestError
 from engine.kv.cache_size import fit_given_blocks
 from engine.loader.checkpoint import TEXT_FILES, open_model, read_json
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, read_chat_template
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,13 @@ def served_model(config: ClusterConfig) -> ServedModel:
     folder = open_model(config.model, TEXT_FILES, config.model_impl)
     model = folder.config
     tools, reasoning = config.tool_call_parser, config.reasoning_parser
+    template = None if config.chat_template is None else read_chat_template(config.chat_template)
     shrink = config.max_model_len is None
     engine = config.engine.resolved(max_model_len=config.max_model_len or model.max_positions)
     return ServedModel(
         model_id=config.model_id,
         aliases=config.names[1:],
-        tokenizer=Tokenizer(config.tokenizer or config.model),
+        tokenizer=Tokenizer(config.tokenizer or config.model, template),
         max_model_len=fit_given_blocks(engine, shrink).context_len,
         vocab_size=model.vocab_size,
         tool_parser=None if tools is None else TOOL_PARSERS.load(tools),

@@ -50,7 +50,6 @@ INSTEAD = {
     "--allow-credentials": "Browsers send pages' keys in the header Authorization, never cookies: --allowed-origins",
     "--allowed-headers": "Pages of --allowed-origins may send any header",
     "--allowed-methods": "Pages of --allowed-origins may use any method",
-    "--chat-template": "The model's own template is used: put yours into its folder as chat_template.jinja",
     "--cpu-offload-gb": "Weights stay on GPUs: --quantization makes them smaller, --tensor-parallel-size splits them",
     "--data-parallel-size": "Use --replicas",
     "--disable-log-requests": "Requests are not logged without --enable-log-requests",

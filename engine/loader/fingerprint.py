@@ -122,15 +122,18 @@ def vocabulary_fingerprint(model: str, tokenizer: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def prompt_fingerprint(model: str, tokenizer: str | None = None) -> str:
+def prompt_fingerprint(model: str, tokenizer: str | None = None, chat_template: str | None = None) -> str:
     """Return 32 hex digits for what makes tokens of requests: equal where each prompt has the same tokens.
 
     Covers all files of the tokenizer, chat templates and special tokens among them, `tokenizer`'s where that is
-    given; of a tokenizer on the hub only the id. Raises `CheckpointError`.
+    given; of a tokenizer on the hub only the id. chat_template: in the place of the model's own. Raises
+    `CheckpointError`.
     """
     folder = find_checkpoint(model, TEXT_FILES)
     digest = hashlib.blake2b(digest_size=16)
     _read_tokenizer_into(digest, folder, tokenizer, (*VOCABULARY_FILES, *PROMPT_FILES))
+    if chat_template is not None:
+        digest.update(_canonical(chat_template))
     return digest.hexdigest()
 
 

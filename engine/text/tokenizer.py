@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
-from engine.errors import CheckpointError, InvalidRequestError
+from engine.errors import CheckpointError, ConfigError, InvalidRequestError
 from engine.sampling_params import SamplingParams
 from engine.text.control_tokens import ControlTokens
 from engine.text.detokenizer import StopStrings, TextDecoders, TextStream
@@ -34,10 +34,15 @@ class Tokenizer:
     eos_token_id: the id that ends a text, or None.
     """
 
-    def __init__(self, name: str) -> None:
-        """Load from a local folder or a hub id that transformers has cached; raises `CheckpointError`."""
+    def __init__(self, name: str, chat_template: str | None = None) -> None:
+        """Load from a local folder or a hub id that transformers has cached.
+
+        chat_template: Jinja in the place of the model's own, see `read_chat_template`. Raises `CheckpointError`.
+        """
         self.name = name
         self._hf = load_tokenizer(name)
+        if chat_template is not None:
+            self._hf.chat_template = chat_template
         self._backend: Backend = self._hf.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -108,7 +113,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's own chat template (Jinja), or None."""
+        """The chat template (Jinja), the model's own or the one given in its place; or None."""
         if self._hf.chat_template is None:
             return None
         template: str = self._hf.get_chat_template()
@@ -153,14 +158,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        template: str | None = None,
     ) -> str:
-        """Return the prompt text of a conversation, by the model's own template in transformers' sandbox.
+        """Return the prompt text of a conversation, by `template` or `chat_template`, in transformers' sandbox.
 
         messages: dicts with `role` and `content`. options: extra variables of the template (`enable_thinking`).
         The text holds its special tokens already: encode it with `add_special_tokens=False`.
         Raises `InvalidRequestError` naming `messages` when there is no template or the template refuses them.
         """
-        if self._hf.chat_template is None:
+        if template is None and self._hf.chat_template is None:
             raise InvalidRequestError(
                 f"messages cannot be used: the model {self.name!r} has no chat template; send a plain prompt to "
                 "completions instead",
@@ -170,6 +176,7 @@ class Tokenizer:
         try:
             text: str = self._hf.apply_chat_template(
                 [dict(message) for message in messages],
+                chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -180,6 +187,31 @@ class Tokenizer:
                 f"messages do not fit the model's chat template: {error}", "messages", "chat_template_error"
             ) from error
         return text
+
+
+def read_chat_template(given: str) -> str:
+    """Return the Jinja of a file, or `given` itself where it is a template and not a path, as vLLM's flag takes it.
+
+    Raises `ConfigError` naming `chat_template` for a file that cannot be read and for what is no Jinja.
+    """
+    template = given
+    if not any(mark in given for mark in ("{{", "{%", "{#")):
+        try:
+            template = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigError(
+                f"chat_template: {given} cannot be read: {why}; give a file of Jinja, such as template.jinja, or the "
+                "template itself",
+                "chat_template",
+            ) from error
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(template)
+    except Exception as error:  # jinja2 names the line
+        raise ConfigError(f"chat_template: {given[:MOST_TOLD]} is no Jinja: {error}", "chat_template") from error
+    return template
 
 
 def load_tokenizer(name: str) -> Any:

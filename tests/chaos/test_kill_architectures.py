@@ -1,4 +1,4 @@
-"""kill -9 of a replica under streams of models that go through transformers' layers: no token is lost or changed."""
+"""kill -9 of a replica under streams of models of every kind: no token is lost or changed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.parity.census import save_oracle
 
 NAME = "kinds"
 STREAMS, TOKENS = 16, 90
-# Experts with sinks; latent attention with experts in groups; a dense one.
-KINDS = ["gpt_oss", long("deepseek_v3"), long("phi3")]
+# Experts with sinks; a hybrid with recurrent state; latent attention with experts in groups; and one without a native
+# family, through the layers of the transformers library.
+KINDS = ["gpt_oss", "lfm2", long("deepseek_v3"), long("cohere2")]
 
 
 def asked(index: int) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def app(serve_port: int, request: pytest.FixtureRequest, tmp_path: Path) -> Iter
     """Two replicas of a tiny random model."""
     folder = str(save_oracle(request.param, tmp_path).folder)
     settings = {"served_model_name": NAME, "replicas": 2, "cpus_per_worker": 0.5, "dtype": "float32"}
-    yield deploy(serve_port, NAME, model=folder, model_impl="transformers", **settings)
+    yield deploy(serve_port, NAME, model=folder, **settings)
     serve.delete(NAME)
 
 

@@ -15,6 +15,7 @@ from cluster.batch.rows import MAX_TOLD
 from cluster.config import ServedModelConfig, flag
 from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
+from engine.text.tokenizer import read_chat_template
 
 OK = 200  # the status of a row that has an answer
 _OF_A_RUN = ("created", "version")  # what may differ between two runs of one job: the first run's is kept
@@ -165,4 +166,5 @@ def _shown(value: Any, text: str, begin: int) -> str:
 def answer_settings(config: ServedModelConfig) -> dict[str, Any]:
     """Return it as JSON has it, by name: settings, and what makes prompts of requests. Raises `CheckpointError`."""
     settings = {name: getattr(config, name) for name in SETTINGS}
-    return {**settings, "prompts": prompt_fingerprint(config.model, config.tokenizer)}
+    template = None if config.chat_template is None else read_chat_template(config.chat_template)
+    return {**settings, "prompts": prompt_fingerprint(config.model, config.tokenizer, template)}

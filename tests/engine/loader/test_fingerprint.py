@@ -156,6 +156,7 @@ def test_whatever_makes_other_prompts_has_another_fingerprint(folder: Path, name
     elsewhere = shutil.copytree(folder, folder.parent / "tokenizer")
     retrain("a", "model-1.safetensors")(folder)
     assert prompt_fingerprint(str(folder)) == prompt_fingerprint(str(folder), str(elsewhere)) in seen
+    assert prompt_fingerprint(str(folder), chat_template="{{ messages }}") not in seen
     assert prompt_fingerprint(str(folder), "owner/name") not in seen
 
 

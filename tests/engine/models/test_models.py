@@ -14,7 +14,7 @@ from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES, implementation
 from engine.models.rope_config import read_rope
 from parallel.group import SoloGroup
-from tests.parity.tiny_models import CONFIGS, LLAMA3, LONGROPE, SMALL, YARN, make
+from tests.parity.tiny_models import CONFIGS, LLAMA3, LONGROPE, RECURRENT, SMALL, YARN, make
 
 
 def config_of(config, **values):
@@ -31,7 +31,7 @@ NAMES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def test_every_architecture_of_the_registry_is_tested():
-    tested = {NAMES[make_config().model_type] for make_config in CONFIGS.values()}
+    tested = {NAMES[make_config().model_type] for make_config in (CONFIGS | RECURRENT).values()}
     assert set(FAMILIES) <= tested
 
 

@@ -9,8 +9,15 @@ import time
 import pytest
 from transformers import AutoTokenizer
 
-from engine.errors import CheckpointError, InvalidRequestError
-from engine.text.tokenizer import GENERIC_CLASSES, LONG_TEXT, TAKEN_AS_DECLARED, Tokenizer, load_tokenizer
+from engine.errors import CheckpointError, ConfigError, InvalidRequestError
+from engine.text.tokenizer import (
+    GENERIC_CLASSES,
+    LONG_TEXT,
+    TAKEN_AS_DECLARED,
+    Tokenizer,
+    load_tokenizer,
+    read_chat_template,
+)
 from tests import tiny_tokenizer
 
 
@@ -105,6 +112,40 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
     evil = Tokenizer(str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, escape)))
     with pytest.raises(InvalidRequestError, match="unsafe"):
         evil.render_chat([{"role": "user", "content": "hi"}])
+
+
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_a_given_template_stands_in_for_the_models_own(tmp_path, in_a_file):
+    given = TURNS
+    if in_a_file:
+        given = str(tmp_path / "mine.jinja")
+        (tmp_path / "mine.jinja").write_text(TURNS)
+    folder = str(tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path, "{{ 'own' }}"))
+    messages = [{"role": "user", "content": "hi"}]
+    assert Tokenizer(folder).render_chat(messages) == "own"
+    found = Tokenizer(folder, read_chat_template(given))
+    assert found.chat_template == TURNS
+    assert found.render_chat(messages) == Tokenizer(folder).render_chat(messages, template=TURNS) == "<user>hi"
+    assert found.decode(found.encode_chat(messages)) == "<user>hi"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            "no/such/file.jinja",
+            r"chat_template: no/such/file\.jinja cannot be read: No such file.*; give a file of Jinja",
+        ),
+        ("{% for m in messages %}", r"chat_template: .* is no Jinja: .*endfor"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused_with_the_flag(given, told):
+    with pytest.raises(ConfigError, match=told) as caught:
+        read_chat_template(given)
+    assert caught.value.flag == "chat_template"
 
 
 def test_a_model_without_chat_template_says_so(tmp_path):
