@@ -223,9 +223,14 @@ TOOL_PARSERS = ParserNames(
     "tool_call_parser",
     "squadron.tool_parsers",
     {
+        "deepseek_v3": "cluster.openai.parsers.tool_formats:DeepSeekV3Parser",
+        "deepseek_v31": "cluster.openai.parsers.tool_formats:DeepSeekV31Parser",
+        "glm45": "cluster.openai.parsers.tagged_formats:Glm45Parser",
         "hermes": "cluster.openai.parsers.tool_formats:HermesParser",
         "llama3_json": "cluster.openai.parsers.tool_formats:Llama3JsonParser",
         "mistral": "cluster.openai.parsers.tool_formats:MistralParser",
+        "openai": "cluster.openai.parsers.tool_formats:GptOssToolParser",
+        "qwen3_coder": "cluster.openai.parsers.tagged_formats:Qwen3CoderParser",
     },
 )
 REASONING_PARSERS = ParserNames(
@@ -233,6 +238,8 @@ REASONING_PARSERS = ParserNames(
     "squadron.reasoning_parsers",
     {
         "deepseek_r1": "cluster.openai.parsers.reasoning:DeepSeekR1Parser",
+        "glm45": "cluster.openai.parsers.reasoning:Glm45ReasoningParser",
+        "openai_gptoss": "cluster.openai.parsers.reasoning:GptOssParser",
         "qwen3": "cluster.openai.parsers.reasoning:Qwen3Parser",
     },
 )

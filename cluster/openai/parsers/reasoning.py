@@ -1,6 +1,7 @@
 """Tells thinking, content and calls apart in the text of one choice, whole or in deltas.
 
-Sources: chat templates of DeepSeek R1, Qwen 3; the pages of vLLM and SGLang on reasoning outputs.
+Sources: chat templates of DeepSeek R1, Qwen 3, GLM-4.5; OpenAI's page on the harmony format; the pages of vLLM and
+SGLang on reasoning outputs.
 """
 
 from __future__ import annotations
@@ -123,6 +124,34 @@ class DeepSeekR1Parser(ReasoningParser):
 
 class Qwen3Parser(ReasoningParser):
     """Qwen 3 writes both tags, or none where it is asked not to think."""
+
+
+class Glm45ReasoningParser(ReasoningParser):
+    """GLM-4.5 to 4.7 write both tags, or none where they are asked not to think."""
+
+
+class GptOssParser(ReasoningParser):
+    """gpt-oss thinks in the channel `analysis` and answers in `final` (OpenAI's harmony format).
+
+    What introduces the answer belongs to neither. Calls of tools, in the channel `commentary`, are left as they are.
+    """
+
+    opening = "<|channel|>analysis<|message|>"
+    closing = "<|end|>"
+
+    def __init__(self, thinking: bool | None = None) -> None:
+        super().__init__(thinking)
+        self._heads = ["<|start|>assistant", "<|channel|>final<|message|>"]
+
+    def _read_answer(self) -> str:
+        self._drop_space()
+        while self._heads:
+            head = self._heads[0]
+            if head != self._held and head.startswith(self._held):
+                return ""  # it may be
+            self._held = self._held.removeprefix(head)
+            del self._heads[0]
+        return super()._read_answer()
 
 
 def _tag_start(text: str, tag: str) -> int:

@@ -98,10 +98,13 @@ class ToolUse:
         chance = None if of is None else Random(of)
         parser = self._parser_class()
         if parser.make_id is self.make_id and not self.bound:
-            return parser(self.tools.keys(), parallel=self.parallel, chance=chance)
-        return parser(
-            self.tools.keys(), parallel=self.parallel, chance=chance, bound=self.bound, make_id=self.make_id
-        )
+            made = parser(self.tools.keys(), parallel=self.parallel, chance=chance)
+        else:
+            made = parser(
+                self.tools.keys(), parallel=self.parallel, chance=chance, bound=self.bound, make_id=self.make_id
+            )
+        made.schemas = self.tools
+        return made
 
     def keeps_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Whether the text must be made with special tokens, since the parser looks for some of them."""

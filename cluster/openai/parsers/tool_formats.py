@@ -1,6 +1,7 @@
 """The formats in which families of models write calls.
 
-Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 to v13; vLLM's pages on tool calling.
+Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 to v13, DeepSeek V3 and V3.1; OpenAI's
+page on the harmony format; vLLM's pages on tool calling.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class MistralParser(MarkedParser):
             yield from self._read_named(reader)
 
     def _read_named(self, reader: Reader) -> Step:
-        name = yield from _word(reader)
+        name = yield from read_word(reader)
         if name not in self.names:
             raise MalformedCallError
         yield from reader.space()
@@ -70,7 +71,7 @@ class MistralParser(MarkedParser):
             reader.advance()
             if (yield from reader.peek()) == "C":
                 yield from reader.literal("CALL_ID]")
-                yield from _word(reader)
+                yield from read_word(reader)
                 yield from reader.literal("[")
             yield from reader.literal("ARGS]")
             yield from reader.space()
@@ -78,6 +79,93 @@ class MistralParser(MarkedParser):
             raise MalformedCallError
         reader.open_call(name)
         yield from read_arguments(reader)
+
+
+class DeepSeekV31Parser(MarkedParser):
+    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`, all calls in one section: DeepSeek V3.1.
+
+    All words between bars are special tokens.
+    """
+
+    markers = ("<｜tool▁calls▁begin｜>",)
+    same, begin, last = "<｜tool▁call", "▁begin｜>", "s▁end｜>"  # both go on from `same`
+    separator, end = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    kind, fence, unfence = "", "", ""  # what V3 writes around name and arguments
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        yield from reader.space()
+        yield from reader.literal(self.same)
+        while True:
+            yield from reader.literal(self.begin)
+            yield from self._read_call(reader)
+            if not self.one_more() or not (yield from self._more(reader)):
+                return
+            yield from reader.literal(self.same)
+            if (yield from reader.peek()) == self.last[0]:
+                yield from reader.literal(self.last)
+                reader.drop()
+                return
+
+    def _read_call(self, reader: Reader) -> Step:
+        if self.kind:
+            yield from reader.literal(self.kind + self.separator)
+        name = yield from read_word(reader)
+        if name not in self.names:
+            raise MalformedCallError
+        yield from reader.literal(self.fence or self.separator)
+        yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            raise MalformedCallError
+        reader.open_call(name)
+        yield from read_arguments(reader)
+
+    def _more(self, reader: Reader) -> Generator[None, None, bool]:
+        """Pass over what ends a call. False = the text ends here."""
+        for word in (self.unfence, self.end, ""):
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                reader.drop()
+                return False
+            yield from reader.literal(word)
+        return True
+
+
+class DeepSeekV3Parser(DeepSeekV31Parser):
+    """The same with the word `function` before the name, and arguments between fences: DeepSeek V3 and R1."""
+
+    kind, fence, unfence = "function", "\n```json", "```"
+
+
+class GptOssToolParser(MarkedParser):
+    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`: gpt-oss (harmony).
+
+    The words between bars are special tokens. `GptOssParser` takes what stands before the call.
+    """
+
+    markers = ("<|channel|>commentary to=functions.",)
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        name = yield from read_word(reader)
+        if name not in self.names:
+            raise MalformedCallError
+        yield from reader.space()
+        yield from reader.literal("<|")
+        if (yield from reader.peek()) == "c":
+            yield from reader.literal("constrain|>json<|")
+        yield from reader.literal("message|>")
+        yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            raise MalformedCallError
+        reader.open_call(name)
+        yield from read_arguments(reader)
+        if not self.one_more():
+            return
+        yield from reader.space()
+        if (yield from reader.peek()):
+            yield from reader.literal("<|call|>")
+        reader.drop()
 
 
 class Llama3JsonParser(ToolParser):
@@ -195,7 +283,8 @@ def read_list(reader: Reader, parser: ToolParser, *, forced: bool = False) -> St
     reader.drop()
 
 
-def _word(reader: Reader) -> Generator[None, None, str]:
+def read_word(reader: Reader) -> Generator[None, None, str]:
+    """Return the name of a function, or another word, that comes next; "" where there is none."""
     start = len(reader.held())
     while _IN_NAME.fullmatch((yield from reader.peek())):
         reader.advance()

@@ -6,11 +6,11 @@ import json
 import re
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from random import Random, SystemRandom
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cluster.openai.parsers.reader import (
     MalformedCallError,
@@ -65,6 +65,7 @@ class ToolParser(ABC):
     their ends does not. A call whose arguments turn out malformed was already told in part: it stays, with
     arguments that are no JSON, and the rest of the text is content.
 
+    schemas: of the functions' arguments, for formats that do not write JSON; set by who makes the parser.
     markers: what the format is recognised by. Where one is a special token of the model, it must not be skipped when
     text is made of tokens (see `shows_special_tokens`). form: how calls are written where a grammar lets the model
     choose between a call and an answer in JSON; None = as `ListedParser` reads them.
@@ -85,6 +86,7 @@ class ToolParser(ABC):
     ) -> None:
         self.bound = bound
         self.names = frozenset(names)
+        self.schemas: Mapping[str, Mapping[str, Any] | None] = {}
         self._parallel = parallel
         self._reader = Reader(partial(make_id or type(self).make_id, chance or SystemRandom()))
         self._run = self._read_all()

@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 
 from cluster.config_values import REASONING_PARSERS
 from cluster.openai.choices import Choice
-from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser, Qwen3Parser
+from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser, GptOssParser, Qwen3Parser
 from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
@@ -35,6 +35,28 @@ def test_only_models_that_always_think_need_no_opening_tag():
     text = "hm\n</think>\n\nTwo."
     assert parsed(DeepSeekR1Parser(), [text]) == ("hm", "Two.")
     assert parsed(Qwen3Parser(), [text]) == ("", text)
+
+
+HARMONY = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant<|channel|>final<|message|>Two."
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (HARMONY, ("hm, 1 < 2", "Two.")),
+        ("<|channel|>final<|message|>Two.", ("", "Two.")),
+        ("Two <|channel|>", ("", "Two <|channel|>")),
+        ("<|channel|>analysis<|message|>hm", ("hm", "")),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.f<|message|>{}",
+            ("hm", "<|channel|>commentary to=functions.f<|message|>{}"),
+        ),
+    ],
+)
+def test_gpt_oss_thinks_and_answers_in_channels_however_the_text_is_cut(text, found):
+    assert parsed(GptOssParser(), [text]) == found
+    assert parsed(GptOssParser(), text) == found
 
 
 def test_an_answer_without_thinking_is_content_to_the_last_character():
@@ -99,8 +121,8 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, thinking, pieces):
 
 
 def test_parsers_are_known_by_name():
-    assert REASONING_PARSERS.names() == ("deepseek_r1", "qwen3")
-    with pytest.raises(ConfigError, match="known: deepseek_r1, qwen3"):
+    assert REASONING_PARSERS.names() == ("deepseek_r1", "glm45", "openai_gptoss", "qwen3")
+    with pytest.raises(ConfigError, match="known: deepseek_r1, glm45, openai_gptoss, qwen3"):
         REASONING_PARSERS.load("r1")
 
 

@@ -15,6 +15,9 @@ from cluster.openai.parsers.reader import joined
 from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser
 from cluster.openai.parsers.tool_formats import (
     ArgumentsParser,
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    GptOssToolParser,
     HermesParser,
     ListParser,
     Llama3JsonParser,
@@ -43,6 +46,13 @@ TWO_CALLS = {
     '{"name": "now", "parameters": {}}',
     MistralParser: f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}, "id": "abcdefghi"}}, '
     '{"name": "now", "arguments": {}}]',
+    DeepSeekV31Parser: f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{WEATHER}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    DeepSeekV3Parser: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    f"{WEATHER}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    GptOssToolParser: f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{WEATHER}<|call|>"
+    "<|channel|>commentary to=functions.now<|message|>{}<|call|>",
     ListParser: f'[{{"name": "weather", "parameters": {WEATHER}}}, {{"name": "now", "parameters": {{}}}}]',
 }
 
@@ -78,7 +88,7 @@ def test_what_is_said_before_a_call_is_content_without_the_space_between(kind, t
     assert whole(kind, text) == ("Let me look.", [("now", "{}")])
 
 
-@pytest.mark.parametrize("kind", [HermesParser, MistralParser, Llama3JsonParser])
+@pytest.mark.parametrize("kind", [kind for kind in TWO_CALLS if kind is not ListParser])
 @pytest.mark.parametrize("text", ["", "  \n", "Hello, world! ", '{"a": 1}', "a < b [1] <tool [TOOL", "x <|python"])
 def test_a_text_without_calls_is_content_to_the_last_character(kind, text):
     assert whole(kind, text) == (text, [])
@@ -101,6 +111,12 @@ MALFORMED = [
     (MistralParser, "[TOOL_CALLS]unknown[ARGS]{}"),
     (MistralParser, "[TOOL_CALLS]now[ARGS]nothing"),
     (MistralParser, "[TOOL_CALLS]now[WHAT]{}"),
+    (DeepSeekV31Parser, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}"),
+    (DeepSeekV31Parser, "<｜tool▁calls▁begin｜> now"),
+    (DeepSeekV3Parser, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}"),
+    (GptOssToolParser, "<|channel|>commentary to=functions.unknown<|message|>{}<|call|>"),
+    (GptOssToolParser, "<|channel|>commentary to=functions.now<|message|>soon"),
+    (GptOssToolParser, "<|channel|>final<|message|>now"),
     (Llama3JsonParser, '{"name": "Bob", "age": 3}'),
     (Llama3JsonParser, '{"parameters": {}}'),
     (ListParser, "not a list"),
@@ -204,7 +220,7 @@ def test_mistrals_ids_are_as_its_templates_want_them():
 
 
 @pytest.mark.parametrize("text", ["[TOOL_CALLS]", "<tool_call>", "[", "{", '{"name": "', " "])
-@pytest.mark.parametrize("kind", [HermesParser, MistralParser, Llama3JsonParser])
+@pytest.mark.parametrize("kind", [kind for kind in TWO_CALLS if kind is not ListParser])
 def test_a_long_text_of_one_kind_of_bracket_takes_no_longer_than_it_is_long(kind, text):
     many = text * 20_000
     content, calls = whole(kind, many)
@@ -217,7 +233,9 @@ PIECES = st.lists(
             "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", '{"name": "now"',
             '{"name": "weather", ', '"arguments": {', '"parameters": {"a": ', ', "arguments": "{}"', "{", "}", "}}",
             "]", "[", ",", '"', "\\", "\\u12", "now", "nul", "null", "-1", "e5", "1", " ", "\n", "ü🙂", "hello", "<",
-            ":", ";",
+            ":", ";", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+            "```", "<｜tool▁calls▁end｜>", "function", "\n```json", "<|channel|>commentary to=functions.",
+            "<|message|>", "<|constrain|>json", "<|call|>",
         ]
     ),
     max_size=14,
@@ -238,7 +256,7 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, parallel, data):
     assert parsed(kind(names, parallel=parallel), text) == expected
 
 
-@pytest.mark.parametrize("kind", [HermesParser, MistralParser, Llama3JsonParser])
+@pytest.mark.parametrize("kind", [kind for kind in TWO_CALLS if kind is not ListParser])
 @given(text=PIECES.map("".join))
 def test_nothing_of_a_text_without_calls_is_lost(kind, text):
     content, calls = whole(kind, text)
@@ -247,9 +265,10 @@ def test_nothing_of_a_text_without_calls_is_lost(kind, text):
 
 
 def test_parsers_are_known_by_name_and_an_unknown_one_is_told_which_there_are():
-    assert TOOL_PARSERS.names() == ("hermes", "llama3_json", "mistral")
+    names = ("deepseek_v3", "deepseek_v31", "glm45", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder")
+    assert TOOL_PARSERS.names() == names
     assert TOOL_PARSERS.load("hermes") is HermesParser
-    with pytest.raises(ConfigError, match="known: hermes, llama3_json, mistral") as caught:
+    with pytest.raises(ConfigError, match=f"known: {', '.join(names)}") as caught:
         TOOL_PARSERS.load("hermse")
     assert caught.value.flag == "tool_call_parser"
 
@@ -269,7 +288,7 @@ def test_installed_packages_may_offer_parsers_under_names_of_their_own(offered):
     offered(
         mine="cluster.openai.parsers.tool_formats:ListParser", lost="cluster.openai.parsers.tool_formats:NoParser"
     )
-    assert TOOL_PARSERS.names() == ("hermes", "llama3_json", "lost", "mine", "mistral")
+    assert {"hermes", "llama3_json", "lost", "mine", "mistral"} <= {*TOOL_PARSERS.names()}
     assert TOOL_PARSERS.load("mine") is ListParser
     with pytest.raises(ConfigError, match="NoParser"):
         TOOL_PARSERS.load("lost")

@@ -1,0 +1,118 @@
+"""Calls whose arguments stand between tags as text: what they stand for, and that the cutting changes nothing."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.openai.parsers.reader import joined
+from cluster.openai.parsers.tagged_formats import Glm45Parser, Qwen3CoderParser, value_of
+from cluster.openai.parsers.tool_choice import ToolUse
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "code": {"type": "string"},
+        "days": {"type": "array"},
+        "exact": {"type": "boolean"},
+        "most": {"type": ["integer", "null"]},
+    },
+}
+TOOLS = {"weather": SCHEMA, "now": None}
+CALLED = {"city": "Köln <x> & y", "code": "50667", "days": [1, {"a": "</b>"}], "exact": True, "most": None}
+WRITTEN = {"city": "Köln <x> & y", "code": "50667", "days": '[1, {"a": "</b>"}]', "exact": "True", "most": "null"}
+
+
+def glm(name, arguments):
+    pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def coder(name, arguments):
+    pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
+
+
+KINDS = [(Glm45Parser, glm), (Qwen3CoderParser, coder)]
+
+
+def parsed(kind, pieces, parallel=True):
+    parser = ToolUse("auto", TOOLS, kind, parallel).new_parser()
+    content, calls = joined([*[parser.feed(piece) for piece in pieces], parser.finish()])
+    return content, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize(("kind", "written"), KINDS)
+def test_arguments_are_of_the_types_that_the_schema_declares(kind, written):
+    text = "Let me look.\n" + written("weather", WRITTEN) + "\n" + written("now", {})
+    assert parsed(kind, [text]) == ("Let me look.", [("weather", CALLED), ("now", {})])
+    assert parsed(kind, [text], parallel=False) == ("Let me look.", [("weather", CALLED)])
+
+
+@pytest.mark.parametrize(("kind", "written"), KINDS)
+def test_a_text_of_more_lines_stays_as_it_is(kind, written):
+    code = "def f(x):\n    return x < 2\n\n"
+    assert parsed(kind, [written("weather", {"code": code})]) == ("", [("weather", {"code": code})])
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"),
+        ("5", {"type": "integer"}, 5),
+        ("5", {}, 5),
+        ("five", {"type": "integer"}, "five"),
+        ("None", {"type": "object"}, None),
+        ("NaN", {"type": "number"}, "NaN"),
+        ('"5"', {"type": ["string", "null"]}, '"5"'),
+        ("[" * 5000, {}, "[" * 5000),
+    ],
+)
+def test_what_a_text_stands_for(text, schema, value):
+    assert value_of(text, schema) == value
+
+
+@pytest.mark.parametrize(("kind", "written"), KINDS)
+@pytest.mark.parametrize("text", ["unknown", "", "now"])
+def test_what_is_no_call_is_content(kind, written, text):
+    broken = written("unknown", {}) if text == "unknown" else f"<tool_call>{text}"
+    assert parsed(kind, [broken]) == (broken, [])
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *("<tool_call>", "</tool_call>", "now", "weather", "<arg_key>", "</arg_key>", "<arg_value>"),
+            *(
+                "</arg_value>",
+                "<function=",
+                ">",
+                "<parameter=",
+                "</parameter>",
+                "</function>",
+                "city",
+                "\n",
+                "<",
+                "1",
+            ),
+        ]
+    ),
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("kind", "written"), KINDS)
+@given(data=st.data())
+def test_however_a_text_is_cut_its_parts_are_the_same(kind, written, parallel, data):
+    calls = written("weather", WRITTEN) + written("now", {}) + " and"
+    text = data.draw(st.one_of(PIECES.map("".join), st.just(calls)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    expected = parsed(kind, [text], parallel)
+    assert parsed(kind, pieces, parallel) == parsed(kind, text, parallel) == expected
+    if not expected[1]:
+        assert expected[0] == text
