@@ -159,7 +159,7 @@ async def embedded(call: EmbeddingCall, source: TokenSource, track: RequestTrack
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(i, request)) for i, request in enumerate(call.requests)]
-    except* Exception as errors:
+    except ExceptionGroup as errors:  # not `except*`: Python 3.11.2 wraps what is raised there in another group
         reason = "error"
         raise _clients_error(first_error(errors)) from None
     finally:

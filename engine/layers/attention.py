@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError
 from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, SlidingWindowSpec
 from engine.layers.base import Build, Layer
+from engine.layers.mlp import sigmoid
 from engine.layers.norm import HeadsNorm, RMSNorm
 from engine.layers.rope import QueryScale, Rotary
 from parallel.linear import QKVParallelLinear, RowParallelLinear
@@ -90,7 +91,8 @@ class Attention(CachedAttention):
     there are none. norm_heads: whether they are of each head, or else of all heads of a token together.
     norm_weights: whether they have weights. norm_offset: as of `RMSNorm`. scale, softcap, chunk: as of
     `CachedAttention`. rotary: None = not rotated. sinks: whether each head has a learned score that takes its share
-    of the softmax and adds nothing (gpt-oss). query_scale: None = queries are not scaled.
+    of the softmax and adds nothing (gpt-oss). query_scale: None = queries are not scaled. gated: whether what each
+    head gives is multiplied by a sigmoid of the token, which the checkpoint holds beside its query (Qwen3-Next).
 
     Raises `CheckpointError` where query heads cannot share KV heads, `ShardingError` where they cannot be split.
     """
@@ -116,15 +118,17 @@ class Attention(CachedAttention):
         sinks: bool = False,
         chunk: int = 0,
         query_scale: QueryScale | None = None,
+        gated: bool = False,
     ) -> None:
         if heads % kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}"
             )
         group, dtype = build.group, build.dtype
-        qkv = QKVParallelLinear(hidden, heads, kv_heads, head_dim, qkv_bias, group=group, dtype=dtype)
+        per_head = 2 if gated else 1
+        qkv = QKVParallelLinear(hidden, heads * per_head, kv_heads, head_dim, qkv_bias, group=group, dtype=dtype)
         super().__init__(
-            qkv.num_heads,
+            qkv.num_heads // per_head,
             qkv.num_kv_heads,
             head_dim,
             all_kv_heads=kv_heads,
@@ -134,7 +138,7 @@ class Attention(CachedAttention):
             sinks=sinks,
             chunk=0 if chunk >= build.max_positions else chunk,
         )
-        self.query_scale = query_scale
+        self.query_scale, self.gated = query_scale, gated
         self.dtype = dtype
         self.rotary = rotary
         self.qkv = qkv
@@ -156,14 +160,18 @@ class Attention(CachedAttention):
             pieces = even_pieces([heads], group.rank, group.size, "num_attention_heads")
             self.sinks = ShardedParameter.of((self.num_heads,), torch.float32, group.device, 0, pieces)
         order = None if rotary is None else rotary.feature_order
-        if order is not None:
-            self._order_features(order)
+        if gated or order is not None:
+            self._order_rows(range(head_dim) if order is None else order)
 
-    def _order_features(self, order: Sequence[int]) -> None:
-        """Have the product give the features of queries and keys in the order in which they are rotated."""
-        size, turned = self.head_dim, self.num_heads + self.num_kv_heads
-        rows = [head * size + feature for head in range(turned) for feature in order]
-        self.qkv.row_order = [*rows, *range(turned * size, self.qkv.q_size + 2 * self.qkv.kv_size)]
+    def _order_rows(self, features: Sequence[int]) -> None:
+        """Have the product give queries, keys, values and gates, the first two with features as they are rotated."""
+        size, of_queries = self.head_dim, self.qkv.num_heads
+        queries = range(0, of_queries, 2 if self.gated else 1)
+        keys = range(of_queries, of_queries + self.num_kv_heads)
+        values = range(keys.stop, keys.stop + self.num_kv_heads)
+        gates = range(1, of_queries, 2) if self.gated else ()
+        rows = [head * size + feature for head in (*queries, *keys) for feature in features]
+        self.qkv.row_order = rows + [head * size + i for head in (*values, *gates) for i in range(size)]
 
     @override
     def finish_loading(self) -> None:
@@ -184,13 +192,22 @@ class Attention(CachedAttention):
             q, k = self.qkv.q_size, self.qkv.kv_size
             merged[:, :q] = self.q_norm(merged[:, :q])
             merged[:, q : q + k] = self.k_norm(merged[:, q : q + k])
-        heads = merged.view(len(x), -1, self.head_dim)
+        gate: Tensor | None = None
+        if self.gated:
+            merged, gate = merged.split((merged.shape[1] - self.output_size, self.output_size), dim=1)
+        heads = merged.unflatten(1, (-1, self.head_dim))
         if self.query_scale is not None:
             heads[:, : self.num_heads] *= rotations[self.query_scale]
         rotation = None if self.rotary is None else rotations[self.rotary]
         asked = MergedHeads(heads, self.head_norms, rotation, self.eps, self.kernels.norm_rotate, self.sinks)
         attended = context.attend(self.cache_index, asked, self.window)
-        return self.output(attended.view(len(x), -1))
+        found = attended.view(len(x), -1)
+        return self.output(found if gate is None else found * sigmoid(gate))
+
+    @property
+    def output_size(self) -> int:
+        """Features that this rank's heads give together."""
+        return self.num_heads * self.head_dim
 
 
 def attention_specs(

@@ -11,6 +11,14 @@ from engine.layers.base import Build, Layer
 from parallel.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)) in x's dtype, the same bits for a number wherever it lies.
+
+    Torch's own in fp32 rounds by the place in the tensor; in fp64 that is lost in the rounding to fp32.
+    """
+    return x.double().sigmoid().to(x.dtype)
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.base import Build, Layer
-from engine.layers.mlp import Gate, GatedMLP
+from engine.layers.mlp import Gate, GatedMLP, sigmoid
 from parallel.group import SoloGroup
 from parallel.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
@@ -43,14 +43,6 @@ class Routing:
     wide: bool = False
     bias: bool = False
     scales_input: bool = False
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """Return 1 / (1 + exp(-x)) in x's dtype, the same bits for a number wherever it lies.
-
-    Torch's own in fp32 rounds by the place in the tensor; in fp64 that is lost in the rounding to fp32.
-    """
-    return x.double().sigmoid().to(x.dtype)
 
 
 class RouterLinear(ReplicatedLinear):

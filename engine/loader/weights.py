@@ -86,8 +86,8 @@ def _read(checkpoint: Checkpoint, name: str, heads: int) -> Tensor:
     return scale
 
 
-# Buffers that some checkpoints saved beside the weights.
-NO_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
+# Buffers that some checkpoints saved beside the weights, and layers that predict several tokens at once (Qwen3-Next).
+NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias)$")
 # What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
 # config.json says; query scales.
 NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")

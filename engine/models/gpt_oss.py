@@ -9,7 +9,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from engine.layers.base import Build, Layer, Names, StackedConv1D, Stored
-from engine.layers.moe import Experts, MoE, Routing, sigmoid
+from engine.layers.mlp import sigmoid
+from engine.layers.moe import Experts, MoE, Routing
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import Rotary
 from engine.models.config import ModelConfig

@@ -58,14 +58,19 @@ class Qwen3Moe(DecoderLM):
         return llama_stack(config, build, None, windows, mlp, qkv_bias=bias, output_bias=bias, head_norms=True)
 
 
-def qwen_mlp(config: ModelConfig, build: Build, shared_inner: int = 0) -> Callable[[int], Layer]:
-    """Return what makes the feed-forward of a layer: experts in every `decoder_sparse_step`-th, else a dense one."""
+def qwen_mlp(
+    config: ModelConfig, build: Build, shared_inner: int = 0, *, renormalise: bool = False
+) -> Callable[[int], Layer]:
+    """Return what makes the feed-forward of a layer: experts in every `decoder_sparse_step`-th, else a dense one.
+
+    renormalise: whether weights sum to one where config.json says nothing.
+    """
     hf = config.hf
     count = hf.integer("num_experts", hf.integer("num_local_experts", 0, low=0), low=0)
     top_k = hf.integer("num_experts_per_tok", 8)
     if count and top_k > count:
         raise CheckpointError(f"config.json: num_experts_per_tok = {top_k} is more than num_experts = {count}")
-    routing = Routing(count, top_k, renormalise=hf.flag("norm_topk_prob"))
+    routing = Routing(count, top_k, renormalise=hf.flag("norm_topk_prob", renormalise))
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     activation = hf.choice("hidden_act", ACTIVATIONS, "silu")
 

@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3ForCausalLM": "engine.models.qwen.Qwen3",
     "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
     "Qwen3MoeForCausalLM": "engine.models.qwen_moe.Qwen3Moe",
+    "Qwen3NextForCausalLM": "engine.models.qwen3_next.Qwen3Next",
 }
 
 

@@ -84,7 +84,7 @@ def test_checkpoints_have_every_tensor_that_transformers_wants(shape, tmp_path):
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert sum(p.numel() for p in model.parameters() if p.ndim == 2) == tiny(shape).stored_weights
-    assert read_rope(open_model(str(folder)).config.hf, shape.head_dim).theta == shape.rope_theta
+    assert read_rope(open_model(str(folder)).config.hf, shape.head_dim, 64).theta == shape.rope_theta
     logits = model(torch.arange(10, 42)[None]).logits.detach()
     assert 1.5 < float(logits.std()) < 6 and len(logits.argmax(-1).unique()) > 16
     stamp = folder.stat().st_mtime_ns

@@ -74,6 +74,8 @@ MORE: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "zaya": {"num_experts_per_tok": 1},
+    "qwen3_next": {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
+    | {"linear_num_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "longcat_flash": LATENT,
 }

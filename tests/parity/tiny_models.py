@@ -183,6 +183,17 @@ RECURRENT = {
         block_multiple_of=32,
         conv_bias=True,
     ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **SMALL | EXPERTS | {"num_hidden_layers": 3},
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=32,
+        shared_expert_intermediate_size=48,
+        mlp_only_layers=[2],
+    ),
 }
 
 

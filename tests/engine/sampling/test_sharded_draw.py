@@ -123,7 +123,7 @@ class OneHead:
     """As much of a model as logits need."""
 
     def __init__(self, weight, group, cap):
-        self.group, self.softcap = group, cap
+        self.group, self.softcap, self.logit_divisor = group, cap, 1.0
         self.head = ParallelLMHead(weight.shape[1], weight.shape[0], False, group, torch.float32)
         self.head.weight.load(TensorSource(weight))
         self.vocab_size = weight.shape[0]
