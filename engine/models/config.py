@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from engine.errors import CheckpointError
+from engine.models.registry import TEXT_HALVES
 from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
 
 MAX_INTEGER = 2**31
@@ -22,8 +23,19 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "n_positions": 1024,
         "vocab_size": 50257,
         "eos_token_id": 50256,
-    }
+    },
+    "Gemma3ForCausalLM": {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+    },
 }
+# What the config of a model that sees images says of its text half beside `text_config`.
+OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 # What older families call fields that all have.
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -117,7 +129,8 @@ class ModelConfig:
     dtype: what the weights were saved in, by torch's name such as "bfloat16". eos_token_ids: tokens that end a text,
     as the model's own files say; may be empty.
     quantization: of the checkpoint, None = plain weights. raw: config.json as
-    it is. implementation: who builds the model, "native" or "transformers".
+    it is, of a text half what it says of that. implementation: who builds the model, "native" or "transformers".
+    text_half_of: the architecture of a model that sees images, too, of which this is the text half; "" = none.
     """
 
     architecture: str
@@ -131,10 +144,12 @@ class ModelConfig:
     hf: HFConfig
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     implementation: str = "native"
+    text_half_of: str = ""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Read a parsed config.json. Raises `CheckpointError` naming the field that is wrong."""
+        values, text_half_of = _text_half(values)
         said = {name: value for name, value in values.items() if value is not None}
         hf = HFConfig({**DEFAULTS.get(HFConfig(said).architecture, {}), **said})
         vocab = hf.integer("vocab_size")
@@ -151,7 +166,21 @@ class ModelConfig:
             quantization=read_quantization(values),
             hf=hf,
             raw=values,
+            text_half_of=text_half_of,
         )
+
+
+def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
+    """Return the config of the text half of a model that sees images, too, and the model's name; else `values`."""
+    name = HFConfig(values).architecture
+    text = values.get("text_config")
+    if name not in TEXT_HALVES:
+        return values, ""
+    if not isinstance(text, Mapping):
+        raise CheckpointError(f"config.json: text_config of {name} must be an object, not {text!r}")
+    said = {field: values[field] for field in OUTER if values.get(field) is not None}
+    found = {field: value for field, value in text.items() if value is not None}
+    return {**said, **found, "architectures": [TEXT_HALVES[name]]}, name
 
 
 def known_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:

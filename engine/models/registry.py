@@ -39,6 +39,12 @@ FAMILIES: Mapping[str, str] = {
 }
 
 
+# Of models that see images, too: the architecture that their text half is, which is what is served of them.
+TEXT_HALVES: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
 TRANSFORMERS = "engine.models.transformers.model.TransformersModel"
 
 

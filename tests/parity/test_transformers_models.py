@@ -228,6 +228,17 @@ def test_an_unknown_architecture_is_refused() -> None:
         blueprint(replace(ModelConfig.of(values), implementation="transformers"))
 
 
+def test_an_unknown_architecture_says_whether_an_upgrade_may_know_it_and_what_it_asks_for() -> None:
+    asked = {"layer_types": ["full_attention", "ring_attention"], "transformers_version": "99.1.0"}
+    values = {**tiny_config("llama").to_dict(), "model_type": "lama9", "architectures": ["Lama9ForCausalLM"], **asked}
+    with pytest.raises(CheckpointError) as caught:
+        blueprint(replace(ModelConfig.of(values), implementation="transformers"))
+    told = str(caught.value)
+    assert "nearest that are known: Llama" in told
+    assert "is of transformers 99.1.0: an upgrade of that library may know it" in told
+    assert "its layers ask for ring_attention" in told
+
+
 def test_another_task_of_a_known_type_is_refused() -> None:
     values = tiny_config("qwen3").to_dict() | {"architectures": ["Qwen3ForSequenceClassification"]}
     wanted = r"Qwen3ForSequenceClassification' is not supported: of its model_type .* makes Qwen3ForCausalLM"

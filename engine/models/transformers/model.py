@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,7 +29,7 @@ from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
 from engine.models.transformers.attention import NAME, Call, PagedAttention, Step, connect, record
-from engine.models.transformers.conditions import check_calls, check_config, counted_window_masks
+from engine.models.transformers.conditions import KINDS, check_calls, check_config, counted_window_masks
 from engine.models.transformers.conversions import stored
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
 from parallel.parameter import ShardedParameter
@@ -182,7 +183,7 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     values = dict(config.raw)
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(values.get("model_type")))
     if known != config.architecture:
-        raise CheckpointError(_unknown(config.architecture, known))
+        raise CheckpointError(_unknown(config, known))
     try:
         hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
         with META:
@@ -200,13 +201,29 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     return model.requires_grad_(False).eval()
 
 
-def _unknown(architecture: str, known: str | None) -> str:
+def _unknown(config: ModelConfig, known: str | None) -> str:
+    """Return what is known of an architecture that nobody here builds: its neighbours, its age, what it asks for."""
+    architecture = config.architecture
     near = difflib.get_close_matches(architecture, sorted({*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
     advice = f"; the nearest that are known: {', '.join(near)}" if near else ""
     found = f"transformers {version('transformers')} has no such decoder of text for its model_type"
     if known is not None:
         found = f"of its model_type transformers makes {known}"
+    written = str(config.raw.get("transformers_version", ""))
+    if known is None and _is_newer(written):
+        advice += f"; its config.json is of transformers {written}: an upgrade of that library may know it"
+    kinds = set(config.raw.get("layer_types") or ()) - set(KINDS) - {"chunked_attention"}
+    if kinds:
+        advice += f"; its layers ask for {', '.join(sorted(map(str, kinds)))}"
     return f"config.json: architecture {architecture!r} is not supported: {found}{advice}"
+
+
+def _is_newer(written: str) -> bool:
+    """Whether a version is later than that of the installed transformers."""
+    try:
+        return Version(written) > Version(version("transformers"))
+    except InvalidVersion:
+        return False
 
 
 def _run(body: nn.Module, input_ids: Tensor, positions: Tensor) -> Tensor:
