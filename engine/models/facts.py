@@ -1,6 +1,6 @@
 """What the families can do, found by building each over transformers' default config of it, without weights.
 
-Nothing here is written down by hand: a family that lands in the registry is described by what it is made of.
+A family that lands in the registry is described by what it is made of; nothing of that is written down by hand.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ from parallel.linear import ParallelLinear
 
 # Small enough to be built in no time, with a layer of each kind: patterns of layers repeat within eight.
 NUM_LAYERS = 8
+# Of families whose defaults in transformers are no model that could be run, or show not all kinds of their layers.
+EXAMPLES: Mapping[str, Mapping[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"moe_intermediate_size": 1408},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
+}
 KINDS: Mapping[type[CacheSpec], str] = {
     FullAttentionSpec: "full",
     SlidingWindowSpec: "window",
@@ -134,5 +140,7 @@ def default_config(architecture: str, types: tuple[str, ...]) -> ModelConfig:
     """
     if not types:
         raise CheckpointError(f"architecture {architecture!r}: the installed transformers has no config of it")
-    values: dict[str, Any] = AutoConfig.for_model(types[0], num_hidden_layers=NUM_LAYERS).to_dict()
-    return replace(ModelConfig.of(values | {"architectures": [architecture]}), implementation="native")
+    name = next((name for name in types if name.endswith("_text")), types[0])
+    values: dict[str, Any] = AutoConfig.for_model(name, num_hidden_layers=NUM_LAYERS).to_dict()
+    values |= EXAMPLES.get(architecture, {}) | {"architectures": [architecture]}
+    return replace(ModelConfig.of(values), implementation="native")

@@ -26,6 +26,9 @@ def test_every_family_is_described_by_what_it_is_made_of(facts):
     assert (llama.attention, mistral.attention) == (("full",), ("window",))
     assert llama.tensor_parallel and not llama.experts and not llama.state
     assert "int8" in llama.quantization
+    assert facts["Lfm2ForCausalLM"].state and facts["DeepseekV2ForCausalLM"].attention == ("latent",)
+    assert facts["Llama4ForCausalLM"].expert_parallel
+    assert all(one.attention and one.tensor_parallel for one in facts.values())
 
 
 def test_the_table_fits_a_terminal(facts):
