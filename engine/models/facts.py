@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def transformers_facts() -> Iterator[Facts]:
         yield Facts(architecture, tuple(causal), "transformers", (), False, split, False, ())
 
 
+@cache
 def _of_family(architecture: str, types: tuple[str, ...]) -> Facts:
     try:
         model = _built(architecture, types, 1)
@@ -142,5 +144,5 @@ def default_config(architecture: str, types: tuple[str, ...]) -> ModelConfig:
         raise CheckpointError(f"architecture {architecture!r}: the installed transformers has no config of it")
     name = next((name for name in types if name.endswith("_text")), types[0])
     values: dict[str, Any] = AutoConfig.for_model(name, num_hidden_layers=NUM_LAYERS).to_dict()
-    values |= EXAMPLES.get(architecture, {}) | {"architectures": [architecture]}
+    values |= {**EXAMPLES.get(architecture, {}), "architectures": [architecture]}
     return replace(ModelConfig.of(values), implementation="native")
