@@ -109,7 +109,8 @@ class GatedDeltaNet(Layer):
     """A state of each head that keys write to and queries read ("Gated Delta Networks", arXiv 2412.06464).
 
     Queries, keys and values pass through a short convolution; what is read is normed and gated. taps: of the
-    convolution. A checkpoint holds all that belongs to a head of keys together: its query, key, values and gates.
+    convolution. by_head: whether a checkpoint holds all that belongs to a head of keys together, its query, key,
+    values and gates (Qwen3-Next), or else each of these for all heads, the gates in a product of their own.
 
     Raises `CheckpointError` where heads cannot share, `ShardingError` where they cannot be split.
     """
@@ -117,7 +118,9 @@ class GatedDeltaNet(Layer):
     decay_log: ShardedParameter
     time_bias: ShardedParameter
 
-    def __init__(self, hidden: int, sizes: DeltaSizes, taps: int, eps: float, build: Build) -> None:
+    def __init__(
+        self, hidden: int, sizes: DeltaSizes, taps: int, eps: float, build: Build, *, by_head: bool
+    ) -> None:
         super().__init__()
         if sizes.value_heads % sizes.key_heads:
             raise CheckpointError(
@@ -128,10 +131,18 @@ class GatedDeltaNet(Layer):
         self.groups = divide(sizes.key_heads, group.size, "linear_num_key_heads")
         self.heads, self.sizes = self.groups * sizes.shared, sizes
         keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
-        self.input = ColumnParallelLinear(hidden, 2 * (keys + values), False, group, dtype)
-        self.input.row_order = self._by_kind([sizes.key_dim] * 2 + [sizes.shared * sizes.value_dim] * 2)
-        self.rates = ColumnParallelLinear(hidden, 2 * sizes.value_heads, False, group, dtype)
-        self.rates.row_order = self._by_kind([sizes.shared] * 2)
+        self.input: MergedColumnParallelLinear
+        self.gate: ColumnParallelLinear | None = None
+        self.rates: MergedColumnParallelLinear
+        if by_head:
+            self.input = ColumnParallelLinear(hidden, 2 * (keys + values), False, group, dtype)
+            self.input.row_order = self._by_kind([sizes.key_dim] * 2 + [sizes.shared * sizes.value_dim] * 2)
+            self.rates = ColumnParallelLinear(hidden, 2 * sizes.value_heads, False, group, dtype)
+            self.rates.row_order = self._by_kind([sizes.shared] * 2)
+        else:
+            self.input = MergedColumnParallelLinear(hidden, [keys, keys, values], False, group, dtype)
+            self.gate = ColumnParallelLinear(hidden, values, False, group, dtype)
+            self.rates = MergedColumnParallelLinear(hidden, [sizes.value_heads] * 2, False, group, dtype)
         self.conv = CausalConv([keys, keys, values], taps, False, build)
         pieces = even_pieces([sizes.value_heads], group.rank, group.size, "linear_num_value_heads")
         self.decay_log, self.time_bias = (
@@ -160,7 +171,11 @@ class GatedDeltaNet(Layer):
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         (taps, state), rows = context.state(self.cache_index)
         keys, values = self.groups * self.sizes.key_dim, self.heads * self.sizes.value_dim
-        mixed, gate = self.input(x).split((2 * keys + values, values), dim=1)
+        mixed = self.input(x)
+        if self.gate is None:
+            mixed, gate = mixed.split((2 * keys + values, values), dim=1)
+        else:
+            gate = self.gate(x)
         decay, gain = self._rates(x)
         query, key, value = self.conv(mixed, taps, rows, silu=True).split((keys, keys, values), dim=1)
         query, key = (part.unflatten(1, (self.groups, -1)) for part in (query, key))

@@ -97,7 +97,7 @@ TEXT_HALF = (
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-OTHER_HALF = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+OTHER_HALF = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector)\.")
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")

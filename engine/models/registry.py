@@ -36,6 +36,8 @@ FAMILIES: Mapping[str, str] = {
     "Qwen2MoeForCausalLM": "engine.models.qwen_moe.Qwen2Moe",
     "Qwen3MoeForCausalLM": "engine.models.qwen_moe.Qwen3Moe",
     "Qwen3NextForCausalLM": "engine.models.qwen3_next.Qwen3Next",
+    "Qwen3_5ForCausalLM": "engine.models.qwen3_next.Qwen35",
+    "Qwen3_5MoeForCausalLM": "engine.models.qwen3_next.Qwen35Moe",
 }
 
 
@@ -44,6 +46,8 @@ TEXT_HALVES: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 TRANSFORMERS = "engine.models.transformers.model.TransformersModel"
 

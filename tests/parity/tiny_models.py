@@ -175,6 +175,15 @@ WITH_EXPERTS = (
     "qwen3_moe",
 )
 
+NET = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+
 # Those that keep a recurrent state: steps say where it is, so they are run by the engine alone.
 RECURRENT = {
     "lfm2": lambda: transformers.Lfm2Config(
@@ -184,15 +193,19 @@ RECURRENT = {
         conv_bias=True,
     ),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(
-        **SMALL | EXPERTS | {"num_hidden_layers": 3},
-        head_dim=32,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=32,
+        **SMALL | EXPERTS,
+        **NET,
         shared_expert_intermediate_size=48,
         mlp_only_layers=[2],
+    ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
+        **SMALL,
+        **NET,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **SMALL | EXPERTS, **NET, shared_expert_intermediate_size=48
     ),
 }
 
