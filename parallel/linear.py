@@ -113,15 +113,22 @@ class ReplicatedLinear(ParallelLinear):
 class MergedColumnParallelLinear(ParallelLinear):
     """Several projections of one input in one product (gate and up); parts are loaded by index.
 
-    Each rank's output holds its share of every projection, one after another.
+    Each rank's output holds its share of every projection, one after another. heads: into how many each projection
+    can be cut; ranks that outnumber them hold them alike. None = each feature is one, and none is held twice.
 
-    Raises `ShardingError` when one of `out_features` does not divide by the group's size.
+    Raises `ShardingError` when one of `out_features`, or of `heads`, does not divide by the group's size.
     """
 
     def __init__(
-        self, in_features: int, out_features: Sequence[int], bias: bool, group: Group, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        bias: bool,
+        group: Group,
+        dtype: torch.dtype,
+        heads: Sequence[int] | None = None,
     ) -> None:
-        pieces = even_pieces(out_features, group.rank, group.size, "out_features")
+        pieces = even_pieces(out_features, group.rank, group.size, "out_features", heads)
         super().__init__(*_column_parameters(in_features, pieces, bias, group, dtype), group)
 
 

@@ -72,13 +72,25 @@ def vocab_range(vocab: int, rank: int, size: int, multiple: int = 1) -> tuple[in
     return min(rank * share, vocab), min((rank + 1) * share, vocab)
 
 
-def even_pieces(sizes: Sequence[int], rank: int, size: int, name: str) -> tuple[Piece, ...]:
-    """Return the pieces of parameters that are merged one after another, each split evenly over the ranks."""
+def even_pieces(
+    sizes: Sequence[int], rank: int, size: int, name: str, heads: Sequence[int] | None = None
+) -> tuple[Piece, ...]:
+    """Return the pieces of parameters that are merged one after another, each split evenly over the ranks.
+
+    heads: into how many each can be cut; ranks that outnumber them hold them alike. None = each feature is one.
+    """
     pieces: list[Piece] = []
     offset = 0
     for index, full in enumerate(sizes):
-        share = divide(full, size, name if len(sizes) == 1 else f"{name}[{index}]")
-        pieces.append(Piece(index if len(sizes) > 1 else "", full, rank * share, share, offset))
+        called = name if len(sizes) == 1 else f"{name}[{index}]"
+        if heads is None:
+            share = divide(full, size, called)
+            start = rank * share
+        else:
+            each = divide(full, heads[index], called)
+            share = each * kv_heads_per_rank(heads[index], size, called)
+            start = each * kv_head_start(heads[index], rank, size)
+        pieces.append(Piece(index if len(sizes) > 1 else "", full, start, share, offset))
         offset += share
     return tuple(pieces)
 

@@ -23,6 +23,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 # By their names in config.json.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -31,6 +35,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _relu_squared,
 }
 
 
@@ -46,6 +51,10 @@ class MLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
         return self.down(self.activation(self.up(x)))
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum that the output is: [num_tokens, hidden]."""
+        return self.down.part(self.activation(self.up(x)))
 
 
 class Gate(Layer):

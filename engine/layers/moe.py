@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.base import Build, Layer
-from engine.layers.mlp import Gate, GatedMLP, sigmoid
+from engine.layers.mlp import ACTIVATIONS, MLP, Gate, GatedMLP, sigmoid
 from parallel.group import SoloGroup
 from parallel.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
@@ -23,7 +23,8 @@ class Routing:
 
     count, top_k: experts of a layer, and those of one token. scores: what the router's logits become, "softmax" over
     all experts, "sigmoid" of each, or "chosen": a softmax over the chosen ones alone (gpt-oss). renormalise: whether
-    the weights of a token's experts sum to one. scale: of the weights, after that.
+    the weights of a token's experts sum to one; they are divided by their sum + epsilon. scale: of the weights, after
+    that.
     correction: whether a learned bias is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437).
     groups, kept_groups: experts lie in so many groups of one size, and are chosen of the best ones; 1 = not.
     group_best: how many of its experts' scores a group is ranked by: 1 in DeepSeek-V2, 2 in V3.
@@ -35,6 +36,7 @@ class Routing:
     top_k: int
     scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
     renormalise: bool = False
+    epsilon: float = 1e-20
     scale: float = 1.0
     correction: bool = False
     groups: int = 1
@@ -77,7 +79,7 @@ class Router(Layer):
         chosen = self._of_best_groups(ranked).topk(routing.top_k, dim=-1).indices
         weights = scores.gather(1, chosen)
         if routing.renormalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.epsilon)
         return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
     def _of_best_groups(self, ranked: Tensor) -> Tensor:
@@ -227,11 +229,14 @@ class MoE(Layer):
 
     inner: width of an expert. shared_inner: width of the shared expert, 0 = there is none; several that are added up
     are one of their widths together. shared_gate: whether the shared one's output is weighted by a sigmoid of the
-    token (Qwen2-MoE). experts: instead of gated ones of `activation`.
+    token (Qwen2-MoE). experts: instead of those of `activation`. gated: whether these, and the shared one, are gated.
+    latent: width of what experts get and return, to and from which a product leads; 0 = `hidden` (Nemotron 3).
     """
 
-    shared: GatedMLP | None
+    shared: GatedMLP | MLP | None
     shared_gate: RouterLinear | None
+    to_latent: ReplicatedLinear | None
+    from_latent: ReplicatedLinear | None
 
     def __init__(
         self,
@@ -244,25 +249,32 @@ class MoE(Layer):
         shared_inner: int = 0,
         shared_gate: bool = False,
         experts: Experts | None = None,
+        gated: bool = True,
+        latent: int = 0,
     ) -> None:
         super().__init__()
         self.group = build.group
         self.router = Router(routing, hidden, build)
         self.experts = experts or Experts(
             routing.count,
-            hidden,
-            [inner, inner],
+            latent or hidden,
+            [inner, inner] if gated else [inner],
             inner,
-            Gate(activation),
+            Gate(activation) if gated else ACTIVATIONS[activation],
             build,
             scales_input=routing.scales_input,
         )
-        self.shared = GatedMLP(hidden, shared_inner, activation, build) if shared_inner else None
+        self.to_latent = ReplicatedLinear(hidden, latent, False, build.group, build.dtype) if latent else None
+        self.from_latent = ReplicatedLinear(latent, hidden, False, build.group, build.dtype) if latent else None
+        shared = GatedMLP if gated else MLP
+        self.shared = shared(hidden, shared_inner, activation, build) if shared_inner else None
         self.shared_gate = RouterLinear(hidden, 1, False, build.group, build.dtype) if shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]."""
-        part = self.experts.part(x, *self.router(x))
+        part = self.experts.part(x if self.to_latent is None else self.to_latent(x), *self.router(x))
+        if self.from_latent is not None:
+            part = self.from_latent(part)
         if self.shared is not None:
             shared = self.shared.part(x)
             if self.shared_gate is not None:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from engine.layers.base import Build, Layer
 from parallel.parameter import ShardedParameter, replicated
-from parallel.sharding import Piece, kv_head_start, kv_heads_per_rank
+from parallel.sharding import Piece, even_pieces, kv_head_start, kv_heads_per_rank
 
 
 class RMSNorm(Layer):
@@ -72,6 +72,34 @@ class HeadsNorm(Layer):
         wide = x.float()
         squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) / (self.size * self.copies)
         return (wide * torch.rsqrt(squares + self.eps)).to(x.dtype) * self.weight
+
+
+class GroupsNorm(Layer):
+    """RMSNorm in fp32 of each of several groups of features by itself; a group may lie on several ranks (Mamba-2).
+
+    size: features of all ranks.
+    """
+
+    weight: ShardedParameter
+
+    def __init__(self, size: int, groups: int, eps: float, build: Build) -> None:
+        super().__init__()
+        group = build.group
+        self.group, self.groups, self.eps, self.width = group, groups, eps, size // groups
+        self.first = kv_head_start(groups, group.rank, group.size)
+        pieces = even_pieces([size], group.rank, group.size, "features")
+        self.weight = ShardedParameter.of((pieces[0].size,), torch.float32, group.device, 0, pieces)
+        self.ones = torch.ones(self.width, device=group.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normed, [num_tokens, features of this rank] fp32."""
+        if self.groups % self.group.size == 0:
+            rows = self.kernels.rms_norm(x.reshape(-1, self.width), self.ones, self.eps)
+            return rows.view(x.shape) * self.weight
+        squares = x.new_zeros(len(x), self.groups)
+        squares[:, self.first] = x.square().sum(-1)
+        mean = self.group.all_reduce(squares)[:, self.first : self.first + 1] / self.width
+        return x * torch.rsqrt(mean + self.eps) * self.weight
 
 
 class LayerNorm(Layer):

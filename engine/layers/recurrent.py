@@ -29,7 +29,8 @@ MOST_TAPS = 8  # of a convolution; more than any known model has
 class CausalConv(Layer):
     """A causal convolution of each channel by itself, a torch `Conv1d` in the checkpoint.
 
-    sizes: channels of each part, which are split over the ranks part by part. taps: tokens that it sees.
+    sizes: channels of each part, which are split over the ranks part by part. taps: tokens that it sees. heads: as of
+    `MergedColumnParallelLinear`.
 
     Raises `CheckpointError` for taps that are not implemented, `ShardingError` where channels do not divide.
     """
@@ -37,14 +38,16 @@ class CausalConv(Layer):
     weight: ShardedParameter
     bias: ShardedParameter | None
 
-    def __init__(self, sizes: Sequence[int], taps: int, bias: bool, build: Build) -> None:
+    def __init__(
+        self, sizes: Sequence[int], taps: int, bias: bool, build: Build, heads: Sequence[int] | None = None
+    ) -> None:
         super().__init__()
         if not 2 <= taps <= MOST_TAPS:
             raise CheckpointError(
                 f"config.json: a convolution over {taps} tokens is not supported; 2 to {MOST_TAPS} are"
             )
         group = build.group
-        pieces = even_pieces(sizes, group.rank, group.size, "channels")
+        pieces = even_pieces(sizes, group.rank, group.size, "channels", heads)
         self.size, self.taps = sum(piece.size for piece in pieces), taps
         self.weight = ShardedParameter.of((self.size, 1, taps), build.dtype, group.device, 0, pieces)
         self.bias = ShardedParameter.of((self.size,), build.dtype, group.device, 0, pieces) if bias else None
@@ -118,9 +121,7 @@ class GatedDeltaNet(Layer):
     decay_log: ShardedParameter
     time_bias: ShardedParameter
 
-    def __init__(
-        self, hidden: int, sizes: DeltaSizes, taps: int, eps: float, build: Build, *, by_head: bool
-    ) -> None:
+    def __init__(self, hidden: int, sizes: DeltaSizes, taps: int, eps: float, build: Build, *, by_head: bool) -> None:
         super().__init__()
         if sizes.value_heads % sizes.key_heads:
             raise CheckpointError(

@@ -158,7 +158,7 @@ class ModelConfig:
         return cls(
             architecture=hf.architecture,
             hidden_size=hf.integer(hf.spelling("hidden_size")),
-            num_layers=hf.integer(hf.spelling("num_hidden_layers"), high=MAX_LAYERS),
+            num_layers=_count_layers(hf),
             vocab_size=vocab,
             max_positions=hf.integer(hf.spelling("max_position_embeddings")),
             dtype=str(hf.get("dtype", hf.get("torch_dtype", dtype))).removeprefix("torch."),
@@ -168,6 +168,13 @@ class ModelConfig:
             raw=values,
             text_half_of=text_half_of,
         )
+
+
+def _count_layers(hf: HFConfig) -> int:
+    """Return `num_hidden_layers`, or of a file that only lists the layers how many there are (Nemotron-H)."""
+    listed = hf.get("layers_block_type", hf.get("hybrid_override_pattern"))
+    counted = len(listed) if isinstance(listed, list | str) and listed else None
+    return hf.integer(hf.spelling("num_hidden_layers"), counted, high=MAX_LAYERS)
 
 
 def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:

@@ -62,6 +62,12 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+DELTA_NET = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 # What a small config of some types needs beside.
 MORE: dict[str, dict[str, Any]] = {
@@ -74,8 +80,7 @@ MORE: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "lfm2_moe": {"layer_types": ["full_attention"] * 2},
     "zaya": {"num_experts_per_tok": 1},
-    "qwen3_next": {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2}
-    | {"linear_num_value_heads": 4},
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DELTA_NET),
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "longcat_flash": LATENT,
 }
@@ -272,6 +277,9 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             near = 1.0 if parameter.ndim == 1 and "norm" in name and "bias" not in name else 0.0
             parameter.normal_(near, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # of experts' scores, which are no parameters
+                buffer.normal_(0.0, 0.1)
     return model
 
 

@@ -175,6 +175,12 @@ WITH_EXPERTS = (
     "qwen3_moe",
 )
 
+GRANITE = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
 NET = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -198,6 +204,42 @@ RECURRENT = {
         shared_expert_intermediate_size=48,
         mlp_only_layers=[2],
     ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **SMALL | GRANITE,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mamba_n_heads=8,
+        mamba_n_groups=1,
+        mamba_d_state=16,
+        mamba_proj_bias=True,
+        shared_intermediate_size=48,
+        num_local_experts=6,
+        position_embedding_type="rope",
+    ),
+    "lfm2_moe": lambda: transformers.Lfm2MoeConfig(
+        **SMALL | EXPERTS,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        routed_scaling_factor=1.3,
+        tie_word_embeddings=False,
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **{name: value for name, value in SMALL.items() if name != "num_hidden_layers"},
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        head_dim=32,
+        mamba_num_heads=4,
+        mamba_head_dim=32,
+        n_groups=2,
+        ssm_state_size=16,
+        use_bias=True,
+        n_routed_experts=8,
+        n_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        moe_latent_size=24,
+        routed_scaling_factor=1.5,
+        time_step_min=1e-9,
+    ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(
         **SMALL,
         **NET,
@@ -220,6 +262,9 @@ def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
         for parameter in model.parameters():
             # Larger than the usual start, biases and norms included, so that every part matters for the tokens.
             parameter.add_(torch.randn_like(parameter) * 0.1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("bias"):  # of experts' scores, which are no parameters
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder, **save)
     return model
 
