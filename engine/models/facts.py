@@ -35,6 +35,8 @@ NUM_LAYERS = 8
 EXAMPLES: Mapping[str, Mapping[str, Any]] = {
     "DeepseekV2ForCausalLM": {"moe_intermediate_size": 1408},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 4},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 2},
 }
 KINDS: Mapping[type[CacheSpec], str] = {

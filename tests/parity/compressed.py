@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from engine.quantization.select import METHODS
 
 PROJECTIONS = (
+    "input_linear",
+    "output_linear",
     "q_proj",
     "k_proj",
     "v_proj",

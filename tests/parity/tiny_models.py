@@ -42,6 +42,12 @@ DEEPSEEK = {
     "moe_intermediate_size": 32,
     "first_k_dense_replace": 1,
 }
+GRANITE = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
 CONFIGS = {
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **{**SMALL, **DEEPSEEK, "q_lora_rank": None},
@@ -94,6 +100,10 @@ CONFIGS = {
         attention_multiplier=0.2,
         logits_scaling=1.7,
         attention_bias=True,
+    ),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(**SMALL | GRANITE, num_local_experts=6),
+    "granitemoeshared": lambda: transformers.GraniteMoeSharedConfig(
+        **SMALL | GRANITE, num_local_experts=5, num_experts_per_tok=3, shared_intermediate_size=48
     ),
     "llama4": lambda: transformers.Llama4TextConfig(
         **SMALL,
@@ -167,6 +177,8 @@ WITH_EXPERTS = (
     "glm4_moe",
     "glm4_moe_lite",
     "gpt_oss",
+    "granitemoe",
+    "granitemoeshared",
     "llama4",
     "llama4_all_experts",
     "minimax_m2",
@@ -175,12 +187,6 @@ WITH_EXPERTS = (
     "qwen3_moe",
 )
 
-GRANITE = {
-    "attention_multiplier": 0.4,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 2.0,
-}
 NET = {
     "head_dim": 32,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
