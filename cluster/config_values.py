@@ -227,9 +227,12 @@ TOOL_PARSERS = ParserNames(
         "deepseek_v31": "cluster.openai.parsers.tool_formats:DeepSeekV31Parser",
         "glm45": "cluster.openai.parsers.tagged_formats:Glm45Parser",
         "hermes": "cluster.openai.parsers.tool_formats:HermesParser",
+        "kimi_k2": "cluster.openai.parsers.tool_formats:KimiK2Parser",
         "llama3_json": "cluster.openai.parsers.tool_formats:Llama3JsonParser",
+        "minimax_m2": "cluster.openai.parsers.tagged_formats:MiniMaxM2Parser",
         "mistral": "cluster.openai.parsers.tool_formats:MistralParser",
         "openai": "cluster.openai.parsers.tool_formats:GptOssToolParser",
+        "pythonic": "cluster.openai.parsers.pythonic:PythonicParser",
         "qwen3_coder": "cluster.openai.parsers.tagged_formats:Qwen3CoderParser",
     },
 )
@@ -239,6 +242,7 @@ REASONING_PARSERS = ParserNames(
     {
         "deepseek_r1": "cluster.openai.parsers.reasoning:DeepSeekR1Parser",
         "glm45": "cluster.openai.parsers.reasoning:Glm45ReasoningParser",
+        "minimax_m2": "cluster.openai.parsers.reasoning:MiniMaxM2ReasoningParser",
         "openai_gptoss": "cluster.openai.parsers.reasoning:GptOssParser",
         "qwen3": "cluster.openai.parsers.reasoning:Qwen3Parser",
     },

@@ -144,10 +144,10 @@ class Reader:
         self._held = ["".join(self._held)]
         return self._held[0]
 
-    def open_call(self, name: str, arguments: str = "") -> None:
-        """Tell a call; what is held was the beginning of its writing."""
+    def open_call(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
+        """Tell a call; what is held was the beginning of its writing. call_id: None = a new one is made."""
         self.drop()
-        self._calls.append(CallDelta(self.num_calls, self._make_id(), name, arguments))
+        self._calls.append(CallDelta(self.num_calls, call_id or self._make_id(), name, arguments))
         self.num_calls += 1
 
     @property

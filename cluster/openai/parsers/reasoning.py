@@ -122,6 +122,12 @@ class DeepSeekR1Parser(ReasoningParser):
     usually_within = True
 
 
+class MiniMaxM2ReasoningParser(ReasoningParser):
+    """MiniMax M2 thinks always; its chat template writes the opening tag."""
+
+    usually_within = True
+
+
 class Qwen3Parser(ReasoningParser):
     """Qwen 3 writes both tags, or none where it is asked not to think."""
 

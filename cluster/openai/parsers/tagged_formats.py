@@ -1,6 +1,6 @@
 """Formats that write each argument of a call between tags, as plain text: the tool's schema says what it stands for.
 
-Sources: chat templates of GLM-4.5 and Qwen3-Coder; vLLM's pages on tool calling.
+Sources: chat templates of GLM-4.5, MiniMax M2 and Qwen3-Coder; vLLM's pages on tool calling.
 """
 
 from __future__ import annotations
@@ -87,6 +87,46 @@ class Qwen3CoderParser(TaggedParser):
         if (yield from reader.peek()):
             yield from reader.literal("</tool_call>")
         reader.drop()
+
+
+class MiniMaxM2Parser(TaggedParser):
+    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...`: MiniMax M2."""
+
+    markers = ("<minimax:tool_call>",)
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        yield from reader.space()
+        yield from reader.literal("<")
+        while (yield from reader.peek()) != "/":
+            yield from self._read_call(reader)
+            if not self.one_more():
+                return
+            yield from reader.space()
+            if not (yield from reader.peek()):
+                reader.drop()
+                return
+            yield from reader.literal("<")
+        yield from reader.literal("/minimax:tool_call>")
+        reader.drop()
+
+    def _read_call(self, reader: Reader) -> Step:
+        yield from reader.literal('invoke name="')
+        name = yield from read_word(reader)
+        if name not in self.names:
+            raise MalformedCallError
+        yield from reader.literal('">')
+        arguments: Arguments = {}
+        while True:
+            yield from reader.space()
+            yield from reader.literal("<")
+            if (yield from reader.peek()) == "/":
+                break
+            yield from reader.literal('parameter name="')
+            key = yield from text_until(reader, '">')
+            arguments[key] = self.typed(name, key, (yield from text_until(reader, "</parameter>")))
+        yield from reader.literal("/invoke>")
+        self.send(reader, name, arguments)
 
 
 def text_until(reader: Reader, word: str) -> Generator[None, None, str]:

@@ -1,7 +1,7 @@
 """The formats in which families of models write calls.
 
-Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 to v13, DeepSeek V3 and V3.1; OpenAI's
-page on the harmony format; vLLM's pages on tool calling.
+Sources: chat templates of Hermes 2 Pro, Qwen 2.5 and 3, Llama 3.1, Mistral v3 to v13, DeepSeek V3 and V3.1, Kimi K2;
+OpenAI's page on the harmony format; vLLM's pages on tool calling.
 """
 
 from __future__ import annotations
@@ -135,6 +135,51 @@ class DeepSeekV3Parser(DeepSeekV31Parser):
     """The same with the word `function` before the name, and arguments between fences: DeepSeek V3 and R1."""
 
     kind, fence, unfence = "function", "\n```json", "```"
+
+
+class KimiK2Parser(MarkedParser):
+    """`<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2.
+
+    All calls stand in one section. What the model writes before the arguments is the call's id, which its chat
+    template writes again. All words between bars are special tokens.
+    """
+
+    markers = ("<|tool_calls_section_begin|>",)
+    prefix = "functions."
+
+    def read_calls(self, reader: Reader) -> Step:
+        """See `MarkedParser.read_calls`."""
+        yield from reader.space()
+        yield from reader.literal("<|tool_call")
+        while (yield from reader.peek()) == "_":
+            yield from reader.literal("_begin|>")
+            yield from self._read_call(reader)
+            if not self.one_more():
+                return
+            for word in ("<|tool_call_end|>", "<|tool_call"):
+                yield from reader.space()
+                if not (yield from reader.peek()):
+                    reader.drop()
+                    return
+                yield from reader.literal(word)
+        yield from reader.literal("s_section_end|>")
+        reader.drop()
+
+    def _read_call(self, reader: Reader) -> Step:
+        yield from reader.space()
+        yield from reader.literal(self.prefix)
+        name = yield from read_word(reader)
+        if name not in self.names:
+            raise MalformedCallError
+        yield from reader.literal(":")
+        index = yield from read_word(reader)
+        yield from reader.space()
+        yield from reader.literal("<|tool_call_argument_begin|>")
+        yield from reader.space()
+        if (yield from reader.peek()) != "{":
+            raise MalformedCallError
+        reader.open_call(name, call_id=f"{self.prefix}{name}:{index}")
+        yield from read_arguments(reader)
 
 
 class GptOssToolParser(MarkedParser):

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.openai.parsers.reader import joined
-from cluster.openai.parsers.tagged_formats import Glm45Parser, Qwen3CoderParser, value_of
+from cluster.openai.parsers.tagged_formats import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser, value_of
 from cluster.openai.parsers.tool_choice import ToolUse
+from cluster.openai.parsers.tool_formats import KimiK2Parser
 
 SCHEMA = {
     "type": "object",
@@ -36,7 +37,21 @@ def coder(name, arguments):
     return f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>"
 
 
-KINDS = [(Glm45Parser, glm), (Qwen3CoderParser, coder)]
+def minimax(name, arguments):
+    pairs = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in arguments.items())
+    return f'<minimax:tool_call>\n<invoke name="{name}">\n{pairs}</invoke>\n</minimax:tool_call>'
+
+
+def kimi(name, arguments):
+    """Not tagged, but cut in the same ways."""
+    values = {key: value_of(text, SCHEMA["properties"][key]) for key, text in arguments.items()}
+    return (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>"
+        f"{json.dumps(values, ensure_ascii=False)}<|tool_call_end|><|tool_calls_section_end|>"
+    )
+
+
+KINDS = [(Glm45Parser, glm), (Qwen3CoderParser, coder), (MiniMaxM2Parser, minimax), (KimiK2Parser, kimi)]
 
 
 def parsed(kind, pieces, parallel=True):
@@ -78,7 +93,7 @@ def test_what_a_text_stands_for(text, schema, value):
 @pytest.mark.parametrize(("kind", "written"), KINDS)
 @pytest.mark.parametrize("text", ["unknown", "", "now"])
 def test_what_is_no_call_is_content(kind, written, text):
-    broken = written("unknown", {}) if text == "unknown" else f"<tool_call>{text}"
+    broken = written("unknown", {}) if text == "unknown" else f"{kind.markers[0]}{text}"
     assert parsed(kind, [broken]) == (broken, [])
 
 
@@ -98,6 +113,9 @@ PIECES = st.lists(
                 "<",
                 "1",
             ),
+            *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>"),
+            *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.now:0", "<|tool_call_argument_begin|>{}"),
+            *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         ]
     ),
     max_size=12,
