@@ -18,7 +18,9 @@ from typing_extensions import override
 from engine.errors import CheckpointError
 from engine.layers.base import Build, WeightRule
 from engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from engine.layers.mlp import Gate
 from engine.layers.moe import Experts
+from engine.models.transformers.recognised import Replaced, is_silu_gate, put, recognise
 from parallel.linear import MergedColumnParallelLinear, ParallelLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
 from parallel.sharding import Piece, even_pieces
@@ -129,6 +131,8 @@ class StackedExperts(Experts):
         # Gate and up one after the other are split each by itself; interleaved ones lie side by side.
         inner = [up // 2, up // 2] if old.has_gate and old.is_concatenated else [up]
         activate = old._apply_gate if old.has_gate else old.act_fn
+        if len(inner) == 2 and is_silu_gate(activate):
+            activate = Gate("silu")
         super().__init__(count, hidden, inner, width, activate, build, bias=old.has_bias)
         self.transposed = bool(old.is_transposed)
         self.stored_as = {"up": first, "down": "down_proj"}
@@ -171,8 +175,8 @@ def _fix_rows(module: nn.Module) -> None:
     module.forward = forward
 
 
-def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding, Head]:
-    """Put our layers in the place of `model`'s, which is on the device meta, and return embedding and head.
+def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding, Head, Replaced]:
+    """Put our layers in the place of `model`'s, which is on the device meta; return embedding, head and what else.
 
     Raises `CheckpointError` where the model has no plan for so many ranks, `ShardingError` for sizes that cannot be
     split.
@@ -186,22 +190,23 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
     old_embedding, old_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     wide = _wide_dtypes(model, build.dtype)
+    replaced = recognise(model, lambda path: _style(plan, path) if build.group.size > 1 else "replicate", wide, build)
     embedding = ParallelEmbedding(old_embedding, build)
     head = Head(old_head, build)
     for path, module in list(model.named_modules()):
         if module is old_embedding:
-            _set(model, path, embedding)
+            put(model, path, embedding)
         elif module is old_head:
-            _set(model, path, head)
+            put(model, path, head)
         elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
             own = replace(build, dtype=wide.get(f"{path}.weight", build.dtype))
-            _set(model, path, _linear(module, path, plan, own))
+            put(model, path, _linear(module, path, plan, own))
         elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            _set(model, path, _experts(module, build))
+            put(model, path, _experts(module, build))
     _own_parameters(model, plan, wide, build)
     if tied:
         head.tie_to(embedding)  # type: ignore[arg-type]
-    return embedding, head
+    return embedding, head, replaced
 
 
 def _linear(old: nn.Linear, path: str, plan: Mapping[str, str], build: Build) -> nn.Module:
@@ -266,8 +271,3 @@ def _own_parameters(model: nn.Module, plan: Mapping[str, str], wide: Mapping[str
 def _style(plan: Mapping[str, str], path: str) -> str:
     """Return how a module or parameter is split over the ranks; "replicate" where the plan does not name it."""
     return plan.get(path) or plan.get(NUMBER.sub("*", path)) or "replicate"
-
-
-def _set(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    model.get_submodule(parent)._modules[name] = module

@@ -32,6 +32,7 @@ from engine.models.transformers.attention import NAME, Call, PagedAttention, Ste
 from engine.models.transformers.conditions import KINDS, check_calls, check_config, counted_window_masks
 from engine.models.transformers.conversions import stored
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
+from engine.models.transformers.recognised import KernelMLP
 from parallel.parameter import ShardedParameter
 
 
@@ -50,7 +51,7 @@ class TransformersModel(CausalLM):
         self.group = build.group
         self.hf = outline(config, build.dtype)
         self.body_name = _body_name(self.hf)
-        embedding, head = parallelise(self.hf, build)
+        embedding, head, replaced = parallelise(self.hf, build)
         self.step = Step()
         self.paged = nn.ModuleList(PagedAttention(call, build) for call in calls)
         connect(self.hf, calls, self.paged, self.step)
@@ -63,6 +64,8 @@ class TransformersModel(CausalLM):
         vars(self).update(head=head, layers=self.hf.get_submodule(self.body_name), embedding=embedding)
         if build.group.device != META:
             _fill_buffers(self.hf, build.group.device)
+            if build.group.rank == 0:
+                replaced.log()
 
     @property
     @override
@@ -76,7 +79,7 @@ class TransformersModel(CausalLM):
 
     @override
     def weights(self, on_disk: Collection[str] = ()) -> Iterator[WeightRule]:
-        stacked = {path: part for path, part in self.named_modules() if isinstance(part, StackedExperts)}
+        stacked = {path: part for path, part in self.named_modules() if isinstance(part, StackedExperts | KernelMLP)}
         for path, part in stacked.items():
             yield from part.rules(path, path.removeprefix("hf."))
         for target, parameter in self.named_parameters():
