@@ -278,7 +278,7 @@ def _random_model(config: PreTrainedConfig) -> PreTrainedModel:
             near = 1.0 if parameter.ndim == 1 and "norm" in name and "bias" not in name else 0.0
             parameter.normal_(near, 0.1)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias"):  # of experts' scores, which are no parameters
+            if name.endswith("bias") and buffer.is_floating_point():  # of experts' scores, which are no parameters
                 buffer.normal_(0.0, 0.1)
     return model
 

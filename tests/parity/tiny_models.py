@@ -269,7 +269,9 @@ def make(name: str, folder: Path, **save) -> transformers.PreTrainedModel:
             # Larger than the usual start, biases and norms included, so that every part matters for the tokens.
             parameter.add_(torch.randn_like(parameter) * 0.1)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("bias"):  # of experts' scores, which are no parameters
+            if (
+                buffer_name.endswith("bias") and buffer.is_floating_point()
+            ):  # of experts' scores, which are no parameters
                 buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder, **save)
     return model
