@@ -15,8 +15,11 @@ from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantiza
 
 MAX_INTEGER = 2**31
 MAX_LAYERS = 10_000  # a small file must not ask for much
-# What transformers assumes where the config of an architecture says nothing.
-DEFAULTS: Mapping[str, Mapping[str, int]] = {
+# What transformers assumes where the config of an architecture says nothing, and is not the default of the code that
+# reads it. A field that is null is said: it is not there.
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"q_lora_rank": 1536},
+    "DeepseekV3ForCausalLM": {"q_lora_rank": 1536},
     "GPT2LMHeadModel": {
         "n_embd": 768,
         "n_layer": 12,
@@ -24,6 +27,7 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "vocab_size": 50257,
         "eos_token_id": 50256,
     },
+    "Gemma2ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
@@ -32,7 +36,31 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_hidden_layers": 26,
+        "hidden_activation": "gelu_pytorch_tanh",
     },
+    "Glm4ForCausalLM": {"num_key_value_heads": 2},
+    "Glm4MoeForCausalLM": {"num_key_value_heads": 8},
+    "Glm4MoeLiteForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+    "GptOssForCausalLM": {"num_key_value_heads": 8},
+    "GraniteMoeSharedForCausalLM": {"shared_intermediate_size": 0},
+    "Lfm2ForCausalLM": {"num_key_value_heads": 8},
+    "Lfm2MoeForCausalLM": {"num_key_value_heads": 8},
+    "Llama4ForCausalLM": {"num_key_value_heads": 8},
+    "MiniMaxM2ForCausalLM": {"num_key_value_heads": 8},
+    "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    "NemotronHForCausalLM": {"num_key_value_heads": 8},
+    "Phi3ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Qwen2MoeForCausalLM": {"num_local_experts": 60, "num_experts_per_tok": 4},
+    "Qwen3MoeForCausalLM": {"num_key_value_heads": 4, "num_local_experts": 128},
+    "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "num_local_experts": 512, "num_experts_per_tok": 10},
+    "Qwen3_5ForCausalLM": {"num_key_value_heads": 4},
+    "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "num_local_experts": 256},
 }
 # What the config of a model that sees images says of its text half beside `text_config`.
 OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
@@ -150,8 +178,8 @@ class ModelConfig:
     def of(cls, values: Mapping[str, Any]) -> Self:
         """Read a parsed config.json. Raises `CheckpointError` naming the field that is wrong."""
         values, text_half_of = _text_half(values)
-        said = {name: value for name, value in values.items() if value is not None}
-        hf = HFConfig({**DEFAULTS.get(HFConfig(said).architecture, {}), **said})
+        assumed = {**DEFAULTS.get(HFConfig(values).architecture, {}), **values}
+        hf = HFConfig({name: value for name, value in assumed.items() if value is not None})
         vocab = hf.integer("vocab_size")
         # A checkpoint of 4 bits, gpt-oss say, need not name what it was trained in.
         dtype = "bfloat16" if is_mxfp4(values) else "float32"

@@ -11,6 +11,7 @@ from engine.layers.base import Build, checkpoint_names
 from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
+from engine.models.facts import default_config, model_types
 from engine.models.registry import FAMILIES, implementation
 from engine.models.rope_config import read_rope
 from parallel.group import SoloGroup
@@ -33,6 +34,43 @@ NAMES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 def test_every_architecture_of_the_registry_is_tested():
     tested = {NAMES[make_config().model_type] for make_config in (CONFIGS | RECURRENT).values()}
     assert set(FAMILIES) <= tested
+
+
+SAID = ("hidden_size", "vocab_size", "max_position_embeddings", "num_attention_heads", "head_dim", "layer_types")
+SIZES = ("intermediate_size", "moe_intermediate_size", "layers_block_type", "mlp_layer_types", "architectures")
+ASKED = ("eps", "window", "scale", "softcap", "chunk", "activation", "routing")
+
+
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name != "GPT2LMHeadModel"])
+def test_what_config_json_leaves_out_is_what_transformers_assumes(architecture):
+    types = next(types for name, types in model_types().items() if name == architecture)
+    full = dict(default_config(architecture, tuple(types)).raw) | {"num_hidden_layers": 2}
+    for name in ("layer_types", "layers_block_type", "mlp_layer_types"):
+        if full.get(name):
+            full[name] = full[name][-2:]
+    short = {name: value for name, value in full.items() if name in (*SAID, *SIZES)} | {"num_hidden_layers": 2}
+    made, assumed = (blueprint(ModelConfig.of(values)) for values in (full, short))
+    assert {name: part.shape for name, part in made.named_parameters()} == {
+        name: part.shape for name, part in assumed.named_parameters()
+    }
+    for part, other in zip(made.modules(), assumed.modules(), strict=True):
+        for name in ASKED:
+            assert getattr(part, name, None) == getattr(other, name, None), (type(part), name)
+    for name in ("embedding_scale", "logit_divisor", "softcap"):
+        assert getattr(made, name) == getattr(assumed, name)
+
+
+def test_a_field_that_is_null_is_said():
+    """The window of Mistral, which its file leaves out or sets to null where there is none."""
+    mistral = config_of(CONFIGS["mistral"]()).raw | {"max_position_embeddings": 8192}
+    without = {name: value for name, value in mistral.items() if name != "sliding_window"}
+    for values, window in (
+        (without, 4096),
+        ({**mistral, "sliding_window": None}, 0),
+        ({**mistral, "sliding_window": 64}, 64),
+    ):
+        model = blueprint(ModelConfig.of(values))
+        assert {layer.window for layer in model.attention} == {window}
 
 
 @pytest.mark.parametrize(
