@@ -276,10 +276,18 @@ class Server:
         serve.delete(APP, _blocking=False)
         # In a cluster that stays, replicas without streams need a moment of their own.
         deadline = time.monotonic() + max(grace, DELETE_SECONDS / 2 if isinstance(self._cluster, JoinedRay) else 0.0)
-        while time.monotonic() < deadline and APP in serve.status().applications:
+        while time.monotonic() < deadline and _is_there(APP):
             time.sleep(0.1)
         if isinstance(self._cluster, JoinedRay) and self._started_serve and not serve.status().applications:
             serve.shutdown()
+
+
+def _is_there(app: str) -> bool:
+    """Whether an app runs, or nobody can say so now: its streams must not end because Serve's controller restarts."""
+    try:
+        return app in serve.status().applications
+    except (RayError, RayServeException, ConnectionError):
+        return True
 
 
 def _with_ports(app: AppConfig) -> AppConfig:

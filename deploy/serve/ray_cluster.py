@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from contextlib import suppress
 
 import psutil
 import ray
@@ -59,9 +60,11 @@ class LocalRay(RayCluster):
 
     def alive(self) -> bool:
         """Whether Ray's control store and its node's own process still run: no app is deleted without either."""
-        running = {
-            process.name() for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE
-        }
+        running: set[str] = set()
+        for process in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):  # an idle worker that has just ended
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    running.add(process.name())
         return all(any(name.startswith(needed) for name in running) for needed in RAY_PROCESSES)
 
     def stop(self) -> None:

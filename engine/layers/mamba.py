@@ -98,14 +98,14 @@ class Mamba2(Layer):
         (taps, state), rows = context.state(self.cache_index)
         inner, shared = self.heads * self.sizes.width, self.groups * self.sizes.depth
         gate, mixed, time = self.input(x).split((inner, self.conv.size, self.heads), dim=1)
-        value, key, query = self.conv(mixed, taps, rows, silu=True).float().split((inner, shared, shared), dim=1)
-        key, query = (part.contiguous().unflatten(1, (self.groups, -1)) for part in (key, query))
+        value, key, query = self.conv(mixed, taps, rows, silu=True).split((inner, shared, shared), dim=1)
+        key, query = (part.float().contiguous().unflatten(1, (self.groups, -1)) for part in (key, query))
         value = value.unflatten(1, (self.heads, -1))
         rate, decay = self._rates(time)
         read = self.kernels.outer_product_state(query, key, value, decay, rate, state, rows, delta=False)
-        read = read + value * self.skip.unsqueeze(1)
-        gated = self.kernels.silu_gate(torch.cat((gate.float(), read.flatten(1)), dim=1))
-        return self.result(self.norm(gated).to(x.dtype))
+        read = (read + value * self.skip.unsqueeze(1)).to(x.dtype)
+        gated = self.kernels.silu_gate(torch.cat((gate, read.flatten(1)), dim=1))
+        return self.result(self.norm(gated))
 
     def _rates(self, time: Tensor) -> tuple[Tensor, Tensor]:
         """Return how much of a token is written, and by what each head's state is multiplied: [num_tokens, heads]."""

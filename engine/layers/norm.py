@@ -75,7 +75,7 @@ class HeadsNorm(Layer):
 
 
 class GroupsNorm(Layer):
-    """RMSNorm in fp32 of each of several groups of features by itself; a group may lie on several ranks (Mamba-2).
+    """RMSNorm of each of several groups of features by itself; a group may lie on several ranks (Mamba-2).
 
     size: features of all ranks.
     """
@@ -88,18 +88,19 @@ class GroupsNorm(Layer):
         self.group, self.groups, self.eps, self.width = group, groups, eps, size // groups
         self.first = kv_head_start(groups, group.rank, group.size)
         pieces = even_pieces([size], group.rank, group.size, "features")
-        self.weight = ShardedParameter.of((pieces[0].size,), torch.float32, group.device, 0, pieces)
-        self.ones = torch.ones(self.width, device=group.device)
+        self.weight = ShardedParameter.of((pieces[0].size,), build.dtype, group.device, 0, pieces)
+        self.ones = torch.ones(self.width, dtype=build.dtype, device=group.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x normed, [num_tokens, features of this rank] fp32."""
+        """Return x normed: [num_tokens, features of this rank]."""
         if self.groups % self.group.size == 0:
             rows = self.kernels.rms_norm(x.reshape(-1, self.width), self.ones, self.eps)
             return rows.view(x.shape) * self.weight
-        squares = x.new_zeros(len(x), self.groups)
-        squares[:, self.first] = x.square().sum(-1)
+        wide = x.float()
+        squares = wide.new_zeros(len(x), self.groups)
+        squares[:, self.first] = wide.square().sum(-1)
         mean = self.group.all_reduce(squares)[:, self.first : self.first + 1] / self.width
-        return x * torch.rsqrt(mean + self.eps) * self.weight
+        return (wide * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
 
 
 class LayerNorm(Layer):

@@ -48,7 +48,7 @@ def checkpoint(request, tmp_path_factory):
 
 def opened(folder, **changes):
     given = {"num_kv_blocks": 60, "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 80}
-    return LLM(folder, device="cpu", dtype="float32", block_size=4, **{**given, **changes})
+    return LLM(folder, device="cpu", **{"dtype": "float32", "block_size": 4, **given, **changes})
 
 
 def check_tokens(model, ragged, results):
@@ -79,6 +79,21 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint, changes):
         else:
             check_tokens(model, ragged, llm.generate(ragged, GREEDY))
             assert (llm.stats().prefix_hit_tokens > 0) == ("state_snapshot_blocks" in changes)
+
+
+def test_tokens_in_bfloat16_do_not_depend_on_the_company(checkpoint):
+    """Through the compiled kernels, whose elements are of 16 bits then."""
+    _, folder = checkpoint
+    ragged = prompts(6, seed=8)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+    def said(result):
+        (choice,) = result.outputs
+        return choice.token_ids, [each.logprob for each in choice.logprobs]
+
+    with opened(folder, dtype="bfloat16", block_size=16, batch_invariant=True, enable_prefix_caching=False) as llm:
+        together = [said(result) for result in llm.generate(ragged, params)]
+        assert [said(result) for prompt in ragged for result in llm.generate([prompt], params)] == together
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,12 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from deploy.serve import environment as rays
 from deploy.serve.environment import LOCAL_RAY, prepare_ray
+from deploy.serve.ray_cluster import LocalRay
 from engine.errors import ConfigError
 
 
@@ -117,3 +119,28 @@ def test_a_ray_that_answers_leaves_no_trace_of_the_wait(run):
         "print(threading.active_count(), signal.set_wakeup_fd(-1))"
     )
     assert process.communicate(timeout=60) == ("1 -1\n", "")
+
+
+def test_a_process_that_ends_while_it_is_asked_about_does_not_hide_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Idle workers of Ray end at any time; a command that stops asks five times a second whether Ray is there."""
+
+    class Child:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def name(self) -> str:
+            return self._name
+
+        def status(self) -> str:
+            if self._name == "gone":
+                raise psutil.NoSuchProcess(1)
+            return str(psutil.STATUS_RUNNING)
+
+    monkeypatch.setattr(psutil.Process, "children", lambda _: [Child(name) for name in children])
+    cluster = LocalRay.__new__(LocalRay)
+    children = ["gone", "gcs_server", "raylet"]
+    assert cluster.alive()
+    children = ["gone", "gcs_server"]
+    assert not cluster.alive()
