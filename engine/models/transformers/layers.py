@@ -190,7 +190,12 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
     old_embedding, old_head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     wide = _wide_dtypes(model, build.dtype)
-    replaced = recognise(model, lambda path: _style(plan, path) if build.group.size > 1 else "replicate", wide, build)
+
+    def style(path: str) -> str:
+        found = _style(plan, path) if build.group.size > 1 else "replicate"
+        return "replicate" if found in WHOLE else found
+
+    replaced = recognise(model, style, wide, build)
     embedding = ParallelEmbedding(old_embedding, build)
     head = Head(old_head, build)
     for path, module in list(model.named_modules()):
