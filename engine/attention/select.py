@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # What "auto" tries before the reference, best first.
 ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
-WITH_SINKS = ("native",)
+WITH_SINKS = ("native", "triton")
 WITH_LATENT = ("native",)
 NO_SINKS = "it has no attention sinks, which this model needs"
 NO_LATENT = "it reads no latent cache, which this model keeps"
@@ -121,8 +121,8 @@ def _none_is_invariant(reasons: list[str]) -> str:
 
 
 def _with_fp8_cache(wanted: str, spec: AttentionSpec) -> PagedAttention:
-    found: PagedAttention | str = NO_SINKS if spec.sinks else f"{wanted} keeps keys and values in the model's dtype"
-    if wanted in ("auto", "triton") and not spec.sinks:
+    found: PagedAttention | str = f"{wanted} keeps keys and values in the model's dtype"
+    if wanted in ("auto", "triton"):
         found = _triton(spec)
     if not isinstance(found, str):
         logger.info("attention backend: triton, the one with an fp8 cache")

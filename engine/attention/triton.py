@@ -220,7 +220,7 @@ class TritonAttention(PagedAttention):
             BLOCK_H=together,
             FP8=spec.fp8_cache,
         )
-        return self._attend(query, key, value, cache, metadata, window)
+        return self._attend(query, key, value, cache, metadata, window, sinks)
 
     @override
     def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: _Metadata, window: int) -> Tensor:
@@ -243,28 +243,42 @@ class TritonAttention(PagedAttention):
             KEPT=key is not None,
         )
         value = merged.heads[:, spec.num_heads + spec.num_kv_heads :]
-        return self._attend(query, key, value, cache, metadata, window)
+        return self._attend(query, key, value, cache, metadata, window, merged.sinks)
 
     def _attend(
-        self, query: Tensor, key: Tensor | None, value: Tensor, cache: LayerCache, metadata: _Metadata, window: int
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor,
+        cache: LayerCache,
+        metadata: _Metadata,
+        window: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Return the attention of all queries. key: may be None where there is no whole prompt."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if metadata.whole is not None and key is not None:
             metadata.whole.attend(out, query, key, value, window)
         for launch in metadata.launches:
-            self._launch(out, query, cache, metadata.step, launch, window)
+            self._launch(out, query, cache, metadata.step, launch, window, sinks)
             if launch.splits is not None:
-                self._combine(out, metadata.step, launch.splits)
+                self._combine(out, metadata.step, launch.splits, sinks)
         return out
 
     def _launch(
-        self, out: Tensor, query: Tensor, cache: LayerCache, step: StepTensors, launch: _Launch, window: int
+        self,
+        out: Tensor,
+        query: Tensor,
+        cache: LayerCache,
+        step: StepTensors,
+        launch: _Launch,
+        window: int,
+        sinks: Tensor | None,
     ) -> None:
         spec, size, splits = self.spec, launch.size, launch.splits
         attend[len(launch.tiles), spec.num_kv_heads](
             *((out, None, None, query) if splits is None else (out, splits.parts, splits.weights, query)),
-            *(cache.keys, cache.values, cache.scales),
+            *(cache.keys, cache.values, cache.scales, sinks),
             *(launch.tiles, step.query_start_loc, step.seq_lens, step.block_tables),
             *(spec.scale, spec.softcap, window),
             *(query.stride(0), step.block_tables.stride(0), cache.keys.stride(0)),
@@ -284,10 +298,10 @@ class TritonAttention(PagedAttention):
             num_stages=size.stages,
         )
 
-    def _combine(self, out: Tensor, step: StepTensors, splits: _Splits) -> None:
+    def _combine(self, out: Tensor, step: StepTensors, splits: _Splits, sinks: Tensor | None) -> None:
         spec = self.spec
         combine[len(splits.rows), spec.num_heads](
-            *(out, splits.parts, splits.weights, splits.spans, splits.rows, step.query_start_loc),
+            *(out, splits.parts, splits.weights, sinks, splits.spans, splits.rows, step.query_start_loc),
             HEAD_DIM=spec.head_dim,
             BLOCK_D=padded(spec.head_dim),
             BLOCK_S=COMBINED_TOGETHER,

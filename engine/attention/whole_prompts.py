@@ -87,6 +87,8 @@ def why_not_torch_prompts(spec: AttentionSpec) -> str | None:
     reason = unfit_for_paged_varlen(spec)
     if reason is not None:
         return reason
+    if spec.sinks:
+        return "it has no attention sinks, which this model needs"
     if spec.softcap:
         return "it has no softcap, which this model needs"
     if not installed(VARLEN):

@@ -73,6 +73,7 @@ def combine(
     out,  # [num_tokens, heads, HEAD_DIM]
     parts,  # [room, heads, HEAD_DIM] fp32
     weight,  # [room, heads] fp32, log2; -inf where a split has no keys, NaN of NaNs
+    sinks,  # [heads] fp32, None = there are none
     spans,  # first share and splits of each tile, [num_tiles, 2]
     tiles,  # row of each tile, and 0, [num_tiles, 2]
     starts,  # [num_rows + 1]
@@ -104,7 +105,10 @@ def combine(
             part = tl.load(parts + place[:, None] * HEAD_DIM + dims[None, :], mask=used, other=0.0)
             total += tl.sum(counted, 0)
             sums += tl.sum(part * counted[:, None], 0)
-        result = tl.where(total != 0, sums / tl.where(total != 0, total, 1.0), 0.0)
+        found = total != 0
+        if sinks is not None:
+            total += tl.exp2(tl.load(sinks + head) * LOG2_E - level)
+        result = tl.where(found, sums / tl.where(found, total, 1.0), 0.0)
         tl.store(out + (token * heads + head) * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -126,6 +130,7 @@ def attend(
     keys,  # [num_blocks, PAGE, kv_heads, HEAD_DIM], as values
     values,
     scales,  # [2, kv_heads] fp32, of fp8 keys and values
+    sinks,  # a score of each head that has no value, [heads] fp32; None = there are none
     tiles,  # row and first query of each tile, [num_tiles, 2]; of splits: the shares of `triton_splits.share_out`
     starts,  # [num_rows + 1], queries of each row
     lengths,  # [num_rows], keys of each row
@@ -201,6 +206,10 @@ def attend(
     )  # fmt: skip
 
     found = total != 0  # a NaN is found, too: it must come out, and no split of it be left out
+    if sinks is not None:
+        # Of several splits `combine` adds it, once.
+        lone = tl.exp2(tl.load(sinks + head) * LOG2_E - tl.where(best == float("-inf"), 0.0, best))
+        total += tl.where(found & (splits == 1), lone, 0.0)
     result = sums * tl.where(found, value_scale / tl.where(found, total, 1.0), 0.0)[:, None]
     heads = kv_heads * GROUP
     if SPLIT:

@@ -80,6 +80,10 @@ class Lab:
             pair.flatten(1, 2)[:, where] = self.random(2, cached, *shape[2:]).float()
         return LayerCache(*pair.to(s.cache_dtype), scales)
 
+    def sinks(self):
+        """Return a score of each head that has no value, None where the spec asks for none."""
+        return torch.linspace(-2.0, 4.0, self.spec.num_heads, device=self.spec.device) if self.spec.sinks else None
+
     def split(self):
         s = self.spec
         return self.merged.split((s.num_heads, s.num_kv_heads, s.num_kv_heads), dim=1)
@@ -90,7 +94,9 @@ class Lab:
         norms = self.random(s.num_heads + s.num_kv_heads, s.head_dim) if normed else None
         angles = torch.rand(len(self.positions), s.head_dim // 2, generator=self._random) * 6
         rotation = torch.stack((angles.cos(), angles.sin()), 1).to(s.device) if rotated else None
-        return MergedHeads(self.merged, norms, rotation, 1e-5, (kernels or TorchKernels()).norm_rotate)
+        return MergedHeads(
+            self.merged, norms, rotation, 1e-5, (kernels or TorchKernels()).norm_rotate, self.sinks()
+        )
 
     def stored(self):
         """Return the keys and values that the cache holds, in fp32 as they are attended to."""
@@ -120,7 +126,11 @@ class Lab:
             scores = torch.einsum("qhd,khd->hqk", query[first : first + new].double(), keys) * s.scale
             if s.softcap:
                 scores = torch.tanh(scores / s.softcap) * s.softcap
-            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if s.sinks:
+                sinks = self.sinks().double()[:, None, None].expand(-1, new, 1)
+                scores = torch.cat((scores, sinks), dim=-1)
+            weights = scores.softmax(-1)[..., : cached + new]
             out[first : first + new] = torch.einsum("hqk,khd->qhd", weights, values)
             first += new
         return out

@@ -37,7 +37,7 @@ def check(lab, backend=None, window=0, metadata=None):
     backend = backend or TritonAttention(lab.spec)
     query, key, value = lab.split()
     metadata = metadata or backend.prepare(lab.step)
-    out = backend.forward(query, key, value, lab.cache, metadata, window)
+    out = backend.forward(query, key, value, lab.cache, metadata, window, lab.sinks())
     real = sum(new for _, new in lab.shapes)
     written = lab.stored().flatten(1, 2)[:, lab.step.slot_mapping[:real]]
     assert torch.equal(written, lab.as_stored(key, value)[:, :real])
@@ -128,6 +128,31 @@ def test_what_is_no_number_is_told_and_stays_in_its_row(processors, poison):
     assert torch.isfinite(out[1:]).all()
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("longest", [90, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)])
+def test_a_sink_takes_its_share_of_each_heads_softmax_once(window, longest, dtype):
+    lab = Lab(spec(windows=(0, window), sinks=True, dtype=dtype), [(longest, 1), (0, 1), (77, 1), (20, 9), (0, 40)])
+    backend = split(lab)
+    assert any(each.splits is not None for each in backend.prepare(lab.step).launches) == (longest > 128)
+    check(lab, backend, window)
+    fused = lab.heads(True, True)
+    out = backend.forward_merged(fused, lab.cache, backend.prepare(lab.step), window)
+    plain = replace(fused, rotation=TorchKernels().rotation(fused.rotation))
+    expected = PagedAttention.forward_merged(backend, plain, lab.cache, backend.prepare(lab.step), window)
+    torch.testing.assert_close(out, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_a_sink_far_above_all_scores_leaves_nothing_of_them():
+    lab = Lab(spec(sinks=True), [(300, 1), (0, 5)], padding=1)
+    sinks = torch.full((4,), 1e4)
+    for processors in (1, 1000):
+        backend = split(lab, processors)
+        out = backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), 0, sinks)
+        assert out.eq(0).all()
+
+
 def launch_of(contexts, processors, **values):
     """Return how a step that decodes after so many tokens is launched."""
     lab = Lab(spec(**values), [(context, 1) for context in contexts])
@@ -172,13 +197,14 @@ def test_prompts_are_cut_into_tiles():
     check(lab, backend)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("processors", [1, 32])
-def test_rows_of_padding_get_zeros(processors):
-    lab = Lab(spec(), [(200, 1), (4, 1)], padding=3)
+def test_rows_of_padding_get_zeros(processors, sinks):
+    lab = Lab(spec(sinks=sinks), [(200, 1), (4, 1)], padding=3)
     backend = split(lab, processors)
     query, key, value = lab.split()
     for metadata in (backend.decode_metadata(lab.step, 2000), backend.prepare(lab.step)):
-        out = backend.forward(query, key, value, lab.cache, metadata, 0)
+        out = backend.forward(query, key, value, lab.cache, metadata, 0, lab.sinks())
         torch.testing.assert_close(out.double(), lab.defined(query, 0), rtol=2e-5, atol=2e-5)
         assert out[2:].eq(0).all()
 

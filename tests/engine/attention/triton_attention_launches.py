@@ -18,6 +18,7 @@ GEMMA = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "softcap": 50.0, "w
 CASES = [
     ("bf16", 90, QWEN3),
     ("batch invariant", 90, QWEN3 | {"batch_invariant": True}),
+    ("sinks", 90, QWEN3 | {"num_heads": 64, "head_dim": 64, "sinks": True, "windows": (128,)}),
     ("window and softcap", 90, QWEN3 | GEMMA),
     ("fp8 cache", 90, QWEN3 | {"fp8_cache": True}),
     ("fp32", 90, QWEN3 | {"dtype": torch.float32}),
@@ -44,7 +45,7 @@ def launch(case, capability, values):
             lab = Lab(backend.spec, shapes)
             for programs in (1, 100):  # keys of a decode in one piece, and split
                 backend._processors = programs
-                backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window)
+                backend.forward(*lab.split(), lab.cache, backend.prepare(lab.step), window, lab.sinks())
             backend.forward_merged(lab.heads(True, True), lab.cache, backend.prepare(lab.step), window)
         if why_not_torch(wanted) is None:
             torchs = TorchPrompts(wanted)
