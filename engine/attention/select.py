@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 ON_GPU = ("flash", "triton", "torch_varlen")
 ON_CPU = ("flash", "native")
 WITH_SINKS = ("native", "triton")
-WITH_LATENT = ("native",)
+WITH_LATENT = ("native", "triton")
 NO_SINKS = "it has no attention sinks, which this model needs"
 NO_LATENT = "it reads no latent cache, which this model keeps"
 
@@ -167,5 +167,8 @@ def _triton_beside_torch(spec: AttentionSpec) -> PagedAttention | str:
 
 
 def _made_triton(spec: AttentionSpec, torchs: TorchPrompts | None) -> PagedAttention:
+    if spec.latent:
+        latent: PagedAttention = importlib.import_module("engine.attention.triton_latent").TritonLatentAttention(spec)
+        return latent
     made: PagedAttention = importlib.import_module("engine.attention.triton").TritonAttention(spec, torchs=torchs)
     return made

@@ -37,7 +37,7 @@ COMBINED_TOGETHER = 16  # splits
 
 
 @dataclass(frozen=True, slots=True)
-class _Splits:
+class Splits:
     """What the rows of one query have been shared out to, and what is to be joined of that.
 
     rows: see `_identity`. shares, spans, parts, weights: see `triton_splits`.
@@ -51,7 +51,7 @@ class _Splits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Launch:
+class Launch:
     """Tiles of queries that one launch takes, in every layer.
 
     tiles: row and first query of each, [num_tiles, 2], or the shares of `splits`. size: how they are cut. tokens:
@@ -61,15 +61,15 @@ class _Launch:
     tiles: Tensor
     size: Tile
     tokens: int
-    splits: _Splits | None = None
+    splits: Splits | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Metadata:
+class Metadata:
     """What there is to launch, and the whole prompts that are another's."""
 
     step: StepTensors
-    launches: tuple[_Launch, ...]
+    launches: tuple[Launch, ...]
     whole: WholePrompts | None = None
 
 
@@ -94,24 +94,25 @@ class TritonAttention(PagedAttention):
         on_gpu = spec.device.type == "cuda"
         self._tuning = tuning or (_tuning_here(spec) if on_gpu else unmeasured(spec))
         self._tokens = self._tuning.prefill.rows // spec.group  # of a tile of prompts
+        self._head_parts = spec.num_kv_heads  # programs of a tile
         self._processors = _processors(spec.device) if on_gpu else 4
         self._all_rows = _identity(256, spec.device)
         self._graph_rows: dict[int, Tensor] = {}
         self._torchs = torchs
 
     @override
-    def prepare(self, step: StepTensors) -> _Metadata:
+    def prepare(self, step: StepTensors) -> Metadata:
         layout = step.layout
         lengths = np.diff(layout.query_start_loc)
         if lengths.max(initial=0) <= 1:
-            return _Metadata(step, (self._decode(step, self._rows(len(lengths)), layout.seq_lens),))
+            return Metadata(step, (self._decode(step, self._rows(len(lengths)), layout.seq_lens),))
         whole = self._torchs.find(step) if self._torchs else None
         tiles = cut(layout, self._tokens)[:, :2]
         if whole is not None:
             tiles = tiles[(tiles[:, 0] < whole.row) | (tiles[:, 0] >= whole.beyond_row)]
-        return _Metadata(step, self._launches(step, tiles, lengths[tiles[:, 0]] == 1), whole)
+        return Metadata(step, self._launches(step, tiles, lengths[tiles[:, 0]] == 1), whole)
 
-    def _launches(self, step: StepTensors, tiles: Ints, single: NDArray[np.bool_]) -> tuple[_Launch, ...]:
+    def _launches(self, step: StepTensors, tiles: Ints, single: NDArray[np.bool_]) -> tuple[Launch, ...]:
         """Return the launches of tiles of queries. single: those of rows of one query."""
         if not len(tiles):
             return ()
@@ -123,12 +124,12 @@ class TritonAttention(PagedAttention):
         return (*prompts, self._decode(step, listed[:count], keys)) if count else prompts
 
     @override
-    def decode_metadata(self, step: StepTensors, max_seq_len: int) -> _Metadata:
+    def decode_metadata(self, step: StepTensors, max_seq_len: int) -> Metadata:
         count = len(step.seq_lens)
         # Kept for good, and made before anything is recorded: a graph keeps the address and need not make them again.
         if count not in self._graph_rows:
             self._graph_rows[count] = _identity(count, self.spec.device)
-        return _Metadata(step, (self._decode(step, self._graph_rows[count], np.array([max_seq_len])),))
+        return Metadata(step, (self._decode(step, self._graph_rows[count], np.array([max_seq_len])),))
 
     @override
     def mixed_plan_size(self, tokens: int, rows: int) -> int:
@@ -148,10 +149,10 @@ class TritonAttention(PagedAttention):
         return plan.reshape(-1)
 
     @override
-    def mixed_metadata(self, step: StepTensors, plan: Tensor, max_seq_len: int) -> _Metadata:
+    def mixed_metadata(self, step: StepTensors, plan: Tensor, max_seq_len: int) -> Metadata:
         rows, tiles = len(step.seq_lens) - 1, plan.view(-1, 2)
         decodes = self._decode(step, tiles[:rows], np.array([max_seq_len]))
-        return _Metadata(step, (self._prompts(tiles[rows:]), decodes))
+        return Metadata(step, (self._prompts(tiles[rows:]), decodes))
 
     def _mixed_tiles(self, tokens: int) -> int:
         """Return how many tiles of prompts a graph of so many tokens has room for."""
@@ -162,19 +163,19 @@ class TritonAttention(PagedAttention):
             self._all_rows = _identity(2 * count, self.spec.device)
         return self._all_rows[:count]
 
-    def _prompts(self, tiles: Tensor) -> _Launch:
-        return _Launch(tiles, self._tuning.prefill, self._tokens)
+    def _prompts(self, tiles: Tensor) -> Launch:
+        return Launch(tiles, self._tuning.prefill, self._tokens)
 
-    def _decode(self, step: StepTensors, rows: Tensor, lengths: NDArray[np.integer]) -> _Launch:
+    def _decode(self, step: StepTensors, rows: Tensor, lengths: NDArray[np.integer]) -> Launch:
         """Return the launch of rows of one query. lengths: keys that they have, or that one of them may have."""
         if self.spec.batch_invariant:
             return self._prompts(rows)
-        whole = _Launch(rows, self._tuning.decode, 1)
+        whole = Launch(rows, self._tuning.decode, 1)
         seen = np.minimum(lengths, self._widest() or lengths)
         least = max(LEAST_SPLIT, ceil_div(int(seen.sum()), self._programs()))
         return self._split(step, whole) if seen.max(initial=0) > least else whole
 
-    def _split(self, step: StepTensors, whole: _Launch) -> _Launch:
+    def _split(self, step: StepTensors, whole: Launch) -> Launch:
         """Share the keys out among programs, on the device: lengths differ each time that a graph is replayed."""
         spec, rows, count = self.spec, whole.tiles, len(whole.tiles)
         room = count + self._programs()
@@ -186,13 +187,13 @@ class TritonAttention(PagedAttention):
             MOST=MOST_SPLITS,
             BLOCK=SHARED_OUT_TOGETHER,
         )
-        parts = made((room, spec.num_heads, spec.head_dim), dtype=torch.float32)
+        parts = made((room, spec.num_heads, spec.value_dim), dtype=torch.float32)
         weights = made((room, spec.num_heads), dtype=torch.float32)
-        return replace(whole, tiles=shares, splits=_Splits(rows, shares, spans, parts, weights))
+        return replace(whole, tiles=shares, splits=Splits(rows, shares, spans, parts, weights))
 
     def _programs(self) -> int:
-        """Return how many programs there should be for each KV head."""
-        return ceil_div(self._tuning.waves * self._processors, self.spec.num_kv_heads)
+        """Return how many programs there should be for each KV head, or part of the heads that share one."""
+        return ceil_div(self._tuning.waves * self._processors, self._head_parts)
 
     def _widest(self) -> int:
         """Return the most keys that any layer reads of a row, 0 = all."""
@@ -205,7 +206,7 @@ class TritonAttention(PagedAttention):
         key: Tensor,
         value: Tensor,
         cache: LayerCache,
-        metadata: _Metadata,
+        metadata: Metadata,
         window: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
@@ -223,7 +224,7 @@ class TritonAttention(PagedAttention):
         return self._attend(query, key, value, cache, metadata, window, sinks)
 
     @override
-    def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: _Metadata, window: int) -> Tensor:
+    def forward_merged(self, merged: MergedHeads, cache: LayerCache, metadata: Metadata, window: int) -> Tensor:
         if merged.norms is None and merged.rotation is None:
             return super().forward_merged(merged, cache, metadata, window)
         spec = self.spec
@@ -251,12 +252,12 @@ class TritonAttention(PagedAttention):
         key: Tensor | None,
         value: Tensor,
         cache: LayerCache,
-        metadata: _Metadata,
+        metadata: Metadata,
         window: int,
         sinks: Tensor | None,
     ) -> Tensor:
         """Return the attention of all queries. key: may be None where there is no whole prompt."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        out = query.new_empty(*query.shape[:2], self.spec.value_dim)
         if metadata.whole is not None and key is not None:
             metadata.whole.attend(out, query, key, value, window)
         for launch in metadata.launches:
@@ -271,7 +272,7 @@ class TritonAttention(PagedAttention):
         query: Tensor,
         cache: LayerCache,
         step: StepTensors,
-        launch: _Launch,
+        launch: Launch,
         window: int,
         sinks: Tensor | None,
     ) -> None:
@@ -298,12 +299,12 @@ class TritonAttention(PagedAttention):
             num_stages=size.stages,
         )
 
-    def _combine(self, out: Tensor, step: StepTensors, splits: _Splits, sinks: Tensor | None) -> None:
+    def _combine(self, out: Tensor, step: StepTensors, splits: Splits, sinks: Tensor | None) -> None:
         spec = self.spec
         combine[len(splits.rows), spec.num_heads](
             *(out, splits.parts, splits.weights, sinks, splits.spans, splits.rows, step.query_start_loc),
-            HEAD_DIM=spec.head_dim,
-            BLOCK_D=padded(spec.head_dim),
+            HEAD_DIM=spec.value_dim,
+            BLOCK_D=padded(spec.value_dim),
             BLOCK_S=COMBINED_TOGETHER,
         )
 

@@ -78,6 +78,8 @@ def shape_of(spec: AttentionSpec, gpu: str) -> Shape:
 
 def unmeasured(spec: AttentionSpec, capability: Capability = SMALLEST) -> Tuning:
     """Return sizes that fit registers and shared memory of a GPU from compute capability 8.0; not measured."""
+    if spec.latent:
+        return _unmeasured_latent(spec, capability)
     width = padded(spec.head_dim) * spec.dtype.itemsize  # bytes of a key
     group = padded(spec.group)
     keys = 64 if width <= 256 else 32 if width <= 512 else 16
@@ -91,6 +93,23 @@ def unmeasured(spec: AttentionSpec, capability: Capability = SMALLEST) -> Tuning
         return wide if shared_bytes(wide, spec, capability) <= room else replace(wide, stages=OVERLAPPING - 1)
 
     return Tuning(tile(group), tile(max(rows, group)), waves=4)
+
+
+def _unmeasured_latent(spec: AttentionSpec, capability: Capability) -> Tuning:
+    roomy = SHARED.get(capability, LEAST_SHARED) > LEAST_SHARED
+    heads = padded(heads_together(spec.num_heads))
+    # Sums of 64 rows take nearly all registers of eight warps: none are left to number tokens by a division.
+    rows = max(heads, (64 if heads == heads_together(spec.num_heads) else 32) if roomy else 16)
+
+    def tile(rows: int) -> Tile:
+        return Tile(rows, 32 if roomy else 16, 8 if rows > 16 else 4, OVERLAPPING - 1)
+
+    return Tuning(tile(heads), tile(rows), waves=4)
+
+
+def heads_together(heads: int) -> int:
+    """Return how many heads that share one latent key a program takes: a divisor of `heads`."""
+    return max(size for size in range(1, MAX_LATENT_HEADS + 1) if heads % size == 0)
 
 
 def shared_bytes(tile: Tile, spec: AttentionSpec, capability: Capability) -> int:
@@ -111,6 +130,8 @@ def padded(size: int) -> int:
 
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
+MAX_LATENT = 512  # features of a latent value
+MAX_LATENT_HEADS = 16  # of a program, whose sums are as wide as the value
 MAX_QUERIES = 32 << 10  # bytes of a KV head's group of queries, which a program holds beside tiles of keys and values
 LEAST_PAGE = 16
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -137,6 +158,12 @@ def unfit_for_triton(spec: AttentionSpec) -> str | None:
     """Return why the kernels serve no such model on any GPU, None when they do."""
     if spec.dtype not in DTYPES:
         return f"it computes in float32, bfloat16 or float16, not {str(spec.dtype).removeprefix('torch.')}"
+    if spec.block_size < LEAST_PAGE or spec.block_size & (spec.block_size - 1):
+        return f"its pages are powers of two from {LEAST_PAGE} tokens, not {spec.block_size}; set block_size to 16"
+    return _unfit_latent(spec) if spec.latent else _unfit_heads(spec)
+
+
+def _unfit_heads(spec: AttentionSpec) -> str | None:
     if spec.head_dim > MAX_HEAD_DIM or spec.head_dim % 8:
         return f"head size {spec.head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if spec.group > MAX_GROUP:
@@ -144,8 +171,15 @@ def unfit_for_triton(spec: AttentionSpec) -> str | None:
     if padded(spec.group) * padded(spec.head_dim) * spec.dtype.itemsize > MAX_QUERIES:
         kind = str(spec.dtype).removeprefix("torch.")
         return f"{spec.group} query heads of size {spec.head_dim} in {kind} share a KV head, more than fit a program"
-    if spec.block_size < LEAST_PAGE or spec.block_size & (spec.block_size - 1):
-        return f"its pages are powers of two from {LEAST_PAGE} tokens, not {spec.block_size}; set block_size to 16"
+    return None
+
+
+def _unfit_latent(spec: AttentionSpec) -> str | None:
+    rotated = spec.head_dim - spec.latent
+    if spec.dtype is torch.float32:
+        return "it attends to latent vectors in bfloat16 or float16, not float32"
+    if spec.latent > MAX_LATENT or spec.latent % 8 or rotated % 8 or not 0 < rotated <= MAX_HEAD_DIM:
+        return f"a latent value of {spec.latent} and {rotated} features; it takes multiples of 8 up to {MAX_LATENT}"
     return None
 
 

@@ -87,10 +87,10 @@ def why_not_torch_prompts(spec: AttentionSpec) -> str | None:
     reason = unfit_for_paged_varlen(spec)
     if reason is not None:
         return reason
-    if spec.sinks:
-        return "it has no attention sinks, which this model needs"
-    if spec.softcap:
-        return "it has no softcap, which this model needs"
+    needs = {"softcap": spec.softcap, "attention sinks": spec.sinks, "latent cache": spec.latent}
+    lacking = [what for what, needed in needs.items() if needed]
+    if lacking:
+        return f"it has no {lacking[0]}, which this model needs"
     if not installed(VARLEN):
         return f"torch {torch.__version__} has no ragged attention"
     asked = {"scale", "window_size"} | ({"enable_gqa"} if spec.group > 1 else set())

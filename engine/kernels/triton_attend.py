@@ -205,16 +205,32 @@ def attend(
         block_stride, slot_stride, HEAD_DIM, PAGE, BLOCK_M, BLOCK_N, BLOCK_D, True, WINDOWED, CAPPED,
     )  # fmt: skip
 
+    write_tile(
+        out, parts, weight, sinks, best, total, sums, value_scale, tile, splits, place, head, kv_heads * GROUP, real,
+        rows < GROUP, HEAD_DIM, BLOCK_D, SPLIT,
+    )  # fmt: skip
+
+
+@triton.jit
+def write_tile(
+    out, parts, weight, sinks, best, total, sums, value_scale, tile, splits, place, head, heads, real, one_token,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write what the softmax gives to `out`, or, of one of several splits, to `parts` and `weight`.
+
+    place, head: token and head of each row; real: whether there is one. one_token: rows of a tile that has one token.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
     found = total != 0  # a NaN is found, too: it must come out, and no split of it be left out
     if sinks is not None:
         # Of several splits `combine` adds it, once.
         lone = tl.exp2(tl.load(sinks + head) * LOG2_E - tl.where(best == float("-inf"), 0.0, best))
         total += tl.where(found & (splits == 1), lone, 0.0)
     result = sums * tl.where(found, value_scale / tl.where(found, total, 1.0), 0.0)[:, None]
-    heads = kv_heads * GROUP
     if SPLIT:
         where = tile.to(tl.int64) * heads + head
-        held = (rows < GROUP) & (splits > 1)
+        held = one_token & (splits > 1)
         level = tl.where(found, best + tl.log2(tl.where(found, total, 1.0)), float("-inf"))
         tl.store(weight + where, level, mask=held)
         tl.store(parts + where[:, None] * HEAD_DIM + dims[None, :], result, mask=held[:, None] & inside[None, :])

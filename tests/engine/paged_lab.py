@@ -94,9 +94,7 @@ class Lab:
         norms = self.random(s.num_heads + s.num_kv_heads, s.head_dim) if normed else None
         angles = torch.rand(len(self.positions), s.head_dim // 2, generator=self._random) * 6
         rotation = torch.stack((angles.cos(), angles.sin()), 1).to(s.device) if rotated else None
-        return MergedHeads(
-            self.merged, norms, rotation, 1e-5, (kernels or TorchKernels()).norm_rotate, self.sinks()
-        )
+        return MergedHeads(self.merged, norms, rotation, 1e-5, (kernels or TorchKernels()).norm_rotate, self.sinks())
 
     def stored(self):
         """Return the keys and values that the cache holds, in fp32 as they are attended to."""

@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,13 +14,15 @@ from engine.attention.base import MergedHeads
 from engine.attention.native import NativeAttention, why_not_native_attention
 from engine.attention.reference import ReferenceAttention
 from engine.attention.select import select_backend
+from engine.attention.triton_latent import TritonLatentAttention
 from engine.errors import ConfigError
 from engine.inputs.step_buffers import to_device
 from engine.kernels import native as compiler
 from engine.kernels.base import TorchKernels
 from engine.kv.cache import KVCache
 from engine.kv.cache_specs import LatentSpec
-from tests.long import examples
+from tests.interpreter import exact_halves
+from tests.long import examples, long
 from tests.parity import test_attention as paged
 
 CPU = torch.device("cpu")
@@ -91,7 +94,12 @@ def tokens(s, count, seed):
 )
 def test_attention_is_the_definition_in_any_chunks(name, dtype, sizes, heads, lengths, cuts):
     s = spec(dtype=dtype, head_dim=sizes[0], latent=sizes[1], block_size=sizes[2], num_heads=heads)
-    lab = Lab(BACKENDS[name](s))
+    check(BACKENDS[name](s), lengths, cuts)
+
+
+def check(backend, lengths, cuts):
+    """Attend to sequences of so many tokens in two steps, and compare with the definition."""
+    s, lab = backend.spec, Lab(backend)
     sequences = [(row, tokens(s, length, row)) for row, length in enumerate(lengths)]
     first = [max(1, round(length * cut)) for length, cut in zip(lengths, cuts, strict=False)]
     begun = lab.run(sequences, first, [0] * len(first))
@@ -101,10 +109,39 @@ def test_attention_is_the_definition_in_any_chunks(name, dtype, sizes, heads, le
     if going:
         ended = lab.run([sequences[i] for i in going], [rest[i] for i in going], [first[i] for i in going])
         ends = dict(zip(going, ended, strict=True))
-    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    tolerance = 1e-5 if s.dtype is torch.float32 else 3e-2
     for i, (_, heads) in enumerate(sequences):
         found = torch.cat((begun[i], ends[i])) if i in ends else begun[i]
         torch.testing.assert_close(found.double(), definition(s, heads), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "sizes", "processors"),
+    [(4, (48, 32), 1), (6, (80, 64), 1000), long(17, (56, 40), 1), long(32, (576, 512), 1000)],
+)
+def test_triton_attends_to_latent_vectors_in_prompts_chunks_and_decodes(dtype, heads, sizes, processors):
+    """A prompt, chunks behind one, tokens alone (of 90 in splits of keys where there are many processors)."""
+    s = spec(dtype=dtype, num_heads=heads, head_dim=sizes[0], latent=sizes[1])
+    backend = TritonLatentAttention(s)
+    backend._processors = processors
+    with exact_halves(), mock.patch("engine.attention.triton.LEAST_SPLIT", 32):
+        check(backend, [33, 20, 90, 1], [1.0, 0.4, 89 / 90, 0.0])
+        check(backend, [90, 2], [89 / 90, 0.5])
+
+
+def test_padding_of_a_graph_gets_zeros_from_a_latent_cache():
+    lab = Lab(TritonLatentAttention(spec()))
+    lab.run([(0, tokens(spec(), 40, 0))], [40], [0])
+    step, _ = to_device(paged.make_step([40, 0], [1, 1]), CPU)
+    step = replace(step, seq_lens=torch.tensor([41, 0], dtype=torch.int32), slot_mapping=torch.tensor([0, 0]))
+    step.block_tables[0, :3] = torch.tensor(lab.rows[0][:3])
+    step = replace(step, block_tables=step.block_tables)
+    metadata = lab.backend.decode_metadata(step, 96)
+    merged = MergedHeads(tokens(spec(), 2, 3), None, None, 0.0, TorchKernels().norm_rotate)
+    out = lab.backend.forward_merged(merged, lab.cache.layers[0], metadata, 0)
+    assert out[1].eq(0).all()
+    assert out[0].ne(0).all()
 
 
 @needs_compiler

@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import torch
 
+from engine.attention.base import MergedHeads
 from engine.attention.triton import TritonAttention
 from engine.attention.triton_fit import LEAST_SHARED, SHARED, shared_bytes, unmeasured
+from engine.attention.triton_latent import TritonLatentAttention
 from engine.attention.varlen import unfit_for_paged_varlen
 from engine.attention.whole_prompts import TorchPrompts
+from engine.kernels.base import TorchKernels
 from tests.engine.paged_lab import Lab, spec
 from tests.triton_compiler import instead_of_launching, show
 
@@ -28,6 +31,32 @@ CASES = [
     ("largest head in fp32", 86, QWEN3 | {"head_dim": 256, "dtype": torch.float32}),
     ("odd head", 80, QWEN3 | {"num_heads": 14, "num_kv_heads": 2, "head_dim": 80, "block_size": 256}),
 ]
+
+
+DEEPSEEK = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 576, "latent": 512, "dtype": torch.bfloat16}
+LATENT = [
+    ("latent", 90, DEEPSEEK),
+    ("latent, all heads", 90, DEEPSEEK | {"num_heads": 128}),
+    ("latent, 20 heads", 90, DEEPSEEK | {"num_heads": 20}),
+    ("latent on A100", 80, DEEPSEEK),
+    ("latent elsewhere", 86, DEEPSEEK),
+]
+
+
+def launch_latent(case, capability, values):
+    with instead_of_launching(capability) as kernels:
+        wanted, target = spec(**values), divmod(capability, 10)
+        tuning = unmeasured(wanted, target)
+        backend = TritonLatentAttention(wanted, tuning)
+        for shapes in STEPS:
+            lab = Lab(replace(wanted, head_dim=576), shapes)
+            merged = lab.merged[:, : wanted.num_heads + 1]
+            for programs in (1, 100):
+                backend._processors = programs
+                heads = MergedHeads(merged, None, None, 0.0, TorchKernels().norm_rotate)
+                backend.forward_merged(heads, lab.cache, backend.prepare(lab.step), 0)
+    for name, kernel in {kernel.hash: (name, kernel) for name, kernel in kernels}.values():
+        show(case, name, kernel, foretold=SHARED.get(target, LEAST_SHARED), room=SHARED.get(target, LEAST_SHARED))
 
 
 def why_not_torch(wanted):
@@ -60,3 +89,5 @@ def launch(case, capability, values):
 if __name__ == "__main__":
     for one in CASES:
         launch(*one)
+    for one in LATENT:
+        launch_latent(*one)
