@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from typing_extensions import override
 
 from engine.kernels import recurrent
 from engine.kernels.recurrent import StateRows
-from parallel.linear import LinearMethod
+from parallel.linear import LinearMethod, ParallelLinear
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -37,6 +38,22 @@ def dequantised_product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor |
     return F.linear(x, plain, bias)
 
 
+class GroupedProduct(ABC):
+    """Products of rows with weights of their experts, of which the host does not know how many rows each gets."""
+
+    @abstractmethod
+    def apply(self, x: Tensor, ends: Tensor, biased: bool = True) -> Tensor:
+        """Return each row's product with its expert's weight, [rows, out] in x's dtype.
+
+        x: [rows, in], in the order of experts. ends: the row behind the last of each expert, [experts] int64. biased:
+        whether biases, where there are any, are added.
+        """
+
+    def fix_tiling(self) -> None:
+        """Let a row's bits depend on nothing but itself from now on, whatever that costs."""
+        return
+
+
 class Kernels(ABC):
     """Products, norms, rotation and gating of flat tokens: contiguous tensors of one dtype, summed in fp32.
 
@@ -49,6 +66,13 @@ class Kernels(ABC):
 
     def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
         """Return the same for `weight` [out, in] in int8 with `scale` [out] in fp32."""
+        return None
+
+    def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:
+        """Return what multiplies by the weights of experts in one launch, None = each multiplies by itself.
+
+        layers: loaded, one of each expert, alike in shape and dtype. They may be made views of one tensor.
+        """
         return None
 
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

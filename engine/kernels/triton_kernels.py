@@ -8,6 +8,7 @@ Imported only where it is chosen: a machine without a GPU has no triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
-from engine.kernels.base import TorchKernels
+from engine.kernels.base import GroupedProduct, TorchKernels
+from engine.kernels.triton_experts import TritonGroupedProduct
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
-from parallel.linear import LinearMethod
+from parallel.linear import LinearMethod, ParallelLinear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768  # elements of a row that a program holds in registers
@@ -36,6 +38,10 @@ class TritonKernels(TorchKernels):
     @override
     def int8_linear(self, weight: Tensor, scale: Tensor) -> LinearMethod | None:
         return TritonInt8Linear(weight, scale)
+
+    @override
+    def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:
+        return TritonGroupedProduct(layers)
 
     @override
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

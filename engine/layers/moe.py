@@ -10,10 +10,11 @@ from typing import ClassVar, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from engine.kernels.base import GroupedProduct, Kernels
 from engine.layers.base import Build, Layer
 from engine.layers.mlp import ACTIVATIONS, MLP, Gate, GatedMLP, sigmoid
 from parallel.group import SoloGroup
-from parallel.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from parallel.linear import MergedColumnParallelLinear, ParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter, replicated
 
 
@@ -102,7 +103,8 @@ class Experts(Layer):
     own: numbers of the experts that this rank holds.
 
     Each expert's weights are linear layers of their own, so that they are packed, quantised and multiplied as all
-    others are; on a CPU a row has the same bits whatever rows are beside it. scales_input: as of `Routing`.
+    others are; on a CPU a row has the same bits whatever rows are beside it. On a GPU one launch multiplies by all of
+    them. scales_input: as of `Routing`.
     """
 
     def __init__(
@@ -130,6 +132,22 @@ class Experts(Layer):
         up = {str(number): MergedColumnParallelLinear(hidden, inner, bias, group, dtype) for number in self.own}
         down = {str(number): RowParallelLinear(width, hidden, bias, group, dtype) for number in self.own}
         self.up, self.down = nn.ModuleDict(up), nn.ModuleDict(down)
+        self.grouped: tuple[GroupedProduct, GroupedProduct] | None = None
+
+    @property
+    def counts_on_host(self) -> bool:
+        """Whether a step waits for the device to say how many rows an expert, or a rank, gets."""
+        return self.grouped is None or self.whole
+
+    def use_kernels(self, kernels: Kernels) -> None:
+        """Multiply by all experts at once, where `kernels` can; called once, after the weights are loaded."""
+        up = kernels.grouped_product([self._linear(self.up, number) for number in self.own])
+        down = kernels.grouped_product([self._linear(self.down, number) for number in self.own])
+        self.grouped = (up, down) if up is not None and down is not None else None
+
+    @staticmethod
+    def _linear(layers: nn.ModuleDict, number: int) -> ParallelLinear:
+        return cast("ParallelLinear", layers[str(number)])
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts, whole on every rank: [num_tokens, hidden].
@@ -165,6 +183,11 @@ class Experts(Layer):
 
     def _outputs(self, inputs: Tensor, numbers: Tensor) -> Tensor:
         """Return what this rank's experts make of rows that lie in the order of their numbers: [num_rows, hidden]."""
+        if self.grouped is not None:
+            own = torch.arange(self.own.start, self.own.stop, device=numbers.device)
+            ends = torch.searchsorted(numbers, own, right=True)
+            up, down = self.grouped
+            return down.apply(self.activate(up.apply(inputs, ends)), ends, self.whole or self.group.rank == 0)
         outputs = torch.empty_like(inputs)
         first = 0
         for expert, count in zip(self.own, self._counts(numbers), strict=True):

@@ -27,11 +27,10 @@ class CausalLM(nn.Module, ABC):
 
     logits_dtype: of `logits` and `own_logits`. cached: the layers that have a cache, in order. layers: all that lies
     between embedding and final norm. names: what modules are called in a checkpoint; empty where they are not
-    our layers. supports_graphs: whether its steps can be recorded in CUDA graphs.
+    our layers.
     """
 
     names: ClassVar[Names] = {}
-    supports_graphs: bool = True
     group: Group
     hidden_size: int
     vocab_size: int
@@ -39,6 +38,11 @@ class CausalLM(nn.Module, ABC):
     layers: nn.Module
     head: ParallelLMHead
     cached: tuple[Layer, ...]
+
+    @property
+    def supports_graphs(self) -> bool:
+        """Whether its steps can be recorded in CUDA graphs, as it computes now."""
+        return False
 
     @property
     @abstractmethod

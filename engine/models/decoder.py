@@ -143,9 +143,6 @@ class DecoderLM(CausalLM):
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
-        # Experts ask on the host how many rows each gets; no kernel of a GPU updates recurrent states yet.
-        experts = any(isinstance(part, Experts) for part in self.modules())
-        self.supports_graphs = not experts and not self.keeps_states
 
     @staticmethod
     @abstractmethod
@@ -154,6 +151,13 @@ class DecoderLM(CausalLM):
 
         Raises `CheckpointError` naming the field of the config that asks for what is not implemented.
         """
+
+    @property
+    @override
+    def supports_graphs(self) -> bool:
+        """No kernel of a GPU updates recurrent states yet."""
+        waits = any(isinstance(part, Experts) and part.counts_on_host for part in self.modules())
+        return not waits and not self.keeps_states
 
     @property
     @override
@@ -177,6 +181,8 @@ class DecoderLM(CausalLM):
         found = {size: select(size) for size in dict.fromkeys(sizes.values())}
         for part in self.parts():
             part.kernels = found[sizes.get(part, next(iter(found)))]
+            if isinstance(part, Experts):
+                part.use_kernels(part.kernels)
 
     @override
     def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:

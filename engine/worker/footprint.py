@@ -27,16 +27,16 @@ from engine.attention.base import (
     StepTensors,
     UnlikeLayers,
 )
-from engine.attention.select import NO_LATENT, NO_SINKS
 from engine.attention.triton_fit import unfit_for_triton
 from engine.attention.varlen import unfit_for_flash
 from engine.config import EngineConfig
 from engine.inputs.dummy_steps import dummy_step
-from engine.kernels.base import E4M3, TorchKernels
+from engine.kernels.base import E4M3, GroupedProduct, TorchKernels
 from engine.kernels.recurrent import StateRows
 from engine.kv.cache_specs import RecurrentSpec, block_bytes, state_bytes
 from engine.layers.attention import attention_specs
 from engine.layers.mla import HeadProducts
+from engine.layers.moe import Experts
 from engine.models.blueprint import META, blueprint, outlined
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
@@ -170,9 +170,8 @@ def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> in
 
 def _why_no_attention(spec: AttentionSpec) -> str | None:
     """Return why no kernel of a GPU serves these layers, None when one does."""
-    if spec.sinks or spec.latent:
-        return NO_SINKS if spec.sinks else NO_LATENT
-    return unfit_for_flash(spec) and unfit_for_triton(spec)
+    ours = unfit_for_triton(spec)
+    return ours if spec.sinks or spec.latent else ours and unfit_for_flash(spec)
 
 
 def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
@@ -186,6 +185,8 @@ def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:
             if isinstance(layer, ParallelLinear) and isinstance(layer.method, QuantizedLinear):
                 layer.method.outline(layer)
                 layer.method.use_kernels(layer, MetaKernels())
+            elif isinstance(layer, Experts):
+                layer.use_kernels(MetaKernels())
     return found.requires_grad_(False)
 
 
@@ -303,6 +304,21 @@ class MetaKernels(TorchKernels):
     @override
     def quantise_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+
+    @override
+    def grouped_product(self, layers: Sequence[ParallelLinear]) -> GroupedProduct | None:
+        return MetaGroupedProduct(len(layers[0].weight))
+
+
+class MetaGroupedProduct(GroupedProduct):
+    """What `outs` outputs of each row take."""
+
+    def __init__(self, outs: int) -> None:
+        self._outs = outs
+
+    @override
+    def apply(self, x: Tensor, ends: Tensor, biased: bool = True) -> Tensor:
+        return x.new_empty(len(x), self._outs)
 
 
 def _table_bytes(model: CausalLM) -> int:

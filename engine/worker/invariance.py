@@ -18,6 +18,7 @@ from torch import nn
 from engine.config import EngineConfig
 from engine.device.gpu import why_no_triton
 from engine.errors import ConfigError
+from engine.layers.moe import Experts
 from engine.loader.fingerprint import sources_digest
 from parallel.group import Group
 from parallel.linear import ParallelLinear
@@ -116,4 +117,8 @@ def fix_products(model: nn.Module) -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, ParallelLinear)]
     for layer in layers:
         layer.method = make(layer.weight)
+    for part in model.modules():
+        if isinstance(part, Experts) and part.grouped is not None:
+            for product in part.grouped:
+                product.fix_tiling()
     logger.info("products: %d by TritonLinear, of one tiling whatever the number of rows", len(layers))

@@ -42,7 +42,6 @@ class TransformersModel(CausalLM):
     Raises `CheckpointError` with the reason for one that cannot be served so.
     """
 
-    supports_graphs = False  # experts ask on the host how many rows each gets
     embedding: ParallelEmbedding
 
     def __init__(self, config: ModelConfig, build: Build) -> None:

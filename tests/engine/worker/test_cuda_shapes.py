@@ -19,6 +19,7 @@ from engine.worker.runner import ModelRunner
 from engine.worker.sleep import TAGS
 from parallel.group import SoloGroup
 from tests.cuda_shapes import cuda_in_shapes, why_no_shapes
+from tests.parity.tiny_models import make
 
 BLOCK = 16
 
@@ -26,7 +27,16 @@ pytestmark = pytest.mark.skipif(why_no_shapes() is not None, reason=str(why_no_s
 
 
 @pytest.fixture(scope="module")
-def played():
+def checkpoints(tmp_path_factory):
+    """Models with experts, sinks and latent vectors, made where tensors have contents."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("qwen3_moe", "gpt_oss", "deepseek_v3")}
+    for name, folder in folders.items():
+        make(name, folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def played(checkpoints):
     with cuda_in_shapes() as played:
         yield played
 
@@ -36,10 +46,10 @@ def runner(played):
     return made()
 
 
-def made(gpu: str = "cuda:0", on_phase=lambda _: None, **changes) -> ModelRunner:
+def made(gpu: str = "cuda:0", on_phase=lambda _: None, model="deploy/demo_model", **changes) -> ModelRunner:
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_blocks": 70, "max_model_len": 1024}
     wanted = {"device": "cuda", "dtype": "bfloat16", "block_size": BLOCK, **sizes, **changes}
-    return ModelRunner(EngineConfig("deploy/demo_model", **wanted), SoloGroup(gpu), on_phase=on_phase)
+    return ModelRunner(EngineConfig(str(model), **wanted), SoloGroup(gpu), on_phase=on_phase)
 
 
 def decode(num_seqs: int, length: int = 40) -> StepInputs:
@@ -110,6 +120,27 @@ def test_a_decode_step_draws_without_waiting_for_the_device(runner, played, chan
     outputs = runner.launch(decode(4), sampling(4, **changes)).result()
     assert outputs.token_ids.shape == (4,)
     assert played.waits == before
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("qwen3_moe", "TritonAttention"), ("gpt_oss", "TritonAttention"), ("deepseek_v3", "TritonLatentAttention")],
+)
+def test_experts_sinks_and_latent_vectors_keep_the_host_out_of_a_step(played, checkpoints, name, attention):
+    """So that steps are recorded in graphs."""
+    runner = made(model=checkpoints[name], max_model_len=64)
+    assert attention in {type(each).__name__ for each in attentions(runner)}
+    assert runner.model.supports_graphs
+    assert runner._forward.pools
+    runner.launch(decode(4), sampling(4)).result()
+    before = played.waits
+    runner.launch(decode(4), sampling(4)).result()
+    assert played.waits == before
+
+
+def attentions(runner):
+    found = runner._attention
+    return getattr(found, "_backends", (found,))
 
 
 def test_what_graphs_took_beside_their_own_memory_is_given_back_before_the_first_step(played, monkeypatch):

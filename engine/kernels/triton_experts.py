@@ -1,0 +1,143 @@
+"""Products of many experts in one launch, in Triton: rows in the order of their experts, each times its own weight.
+
+The host need not know how many rows an expert gets: programs are launched for as many tiles as there can be, and find
+on the device which rows theirs are, so that a step with experts can be recorded in a CUDA graph. A row's sum runs
+over the inputs from first to last in one program. Source of the idea: MegaBlocks (Gale et al., arXiv 2211.15841).
+Imported only where it is chosen: a machine without a GPU has no triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from typing_extensions import override
+
+from engine.kernels.base import GroupedProduct
+from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
+from engine.kernels.triton_linear import DTYPES, NARROW, Tiling
+from parallel.linear import ParallelLinear
+
+FEW = 16  # rows of an expert up to which its weight is read for one tile of the least rows
+
+
+class TritonGroupedProduct(GroupedProduct):
+    """Weights of experts, alike in shape and dtype, in one tensor, [experts, out, in]; the layers keep views of it.
+
+    They may be plain, in int8, or in e4m3, which are widened on the way to the matrix units: rows stay as they are.
+    """
+
+    def __init__(self, layers: Sequence[ParallelLinear]) -> None:
+        first = layers[0]
+        self._weight = _stack([layer.weight for layer in layers])
+        quantised = first.weight.dtype not in DTYPES
+        self._scale = _stack([layer.weight_scale for layer in layers]) if quantised else None
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        self._bias = _stack(biases) if biases else None
+        self._fixed = False
+
+    @override
+    def fix_tiling(self) -> None:
+        self._fixed = True
+
+    @override
+    def apply(self, x: Tensor, ends: Tensor, biased: bool = True) -> Tensor:
+        rows, ins = x.shape
+        experts, outs, _ = self._weight.shape
+        out = x.new_empty(rows, outs)
+        if not rows:
+            return out
+        x = x if x.stride(1) == 1 else x.contiguous()
+        few = rows <= FEW * experts and not self._fixed
+        tiling = grouped_tiling(few, outs, x.dtype)
+        tiles = rows // tiling.rows + min(rows, experts)  # each expert may have one that is not full
+        _multiply_grouped[tiles, ceil_div(outs, tiling.outs)](
+            *(x, self._weight, self._scale, self._bias if biased else None, ends, out),
+            *(rows, outs, ins, x.stride(0), experts),
+            ROWS=tiling.rows,
+            OUTS=tiling.outs,
+            INS=tiling.ins,
+            EXPERTS=next_power_of_2(experts),
+            SCALED=self._scale is not None,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
+        return out
+
+
+def grouped_tiling(few: bool, outs: int, dtype: torch.dtype) -> Tiling:
+    """Return the tiling of experts' products. few: whether an expert gets few rows; outs: of a weight."""
+    if dtype is torch.float32:
+        return Tiling(16 if few else 32, 64, 32, 4, 3)
+    if few:
+        return Tiling(16, 64, 128, 4, 3)
+    return Tiling(64, 64 if outs <= NARROW else 128, 64, 4, 3)
+
+
+def _stack(parameters: Sequence[Tensor]) -> Tensor:
+    """Return the parameters in one tensor, and make them views of it."""
+    stacked = torch.stack([parameter.data for parameter in parameters])
+    for parameter, own in zip(parameters, stacked, strict=True):
+        parameter.data = own
+    return stacked
+
+
+@kept
+@triton.jit(do_not_specialize=["rows"])
+def _multiply_grouped(
+    x_ptr: tl.tensor,  # [rows, ins], rows strided
+    weight_ptr: tl.tensor,  # [experts, outs, ins]
+    scale_ptr: tl.tensor,  # [experts, outs] fp32
+    bias_ptr: tl.tensor,  # [experts, outs]
+    ends_ptr: tl.tensor,  # [experts] int64, the row behind the last of each
+    out_ptr: tl.tensor,  # [rows, outs], written
+    rows: tl.tensor,
+    outs: tl.tensor,
+    ins: tl.tensor,
+    x_stride: tl.tensor,
+    experts: tl.tensor,
+    ROWS: tl.constexpr,
+    OUTS: tl.constexpr,
+    INS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # a power of two
+    SCALED: tl.constexpr,
+) -> None:
+    """A program per tile of an expert's rows and of outputs."""
+    tile = tl.program_id(0)
+    each = tl.arange(0, EXPERTS)
+    end = tl.load(ends_ptr + each, mask=each < experts, other=0)
+    begin = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = tl.where(each < experts, tl.cdiv(end - begin, ROWS), 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    mine = (tile >= before) & (tile < before + tiles)
+    expert = tl.sum(tl.where(mine, each, 0), 0).to(tl.int64)
+    first = tl.sum(tl.where(mine, begin + (tile - before) * ROWS, 0), 0)
+    beyond = tl.sum(tl.where(mine, end, 0), 0)  # 0 for a tile that nobody has
+    if first >= beyond:
+        return
+    row = first + tl.arange(0, ROWS)
+    out = tl.program_id(1) * OUTS + tl.arange(0, OUTS)
+    step = tl.arange(0, INS)
+    x_row = x_ptr + row[:, None].to(tl.int64) * x_stride
+    weight_row = weight_ptr + (expert * outs + out[None, :]) * ins
+    has_row, has_out = row[:, None] < beyond, out[None, :] < outs
+    total = tl.zeros((ROWS, OUTS), dtype=tl.float32)
+    for start in range(0, ins, INS):
+        at = start + step
+        x = tl.load(x_row + at[None, :], mask=has_row & (at[None, :] < ins), other=0.0)
+        inside = has_out & (at[:, None] < ins)
+        if SCALED:
+            weight = tl.load(weight_row + at[:, None], mask=inside)  # there is no zero that int8 and e4m3 share
+            weight = tl.where(inside, weight.to(tl.float32), 0.0).to(x.dtype)
+        else:
+            weight = tl.load(weight_row + at[:, None], mask=inside, other=0.0)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+    if SCALED:
+        total *= tl.load(scale_ptr + expert * outs + out, mask=out < outs, other=0.0)[None, :]
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + expert * outs + out, mask=out < outs, other=0.0)[None, :].to(tl.float32)
+    where = out_ptr + row[:, None].to(tl.int64) * outs + out[None, :]
+    tl.store(where, total.to(out_ptr.dtype.element_ty), mask=has_row & has_out)
