@@ -171,7 +171,7 @@ def _parameters(config: EngineConfig, model: ModelConfig, built: CausalLM) -> in
 def _why_no_attention(spec: AttentionSpec) -> str | None:
     """Return why no kernel of a GPU serves these layers, None when one does."""
     ours = unfit_for_triton(spec)
-    return ours if spec.sinks or spec.latent else ours and unfit_for_flash(spec)
+    return ours if spec.sinks or spec.latent else unfit_for_flash(spec) and ours
 
 
 def build_blueprint(config: EngineConfig, model: ModelConfig) -> CausalLM:

@@ -37,7 +37,7 @@ def run(backend, lab, window=0, metadata=None):
     """Return the result, and what it should be; what was stored is checked to the bit."""
     query, key, value = lab.split()
     metadata = metadata or backend.prepare(lab.step)
-    out = backend.forward(query, key, value, lab.cache, metadata, window)
+    out = backend.forward(query, key, value, lab.cache, metadata, window, lab.sinks())
     real = sum(new for _, new in lab.shapes)
     written = lab.stored().flatten(1, 2)[:, lab.step.slot_mapping[:real].long()]
     assert torch.equal(written, lab.as_stored(key, value)[:, :real])
@@ -68,6 +68,29 @@ def test_heads_of_real_models(backend_of, heads, kv_heads, head_dim, fp8):
         pytest.skip("this GPU has no fp8")
     s = on_gpu(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, fp8_cache=fp8)
     check(backend_of(s), Lab(s, MIXED))
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("shapes", [MIXED, DECODES, [(32_000, 1)]], ids=["mixed", "decodes", "long"])
+def test_sinks(backend_of, window, shapes):
+    """As gpt-oss has them."""
+    s = on_gpu(num_heads=64, head_dim=64, windows=(0, 128), sinks=True)
+    check(backend_of(s), Lab(s, shapes), window)
+
+
+@pytest.mark.parametrize("shapes", [MIXED, DECODES, [(32_000, 1)]], ids=["mixed", "decodes", "long"])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_latent_vectors(shapes, heads):
+    """As DeepSeek has them: the definition is that of one KV head whose value is the key's first 512 features."""
+    from engine.attention.triton_latent import TritonLatentAttention
+
+    s = on_gpu(num_heads=heads, num_kv_heads=1, head_dim=576, latent=512, scale=192**-0.5)
+    lab, backend = Lab(s, shapes), TritonLatentAttention(s)
+    query, key, _ = lab.split()
+    out = backend.forward(query, key, key[..., :512], lab.cache, backend.prepare(lab.step), 0)
+    lab.cache.values[:] = lab.cache.keys
+    near = CLOSE[s.dtype]
+    torch.testing.assert_close(out.double(), lab.defined(query, 0)[..., :512], rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("window", [1, 100, 1024])

@@ -80,3 +80,29 @@ def test_a_row_has_the_same_bits_in_any_company(kernels):
         part = x[first:beyond].clone()
         assert torch.equal(triton.rms_norm(part, weight, EPS), whole[0][first:beyond])
         assert torch.equal(triton.silu_gate(part), whole[1][first:beyond])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 4096])
+@pytest.mark.parametrize("sizes", [(2048, 1536), (768, 2048)])
+def test_products_of_experts(rows, sizes):
+    """Qwen3-30B-A3B's: each row with its expert's weight, of 128, in one launch."""
+    from engine.kernels.triton_experts import TritonGroupedProduct
+    from parallel.group import SoloGroup
+    from parallel.linear import ReplicatedLinear
+
+    ins, outs = sizes
+    layers = [ReplicatedLinear(ins, outs, False, SoloGroup("cuda:0"), torch.bfloat16) for _ in range(128)]
+    for number, layer in enumerate(layers):
+        layer.weight.data = some(outs, ins, seed=number)
+    product = TritonGroupedProduct(layers)
+    x = some(rows, ins, seed=200)
+    numbers = (
+        torch.randint(128, (rows,), device="cuda", generator=torch.Generator("cuda").manual_seed(1)).sort().values
+    )
+    ends = torch.searchsorted(numbers, torch.arange(128, device="cuda"), right=True)
+    found = product.apply(x, ends)
+    first = 0
+    for layer, end in zip(layers, ends.tolist(), strict=True):
+        expected = x[first:end].float() @ layer.weight.float().T
+        torch.testing.assert_close(found[first:end].float(), expected, rtol=2e-2, atol=0.5)
+        first = end

@@ -424,7 +424,8 @@ def launches():
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_gpus_and_fit_them(launches):
     """What the interpreter does not tell: types, layouts, registers, shared memory."""
-    assert {one["kernel"] for one in launches} == {"attend", "share_out", "combine", "store", "norm_rotate_store"}
+    kernels = {"attend", "attend_latent", "share_out", "combine", "store", "norm_rotate_store"}
+    assert {one["kernel"] for one in launches} == kernels
     for one in launches:
         assert one["kernel"] != "attend" or one["shared"] <= one["foretold"], one
         assert max(one["shared"], one["foretold"]) <= one["room"], one
@@ -442,7 +443,7 @@ def test_kernels_compile_for_gpus_and_fit_them(launches):
     assert max(counts.values()) == 3
     # Keys that were rotated are kept beside the cache where whole prompts are torch's.
     assert all(count <= 2 for (_, kernel), count in counts.items() if kernel == "norm_rotate_store")
-    several = ("attend", "norm_rotate_store")
+    several = ("attend", "attend_latent", "norm_rotate_store")
     assert all(count == 1 for (_, kernel), count in counts.items() if kernel not in several)
 
 
