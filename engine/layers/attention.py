@@ -16,7 +16,7 @@ from engine.errors import CheckpointError
 from engine.kv.cache_specs import CacheSpec, FullAttentionSpec, SlidingWindowSpec
 from engine.layers.base import Build, Layer
 from engine.layers.mlp import sigmoid
-from engine.layers.norm import HeadsNorm, RMSNorm
+from engine.layers.norm import EachHeadNorm, HeadsNorm, RMSNorm
 from engine.layers.rope import QueryScale, Rotary
 from parallel.linear import QKVParallelLinear, RowParallelLinear
 from parallel.parameter import ShardedParameter
@@ -89,7 +89,8 @@ class Attention(CachedAttention):
     heads, kv_heads: of all ranks. window: how many last tokens a query sees, itself included; 0 = all, as where no
     sequence can outgrow the one asked for. head_norm_eps: of RMSNorms of queries and keys before the rotation, None =
     there are none. norm_heads: whether they are of each head, or else of all heads of a token together.
-    norm_weights: whether they have weights. norm_offset: as of `RMSNorm`. scale, softcap, chunk: as of
+    norm_weights: whether they have weights. norm_each: whether they are LayerNorms instead, one for each head
+    with weights of its own. norm_offset: as of `RMSNorm`. scale, softcap, chunk: as of
     `CachedAttention`. rotary: None = not rotated. sinks: whether each head has a learned score that takes its share
     of the softmax and adds nothing (gpt-oss). query_scale: None = queries are not scaled. gated: whether what each
     head gives is multiplied by a sigmoid of the token, which the checkpoint holds beside its query (Qwen3-Next).
@@ -113,6 +114,7 @@ class Attention(CachedAttention):
         norm_heads: bool = True,
         norm_offset: float = 0.0,
         norm_weights: bool = True,
+        norm_each: bool = False,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
@@ -145,9 +147,14 @@ class Attention(CachedAttention):
         self.output = RowParallelLinear(heads * head_dim, hidden, output_bias, group=group, dtype=dtype)
         self.eps = head_norm_eps or 0.0
         self.head_norms: Tensor | None = None  # [heads + kv heads, head_dim]
-        self.q_norm: RMSNorm | HeadsNorm | None = None
-        self.k_norm: RMSNorm | HeadsNorm | None = None
-        if head_norm_eps is not None and not norm_weights:
+        self.q_norm: RMSNorm | HeadsNorm | EachHeadNorm | None = None
+        self.k_norm: RMSNorm | HeadsNorm | EachHeadNorm | None = None
+        order = None if rotary is None else rotary.feature_order
+        if head_norm_eps is not None and norm_each:
+            self.q_norm, self.k_norm = (
+                EachHeadNorm(each, head_dim, head_norm_eps, build, order) for each in (heads, kv_heads)
+            )
+        elif head_norm_eps is not None and not norm_weights:
             self.head_norms = torch.ones(
                 self.num_heads + self.num_kv_heads, head_dim, dtype=dtype, device=group.device
             )
@@ -159,7 +166,6 @@ class Attention(CachedAttention):
         if sinks:
             pieces = even_pieces([heads], group.rank, group.size, "num_attention_heads")
             self.sinks = ShardedParameter.of((self.num_heads,), torch.float32, group.device, 0, pieces)
-        order = None if rotary is None else rotary.feature_order
         if gated or order is not None:
             self._order_rows(range(head_dim) if order is None else order)
 
@@ -178,7 +184,7 @@ class Attention(CachedAttention):
         """Put the norms of queries and keys in the order of their features, and lay those of heads side by side."""
         order = None if self.rotary is None else self.rotary.feature_order
         for norm in (self.q_norm, self.k_norm):
-            if norm is not None and order is not None:
+            if isinstance(norm, RMSNorm | HeadsNorm) and order is not None:
                 norm.weight.data = norm.weight.view(-1, self.head_dim)[:, order].flatten()
         if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
             counts = ((self.q_norm, self.num_heads), (self.k_norm, self.num_kv_heads))
@@ -188,7 +194,8 @@ class Attention(CachedAttention):
     def forward(self, x: Tensor, rotations: Mapping[Layer, Any], context: AttentionContext) -> Tensor:
         """[num_tokens, hidden] -> [num_tokens, hidden]. rotations: of the step, by the layer that makes them."""
         merged = self.qkv(x)
-        if isinstance(self.q_norm, HeadsNorm) and isinstance(self.k_norm, HeadsNorm):
+        before = (HeadsNorm, EachHeadNorm)  # others are computed together with the rotation
+        if isinstance(self.q_norm, before) and isinstance(self.k_norm, before):
             q, k = self.qkv.q_size, self.qkv.kv_size
             merged[:, :q] = self.q_norm(merged[:, :q])
             merged[:, q : q + k] = self.k_norm(merged[:, q : q + k])

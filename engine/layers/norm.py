@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from engine.layers.base import Build, Layer
@@ -122,6 +124,34 @@ class LayerNorm(Layer):
     def add(self, residual: Tensor, x: Tensor | None) -> Tensor:
         """Add x, unless it is None, to `residual` in place and return the sum normed; all [num_tokens, size]."""
         return self.forward(residual if x is None else residual.add_(x))
+
+
+class EachHeadNorm(Layer):
+    """LayerNorm without bias of each head, with weights of its own (StableLM 2).
+
+    heads: of all ranks; every rank reads the weights of all, which are few, and keeps those of its own at hand.
+    order: of the features of a head, as the product gives them; None = as in the checkpoint. scales: weights of the
+    heads of this rank in that order, [heads, head_dim], once they are loaded.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float, build: Build, order: Sequence[int] | None) -> None:
+        super().__init__()
+        self.eps, self.head_dim, self.order = eps, head_dim, order
+        first = kv_head_start(heads, build.group.rank, build.group.size)
+        count = kv_heads_per_rank(heads, build.group.size)
+        self.own = slice(first, first + count)
+        self.norms = nn.ModuleList(LayerNorm(head_dim, eps, build, bias=False) for _ in range(heads))
+        self.scales = torch.ones(count, head_dim, dtype=build.dtype, device=build.group.device)
+
+    @override
+    def finish_loading(self) -> None:
+        scales = torch.stack([weight.data for weight in self.parameters()][self.own])
+        self.scales = scales if self.order is None else scales[:, self.order]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normed: [num_tokens, features of this rank's heads], rows may be strided."""
+        heads = x.unflatten(1, (-1, self.head_dim))
+        return (F.layer_norm(heads, (self.head_dim,), eps=self.eps) * self.scales).flatten(1)
 
 
 Norm = RMSNorm | LayerNorm

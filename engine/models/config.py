@@ -61,6 +61,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3NextForCausalLM": {"num_key_value_heads": 2, "num_local_experts": 512, "num_experts_per_tok": 10},
     "Qwen3_5ForCausalLM": {"num_key_value_heads": 4},
     "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "num_local_experts": 256},
+    "StableLmForCausalLM": {"num_key_value_heads": 32, "eos_token_id": 0},
 }
 # What the config of a model that sees images says of its text half beside `text_config`.
 OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")

@@ -99,6 +99,24 @@ class NormedAfterLayer(nn.Module):
         return self.after_mlp(self.mlp(residual))
 
 
+class ParallelLayer(nn.Module):
+    """Attention and feed-forward read one norm, and both are added to the residual stream (GPT-J, GPT-NeoX)."""
+
+    def __init__(self, norm: Norm, attention: Layer, mlp: Layer) -> None:
+        super().__init__()
+        self.norm = norm
+        self.attention = attention
+        self.mlp = mlp
+
+    def forward(
+        self, residual: Tensor, update: Tensor | None, rotations: Mapping[Layer, Any], context: AttentionContext
+    ) -> Tensor:
+        """As of `DecoderLayer`."""
+        x = self.norm.add(residual, update)
+        attended: Tensor = self.attention(x, rotations, context)
+        return attended + self.mlp(x)
+
+
 class Stack(NamedTuple):
     """What a family is composed of.
 

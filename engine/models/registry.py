@@ -43,6 +43,7 @@ FAMILIES: Mapping[str, str] = {
     "Qwen3NextForCausalLM": "engine.models.qwen3_next.Qwen3Next",
     "Qwen3_5ForCausalLM": "engine.models.qwen3_next.Qwen35",
     "Qwen3_5MoeForCausalLM": "engine.models.qwen3_next.Qwen35Moe",
+    "StableLmForCausalLM": "engine.models.stablelm.StableLm",
 }
 
 

@@ -9,6 +9,7 @@ from deploy.demo import demo_model_path
 from engine.attention.base import AttentionContext
 from engine.config import EngineConfig
 from engine.layers.attention import attention_specs
+from engine.layers.norm import EachHeadNorm
 from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model
 from engine.quantization.select import quantization_of
@@ -43,6 +44,7 @@ def held_weights(group, folder, config):
     norms = [getattr(part, "head_norms", None) for part in model.attention]
     tables = [norm for norm in norms if norm is not None]
     tables += [part.table for part in model.of_positions]
+    tables += [part.scales for part in model.modules() if isinstance(part, EachHeadNorm)]
     storages = {held.untyped_storage().data_ptr(): held.untyped_storage().nbytes() for held in model.parameters()}
     return sum(storages.values()) + sum(table.untyped_storage().nbytes() for table in tables)
 

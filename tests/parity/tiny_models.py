@@ -156,6 +156,16 @@ CONFIGS = {
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, sliding_window=11),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=11),
+    "stablelm": lambda: transformers.StableLmConfig(
+        **SMALL, use_qkv_bias=True, layer_norm_eps=1e-3, partial_rotary_factor=0.5
+    ),
+    "stablelm_parallel": lambda: transformers.StableLmConfig(
+        **SMALL,
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         n_embd=64,
         n_layer=3,

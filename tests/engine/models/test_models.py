@@ -193,6 +193,42 @@ def test_gpt2_assumes_what_transformers_does_where_its_config_says_nothing():
     assert ModelConfig.of({"architectures": ["GPT2LMHeadModel"]}).eos_token_ids == (expected.eos_token_id,)
 
 
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_stablelm_has_the_tensors_that_its_fields_ask_for(parallel, normed, biased):
+    config = transformers.StableLmConfig(
+        **SMALL, use_parallel_residual=parallel, qk_layernorm=normed, use_qkv_bias=biased
+    )
+    with torch.device("meta"):
+        expected = transformers.StableLmForCausalLM(config).state_dict()
+    rules = blueprint(config_of(config), 2).weights()
+    assert {rule.name: rule.shape for rule in rules} == {n: tuple(t.shape) for n, t in expected.items()}
+
+
+def test_stablelm_rotates_a_quarter_of_a_head_where_its_config_says_nothing():
+    said, silent, half = (
+        built("stablelm_parallel", rope_parameters=rope).of_positions[0].feature_order
+        for rope in ({"partial_rotary_factor": 0.25}, None, {"partial_rotary_factor": 0.5})
+    )
+    assert said == silent != half
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head_dim": 32}, "head_dim = 32 is not supported, only 16"),
+        ({"hidden_size": 66}, "hidden_size = 66 is not a multiple of num_attention_heads = 4"),
+        ({"hidden_act": "tanh"}, "hidden_act = 'tanh' is not supported; known: silu, "),
+        ({"qk_layernorm": 1}, "qk_layernorm must be true or false, not 1"),
+    ],
+    ids=str,
+)
+def test_stablelm_refuses_by_name_what_it_does_not_implement(values, message):
+    with pytest.raises(CheckpointError, match=message):
+        built("stablelm", **values)
+
+
 def test_an_architecture_without_a_family_goes_to_transformers_unless_native_is_asked_for():
     assert implementation("LlamaForCausalLM") == "native"
     assert implementation("LlamaForCausalLM", "transformers") == "transformers"
