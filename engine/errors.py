@@ -3,6 +3,7 @@
 SquadronError
 ├── ConfigError              a setting is wrong or does not fit; names the flag and a value that works
 ├── CheckpointError          a model folder is missing, damaged or unsupported; names file and tensor
+│   └── UnsupportedFieldError  config.json asks for what a native family does not implement
 ├── InvalidRequestError      one request is wrong; names the field (`param`)
 │   └── PromptTooLongError   prompt (and what it asks for) exceeds what the model or the cache holds
 ├── GrammarError             the tokens of one request do not match its grammar, or none is left; its request ends
@@ -34,6 +35,10 @@ class ConfigError(SquadronError):
 
 class CheckpointError(SquadronError):
     """A checkpoint cannot be used: file missing, tensor missing, extra or mis-shaped, unknown architecture."""
+
+
+class UnsupportedFieldError(CheckpointError):
+    """config.json asks for what a native family does not implement; transformers' layers may."""
 
 
 class InvalidRequestError(SquadronError):

@@ -259,7 +259,7 @@ def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto")
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
     config = ModelConfig.of(values)
-    config = replace(config, implementation=implementation(config.architecture, impl))
+    config = replace(config, implementation=implementation(config.architecture, impl), falls_back=impl == "auto")
     generation = path / "generation_config.json"
     if generation.is_file():
         more = known_token_ids(read_json(generation).get("eos_token_id"), config.vocab_size)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import CheckpointError, ConfigError, UnsupportedFieldError
 from engine.layers.base import Build
 from engine.layers.moe import Experts
 from engine.models.causal_lm import CausalLM
@@ -18,6 +20,7 @@ from engine.models.registry import family_of
 from parallel.group import Group
 
 META = torch.device("meta")
+logger = logging.getLogger(__name__)
 
 
 class BlueprintGroup(Group):
@@ -58,15 +61,35 @@ class BlueprintGroup(Group):
 def build_model(config: ModelConfig, build: Build) -> CausalLM:
     """Return a model without its weights, on the device of `build`.
 
-    Raises `CheckpointError` for what its family does not implement, `ShardingError` when it cannot be split so, and
+    What a native family does not implement is left to transformers' layers where `config.falls_back`.
+
+    Raises `CheckpointError` for what nobody implements, `ShardingError` when it cannot be split so, and
     `ConfigError` for expert parallelism without experts.
     """
-    model: CausalLM = family_of(config.architecture, config.implementation)(config, build)
+    try:
+        model: CausalLM = family_of(config.architecture, config.implementation)(config, build)
+    except UnsupportedFieldError as refusal:
+        if not config.falls_back or config.implementation == "transformers":
+            raise
+        model = _by_transformers(config, build, refusal)
     if build.expert_parallel and not any(isinstance(part, Experts) for part in model.modules()):
         raise ConfigError(
             f"enable_expert_parallel: {config.architecture} has no experts here; leave the flag out",
             "enable_expert_parallel",
         )
+    return model
+
+
+def _by_transformers(config: ModelConfig, build: Build, refusal: UnsupportedFieldError) -> CausalLM:
+    """Return what transformers' layers make of a model that its native family refuses; raises both reasons."""
+    try:
+        model: CausalLM = family_of(config.architecture, "transformers")(
+            replace(config, implementation="transformers"), build
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{refusal}; transformers' layers do not serve it either: {error}") from error
+    if build.group.device != META:
+        logger.info("model_impl=auto: transformers' layers, since the native family does not serve this: %s", refusal)
     return model
 
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, UnsupportedFieldError
 from engine.models.registry import TEXT_HALVES
 from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
 
@@ -77,6 +77,8 @@ OTHER_NAMES = {
 class HFConfig:
     """One config.json with typed access; every complaint is a `CheckpointError` that names the field.
 
+    What the family does not implement is an `UnsupportedFieldError`.
+
     values: without those that are null.
     """
 
@@ -128,7 +130,9 @@ class HFConfig:
         """Return one of the words `known`."""
         value = self.get(name, default)
         if value not in known:
-            raise CheckpointError(f"config.json: {name} = {value!r} is not supported; known: {', '.join(known)}")
+            raise UnsupportedFieldError(
+                f"config.json: {name} = {value!r} is not supported; known: {', '.join(known)}"
+            )
         return str(value)
 
     def layer_types(self, known: Collection[str], num_layers: int) -> tuple[str, ...] | None:
@@ -140,7 +144,7 @@ class HFConfig:
             raise CheckpointError(f"config.json: layer_types must list {num_layers} layers")
         for kind in types:
             if kind not in known:
-                raise CheckpointError(
+                raise UnsupportedFieldError(
                     f"config.json: layer_types has {kind!r}, which is not supported; known: {', '.join(known)}"
                 )
         return tuple(types)
@@ -148,7 +152,9 @@ class HFConfig:
     def refuse(self, name: str, allowed: Any) -> None:
         """Refuse the field when it is set to anything but `allowed`."""
         if self.get(name, allowed) != allowed:
-            raise CheckpointError(f"config.json: {name} = {self.get(name)!r} is not supported, only {allowed!r}")
+            raise UnsupportedFieldError(
+                f"config.json: {name} = {self.get(name)!r} is not supported, only {allowed!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,7 @@ class ModelConfig:
     as the model's own files say; may be empty.
     quantization: of the checkpoint, None = plain weights. raw: config.json as
     it is, of a text half what it says of that. implementation: who builds the model, "native" or "transformers".
+    falls_back: whether transformers' layers serve it where the native family does not implement a field.
     text_half_of: the architecture of a model that sees images, too, of which this is the text half; "" = none.
     """
 
@@ -173,6 +180,7 @@ class ModelConfig:
     hf: HFConfig
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
     implementation: str = "native"
+    falls_back: bool = False
     text_half_of: str = ""
 
     @classmethod

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from engine.attention.base import AttentionContext
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, UnsupportedFieldError
 from engine.layers.base import Build, Layer, Names
 from engine.layers.mamba import Mamba2, MambaSizes
 from engine.layers.mlp import ACTIVATIONS, MLP
@@ -128,7 +128,7 @@ def layer_kinds(hf: HFConfig, num_layers: int) -> list[str]:
             raise CheckpointError(f"config.json: {name} must name {num_layers} layers, as num_hidden_layers says")
         for kind in found:
             if kind not in KINDS:
-                raise CheckpointError(
+                raise UnsupportedFieldError(
                     f"config.json: {name} has {kind!r}, which is not supported; known: {', '.join(KINDS)}"
                 )
         return [KINDS[kind] for kind in found]

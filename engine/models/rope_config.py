@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, UnsupportedFieldError
 from engine.layers.rope import RopeSpec
 from engine.models.config import HFConfig, positive
 
@@ -61,7 +61,9 @@ def rope_settings(hf: HFConfig, layer_type: str | None = None) -> dict[str, Any]
         raise CheckpointError(f"config.json: {name} must be an object, not {given!r}")
     if is_nested(hf):
         if layer_type is None:
-            raise CheckpointError(f"config.json: {name} differing per layer type is not supported for this family")
+            raise UnsupportedFieldError(
+                f"config.json: {name} differing per layer type is not supported for this family"
+            )
         given = given.get(layer_type) or {}
     return {key: value for key, value in given.items() if value is not None}
 
@@ -99,7 +101,7 @@ def _rope_spec(scaling: Mapping[str, Any], hf: HFConfig, rotated: int, max_posit
                 f"that cached tokens would change; set max_model_len to {trained}, or rope_type to yarn"
             )
         return RopeSpec(theta)  # which it is up to there
-    raise CheckpointError(f"{WHERE}: rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
+    raise UnsupportedFieldError(f"{WHERE}: rope_type {kind!r} is not supported; known: {', '.join(KINDS)}")
 
 
 def yarn_scale(factor: float, mscale: float = 1.0) -> float:

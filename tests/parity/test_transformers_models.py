@@ -92,6 +92,24 @@ def refusal(kind: str, ranks: int) -> str | None:
     return None
 
 
+SCALED = {"scale_attn_by_inverse_layer_idx": True}  # which our GPT-2 is not
+
+
+def test_what_a_native_family_does_not_implement_is_served_by_transformers_layers(tmp_path: Path) -> None:
+    """With model_impl=auto; who asks for the native family is refused by the field's name."""
+    oracle = save_oracle("gpt2", tmp_path, **SCALED)
+    check(oracle, model_impl="auto")
+    with pytest.raises(CheckpointError, match="scale_attn_by_inverse_layer_idx = True is not supported, only False"):
+        LLM(str(tmp_path), model_impl="native", device="cpu")
+
+
+def test_what_neither_serves_is_refused_with_both_reasons() -> None:
+    config = replace(model_config("gpt2", **SCALED), implementation="native", falls_back=True)
+    wanted = "inverse_layer_idx = True is not supported, only False; transformers' layers do not serve it either: .*"
+    with pytest.raises((CheckpointError, ConfigError, ShardingError), match=wanted):
+        blueprint(config, 2)
+
+
 VARIANTS = {
     "a rope that changes with the length": (
         "phi3",
