@@ -104,9 +104,9 @@ class Conv1D(str):
 
 
 class Stacked(str):
-    """The name of a tensor that holds a weight of all experts of a layer, [experts, out, in].
+    """The name of a tensor, in full, that holds a weight of all experts or heads of a layer: [experts, out, in].
 
-    Their biases are in another one, [experts, out], whose name ends in "_bias".
+    Biases of experts are in another one, [experts, out], whose name ends in "_bias".
     """
 
     __slots__ = ()

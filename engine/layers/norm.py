@@ -127,7 +127,7 @@ class LayerNorm(Layer):
 
 
 class EachHeadNorm(Layer):
-    """LayerNorm without bias of each head, with weights of its own (StableLM 2).
+    """LayerNorm without bias of each head, with weights of its own (StableLM 2, Command R+).
 
     heads: of all ranks; every rank reads the weights of all, which are few, and keeps those of its own at hand.
     order: of the features of a head, as the product gives them; None = as in the checkpoint. scales: weights of the

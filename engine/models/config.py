@@ -18,6 +18,8 @@ MAX_LAYERS = 10_000  # a small file must not ask for much
 # What transformers assumes where the config of an architecture says nothing, and is not the default of the code that
 # reads it. A field that is null is said: it is not there.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "CohereForCausalLM": {"eos_token_id": 255001},
+    "Cohere2ForCausalLM": {"eos_token_id": 255001, "sliding_window": 4096},
     "DeepseekV2ForCausalLM": {"q_lora_rank": 1536},
     "DeepseekV3ForCausalLM": {"q_lora_rank": 1536},
     "GPT2LMHeadModel": {

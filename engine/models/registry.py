@@ -12,6 +12,8 @@ from typing import Any
 from engine.errors import CheckpointError
 
 FAMILIES: Mapping[str, str] = {
+    "CohereForCausalLM": "engine.models.cohere.Cohere",
+    "Cohere2ForCausalLM": "engine.models.cohere.Cohere2",
     "DeepseekV2ForCausalLM": "engine.models.deepseek.DeepseekV2",
     "DeepseekV3ForCausalLM": "engine.models.deepseek.DeepseekV3",
     "GPT2LMHeadModel": "engine.models.gpt2.GPT2",

@@ -19,7 +19,7 @@ NAME = "kinds"
 STREAMS, TOKENS = 16, 90
 # Experts with sinks; a hybrid with recurrent state; latent attention with experts in groups; and one without a native
 # family, through the layers of the transformers library.
-KINDS = ["gpt_oss", "lfm2", long("deepseek_v3"), long("cohere2")]
+KINDS = ["gpt_oss", "lfm2", long("deepseek_v3"), long("exaone4")]
 
 
 def asked(index: int) -> dict[str, Any]:

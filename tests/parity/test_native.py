@@ -375,7 +375,7 @@ def test_every_architecture_gives_the_tokens_of_transformers(name, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["qwen3", "stablelm", "stablelm_parallel"])
+@pytest.mark.parametrize("name", ["qwen3", "stablelm", "stablelm_parallel", "cohere", "cohere2"])
 def test_a_model_gives_the_same_logits_in_any_company_and_chunks(name, tmp_path):
     make(name, tmp_path)
     runner = ModelRunner(EngineConfig(str(tmp_path), num_kv_blocks=60, block_size=16, device="cpu"), SoloGroup())

@@ -49,6 +49,31 @@ GRANITE = {
     "logits_scaling": 2.0,
 }
 CONFIGS = {
+    "cohere": lambda: transformers.CohereConfig(
+        **SMALL,
+        head_dim=32,
+        use_qk_norm=True,
+        attention_bias=True,
+        layer_norm_eps=1e-3,
+        logit_scale=0.3,
+        hidden_act="gelu_pytorch_tanh",
+        rope_parameters=LLAMA3,
+        tie_word_embeddings=False,
+    ),
+    "cohere_variant": lambda: transformers.CohereConfig(**SMALL),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **SMALL,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attention_bias=True,
+        layer_norm_eps=1e-3,
+        logit_scale=0.3,
+        hidden_act="gelu_pytorch_tanh",
+        rope_parameters=YARN,
+        tie_word_embeddings=False,
+    ),
+    "cohere2_variant": lambda: transformers.Cohere2Config(**SMALL, sliding_window=11, sliding_window_pattern=2),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(
         **{**SMALL, **DEEPSEEK, "q_lora_rank": None},
         n_group=4,

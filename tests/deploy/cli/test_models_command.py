@@ -42,16 +42,16 @@ def test_the_table_fits_a_terminal(facts):
 def test_decoders_of_transformers_are_listed_without_those_that_have_a_family():
     others = {one.architecture: one for one in transformers_facts()}
     assert not others.keys() & FAMILIES.keys()
-    assert others["CohereForCausalLM"].tensor_parallel
+    assert others["SmolLM3ForCausalLM"].tensor_parallel
     assert not others["OPTForCausalLM"].tensor_parallel
 
 
 def test_names_choose_and_json_holds_all(capsys):
-    show_models(["gpt2", "cohere2"], False, True)
+    show_models(["gpt2", "smollm3"], False, True)
     found = json.loads(capsys.readouterr().out)
     assert [(one["architecture"], one["implementation"]) for one in found][:2] == [
         ("GPT2LMHeadModel", "native"),
-        ("Cohere2ForCausalLM", "transformers"),
+        ("SmolLM3ForCausalLM", "transformers"),
     ]
     with pytest.raises(ConfigError, match="--all"):
         show_models(["no-such-model"], False, False)

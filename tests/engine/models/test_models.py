@@ -9,7 +9,7 @@ from engine.errors import CheckpointError
 from engine.kernels.base import TorchKernels
 from engine.layers.base import Build, checkpoint_names
 from engine.layers.rope import RopeSpec, Rotary, inverse_frequencies
-from engine.models.blueprint import blueprint
+from engine.models.blueprint import blueprint, build_model
 from engine.models.config import ModelConfig
 from engine.models.facts import default_config, model_types
 from engine.models.registry import FAMILIES, implementation
@@ -227,6 +227,43 @@ def test_stablelm_rotates_a_quarter_of_a_head_where_its_config_says_nothing():
 def test_stablelm_refuses_by_name_what_it_does_not_implement(values, message):
     with pytest.raises(CheckpointError, match=message):
         built("stablelm", **values)
+
+
+def rotated_and_window(model):
+    """Return of each layer whether it is rotated, and how many tokens it sees; 0 = all."""
+    return [(layer.rotary is not None, layer.window) for layer in model.attention]
+
+
+def test_layers_of_cohere2_with_a_window_are_rotated_and_those_that_see_all_are_not():
+    seen, near = (False, 0), (True, 9)
+    assert rotated_and_window(built("cohere2")) == [near, seen, near]
+    silent = {"layer_types": None, "num_hidden_layers": 8}
+    assert rotated_and_window(built("cohere2", **silent)) == [near, near, near, seen] * 2
+    assert rotated_and_window(built("cohere2", **silent, sliding_window_pattern=2)) == [near, seen] * 4
+    assert rotated_and_window(built("cohere2", sliding_window=256)) == [(True, 0), seen, (True, 0)]
+
+
+@pytest.mark.parametrize(("name", "theta"), [("cohere_variant", 5e5), ("cohere2_variant", 1e4)])
+def test_cohere_rotates_as_transformers_does_where_its_config_says_nothing(name, theta):
+    assert CONFIGS[name]().rope_parameters == {"rope_type": "default", "rope_theta": theta}
+    config, build = config_of(CONFIGS[name](), rope_parameters=None), Build(SoloGroup(), torch.float32, 16)
+    (rotary,) = build_model(config, build).of_positions
+    assert torch.equal(rotary.table, Rotary(RopeSpec(theta), 16, build).table)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("cohere", {"hidden_act": "tanh"}, "hidden_act = 'tanh' is not supported; known: silu, "),
+        ("cohere", {"use_qk_norm": 1}, "use_qk_norm must be true or false, not 1"),
+        ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "layer_types has 'chunked_attention'"),
+        ("cohere2", {"sliding_window": None}, "sliding_window must be an integer of at least 1, not None"),
+    ],
+    ids=str,
+)
+def test_cohere_refuses_by_name_what_it_does_not_implement(name, values, message):
+    with pytest.raises(CheckpointError, match=message):
+        built(name, **values)
 
 
 def test_an_architecture_without_a_family_goes_to_transformers_unless_native_is_asked_for():
