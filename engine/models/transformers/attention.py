@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import AttentionInterface
 
 from engine.attention.base import AttentionContext, MergedHeads
 from engine.errors import CheckpointError
+from engine.kernels.base import Kernels
 from engine.layers.attention import CachedAttention
 from engine.layers.base import Build
 
@@ -26,6 +28,32 @@ class Step:
 
     def __init__(self) -> None:
         self.context: AttentionContext | None = None
+        self._rotations: list[tuple[Tensor, Any]] = []
+
+    @contextmanager
+    def runs(self, context: AttentionContext) -> Iterator[None]:
+        """Have the layers attend by `context` meanwhile."""
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = None
+            self._rotations.clear()
+
+    def rotation(self, cos: Tensor, sin: Tensor, kernels: Kernels) -> Any:
+        """Return what `kernels.norm_rotate` takes of cosines and sines [1, num_tokens, head_dim], None if it cannot.
+
+        They are read once in a step: its layers are handed the same tensors.
+        """
+        for known, rotation in self._rotations:
+            if known is cos:
+                return rotation
+        angles = torch.stack((cos[0], sin[0]), dim=1)
+        first, second = angles.chunk(2, dim=-1)
+        # Our kernels turn both features of a pair by one angle. Some models have one for each.
+        rotation = kernels.rotation(first.float().contiguous()) if torch.equal(first, second) else None
+        self._rotations.append((cos, rotation))
+        return rotation
 
 
 class PagedAttention(CachedAttention):
@@ -54,7 +82,7 @@ class PagedAttention(CachedAttention):
         """Attend: [1, heads, num_tokens, head_dim] -> [1, num_tokens, heads, value_dim]. sinks: [heads] or None."""
         if self.value_dim < self.head_dim:
             value = F.pad(value, (0, self.head_dim - self.value_dim))
-        heads = torch.cat((query[0], key[0], value[0])).transpose(0, 1).contiguous()
+        heads = torch.cat([each[0].transpose(0, 1) for each in (query, key, value)], dim=1)
         scores = None if sinks is None else sinks.float().contiguous()
         merged = MergedHeads(heads, None, None, 0.0, self.kernels.norm_rotate, scores)
         attended = context.attend(self.cache_index, merged, self.window)

@@ -33,6 +33,7 @@ from engine.models.transformers.conditions import KINDS, check_calls, check_conf
 from engine.models.transformers.conversions import stored
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
 from engine.models.transformers.recognised import KernelMLP
+from engine.models.transformers.rotations import replace_rotations
 from parallel.parameter import ShardedParameter
 
 
@@ -52,8 +53,9 @@ class TransformersModel(CausalLM):
         self.body_name = _body_name(self.hf)
         embedding, head, replaced = parallelise(self.hf, build)
         self.step = Step()
-        self.paged = nn.ModuleList(PagedAttention(call, build) for call in calls)
-        connect(self.hf, calls, self.paged, self.step)
+        paged = [PagedAttention(call, build) for call in calls]
+        self.paged = nn.ModuleList(paged)
+        connect(self.hf, calls, paged, self.step)
         self.hidden_size, self.vocab_size = head.weight.shape[1], config.vocab_size
         self.logits_dtype = build.dtype
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
@@ -63,6 +65,9 @@ class TransformersModel(CausalLM):
         vars(self).update(head=head, layers=self.hf.get_submodule(self.body_name), embedding=embedding)
         if build.group.device != META:
             _fill_buffers(self.hf, build.group.device)
+            if build.group.device.type == "cpu":  # elsewhere to compare cosines would halt the host in every step
+                replaced.rotations, kept = replace_rotations(self.hf, calls, paged, self.step)
+                replaced.left.update({f"the rotation of {name}": count for name, count in kept.items()})
             if build.group.rank == 0:
                 replaced.log()
 
@@ -101,11 +106,8 @@ class TransformersModel(CausalLM):
     @override
     def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Return the hidden states after the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
-        self.step.context = context
-        try:
+        with self.step.runs(context):
             return _run(self.layers, input_ids, positions)
-        finally:
-            self.step.context = None
 
     @override
     def final(self, hidden: Tensor) -> Tensor:

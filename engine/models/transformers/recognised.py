@@ -37,6 +37,7 @@ class Replaced:
 
     norms: Counter[str] = field(default_factory=Counter)
     gates: Counter[str] = field(default_factory=Counter)
+    rotations: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
 
     def log(self) -> None:
@@ -46,9 +47,10 @@ class Replaced:
             return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
 
         logger.info(
-            "computed by our kernels: norms %s; gated feed-forwards %s; left to transformers: %s, rotations",
+            "computed by our kernels: norms %s; gated feed-forwards %s; rotations %s; left to transformers: %s",
             text(self.norms),
             text(self.gates),
+            text(self.rotations),
             text(self.left),
         )
 

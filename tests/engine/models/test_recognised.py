@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from engine.config import EngineConfig
+from engine.kernels.base import TorchKernels
+from engine.models.transformers.attention import Step
 from engine.models.transformers.recognised import GatedForm, gated_form, norm_of
+from engine.models.transformers.rotations import is_rotation, rotate
 from engine.worker.runner import ModelRunner
 from parallel.group import SoloGroup
 from tests.parity.census import model_config, save_oracle
@@ -88,14 +94,54 @@ def test_what_is_nearly_a_gated_feed_forward_is_none(change: str) -> None:
     assert gated_form(FeedForward(change)) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("qwen3", "norms 9 Qwen3RMSNorm; gated feed-forwards 2 Qwen3MLP; left to transformers: none, rotations"),
-        ("qwen3_moe", "norms 9 Qwen3MoeRMSNorm; gated feed-forwards 2 Qwen3MoeExperts; left"),
-        ("opt", "norms none; gated feed-forwards none; left to transformers: none, rotations"),
-    ],
-)
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, change: str = "") -> tuple[Tensor, Tensor]:
+    """Rotate as Llama does, or nearly."""
+
+    def one(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1) if change != "neighbours" else (x[..., ::2], x[..., 1::2])
+        turned = torch.cat((second, -first) if change == "the other way" else (-second, first), dim=-1)
+        return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+    return one(query), key if change == "queries alone" else one(key)
+
+
+def test_rotations_are_known_by_what_they_do_to_queries_and_keys() -> None:
+    assert is_rotation(rotated)
+    assert is_rotation(apply_rotary_pos_emb)
+    for change in ("neighbours", "the other way", "queries alone"):
+        assert not is_rotation(partial(rotated, change=change))
+    assert not is_rotation(glm_rotation)
+    assert not is_rotation(F.linear)
+
+
+def test_what_our_kernels_cannot_rotate_is_left_to_the_models_own_function() -> None:
+    """Another width than that of the layer's heads; angles that differ for the two features of a pair."""
+    layer, step = Mock(head_dim=8, kernels=TorchKernels()), Step()
+    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    half = torch.randn(2, 1, 3, 4)
+    cos, sin = torch.cat((half, half), dim=-1)
+    with step.runs(Mock()):
+        for angles, plain in (((cos, sin), Mock()), (tuple(torch.randn(2, 1, 3, 8)), Mock(return_value="its own"))):
+            found = rotate(layer, step, plain, query, key, *angles)
+            if plain.called:
+                assert found == "its own"
+            else:
+                torch.testing.assert_close(found, rotated(query, key, cos, sin))
+        narrow = Mock(return_value="its own")
+        assert rotate(layer, step, narrow, query[..., :4], key[..., :4], cos[..., :4], sin[..., :4]) == "its own"
+
+
+STARTS = {
+    "qwen3": "norms 9 Qwen3RMSNorm; gated feed-forwards 2 Qwen3MLP; rotations 2 Qwen3Attention; left to "
+    "transformers: none",
+    "qwen3_moe": "norms 9 Qwen3MoeRMSNorm; gated feed-forwards 2 Qwen3MoeExperts; rotations 2 Qwen3MoeAttention; ",
+    "opt": "norms none; gated feed-forwards none; rotations none; left to transformers: none",
+    "glm": "norms 5 GlmRMSNorm; gated feed-forwards 2 GlmMLP; rotations none; left to transformers: "
+    "2 the rotation of GlmAttention",
+}
+
+
+@pytest.mark.parametrize(("kind", "said"), STARTS.items())
 def test_a_line_at_the_start_says_what_is_computed_by_whom(
     kind: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
