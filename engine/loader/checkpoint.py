@@ -24,8 +24,9 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError
-from engine.models.config import ModelConfig, known_token_ids
+from engine.models.config import HFConfig, ModelConfig, known_token_ids
 from engine.models.registry import implementation
+from engine.models.text_halves import WHOLES
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +176,14 @@ def _indexed(folder: Path) -> Mapping[str, str]:
     return files
 
 
+def _has_head(folder: Path) -> bool | None:
+    """Whether there is a tensor of an output head; None where there are no weights to look for it in."""
+    try:
+        return any(name.endswith("lm_head.weight") for name in tensor_files(folder))
+    except CheckpointError:  # is told when they are loaded
+        return None
+
+
 SUMS_FILE = "SHA256SUMS"  # as `sha256sum *.safetensors > SHA256SUMS` writes it
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
@@ -258,6 +267,9 @@ def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto")
     values = read_json(path / "config.json")
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
+    if HFConfig(values).architecture in WHOLES and (head := _has_head(path)) is not None:
+        # Their configs say this now of the whole, now of its text half, or not at all.
+        values = {**values, "tie_word_embeddings": not head}
     config = ModelConfig.of(values)
     config = replace(config, implementation=implementation(config.architecture, impl), falls_back=impl == "auto")
     generation = path / "generation_config.json"

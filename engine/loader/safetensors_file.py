@@ -211,20 +211,26 @@ class Checkpoint:
         self.folder = folder
         self._files: dict[str, SafetensorsFile] = {}
         self._where = tensor_files(folder)
+        self._on_disk = {name: name for name in self._where}
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors. Raises `CheckpointError` when a file is damaged or lacks an indexed tensor."""
-        for name, file in self._where.items():
-            if name not in self._open(file).names:
+        for name in self._on_disk.values():
+            if name not in self._open(self._where[name]).names:
                 raise CheckpointError(
-                    f"{self.folder / file}: tensor {shown(name)} is missing, though the index names it"
+                    f"{self.folder / self._where[name]}: tensor {shown(name)} is missing, though the index names it"
                 )
-        return set(self._where)
+        return set(self._on_disk)
+
+    def select(self, names: Mapping[str, str]) -> None:
+        """Have only these tensors from now on, by other names. names: new name -> name on disk."""
+        self._on_disk = dict(names)
 
     def source(self, name: str) -> TensorOnDisk:
         """Return a tensor, to be read by slices."""
-        return self._open(self._where[name]).tensor(name)
+        on_disk = self._on_disk[name]
+        return self._open(self._where[on_disk]).tensor(on_disk)
 
     def close(self) -> None:
         """Close all files. Can be called twice."""

@@ -23,6 +23,7 @@ from engine.loader.weight_reader import fill
 from engine.models.blueprint import blueprint, build_model
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
+from engine.models.text_halves import text_names
 from engine.quantization.config import QuantizationSpec
 from engine.quantization.select import quantize
 from parallel.group import Group
@@ -91,13 +92,6 @@ NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias
 # What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
 # config.json says; query scales.
 NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
-# Where models that see images keep their text half, and what lies beside it.
-TEXT_HALF = (
-    ("language_model.model.", "model."),
-    ("model.language_model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-OTHER_HALF = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector)\.")
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
@@ -134,16 +128,16 @@ def load_model(
 
 def _load(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, stored: bool) -> None:
     """Fill all parameters. stored: whether the checkpoint is a quantised one."""
+    if config.text_half_of:
+        half, apart = text_names(checkpoint.names)
+        checkpoint.select(half)
+        logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
     rules = list(model.weights(checkpoint.names))
     wanted = {rule.name for rule in rules}
     if (held := model.stored(checkpoint.names, wanted)) is not None:
         _load_converted(model, rules, held, checkpoint)
         return
-    found = {name: name for name in checkpoint.names}
-    if config.text_half_of:
-        found, apart = _text_names(checkpoint.names)
-        logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
-    names = _names_on_disk(found, rules)
+    names = _names_on_disk(checkpoint.names, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD}
     if any(isinstance(part, Experts) and part.whole for part in model.modules()):
@@ -307,28 +301,12 @@ def _sharded(parameter: torch.nn.Parameter, rule: WeightRule) -> ShardedParamete
     return parameter
 
 
-def _names_on_disk(names: Mapping[str, str], rules: list[WeightRule]) -> dict[str, str]:
+def _names_on_disk(names: Iterable[str], rules: list[WeightRule]) -> dict[str, str]:
     """Return name in the rules -> name on disk; some checkpoints were saved without the outer module's prefix."""
     prefix = rules[0].name.split(".")[0] + "."
     if any(name.startswith(prefix) for name in names):
-        return dict(names)
-    return {(name if name == HEAD else prefix + name): on_disk for name, on_disk in names.items()}
-
-
-def _text_names(names: Iterable[str]) -> tuple[dict[str, str], int]:
-    """Return what the text half of a model that sees images calls its tensors -> name on disk, and how many are left.
-
-    The half lies under a prefix, which differs between versions of transformers.
-    """
-    found: dict[str, str] = {}
-    apart = 0
-    for name in names:
-        if OTHER_HALF.match(name):
-            apart += 1
-            continue
-        plain = next((plain + name[len(prefix) :] for prefix, plain in TEXT_HALF if name.startswith(prefix)), name)
-        found[plain] = name
-    return found, apart
+        return {name: name for name in names}
+    return {(name if name == HEAD else prefix + name): name for name in names}
 
 
 def _refuse(folder: Path, what: str, names: Iterable[str]) -> None:

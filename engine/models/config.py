@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from engine.errors import CheckpointError, UnsupportedFieldError
-from engine.models.registry import TEXT_HALVES
+from engine.models.text_halves import WHOLES, text_half
 from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
 
 MAX_INTEGER = 2**31
@@ -65,8 +65,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3_5MoeForCausalLM": {"num_key_value_heads": 2, "num_local_experts": 256},
     "StableLmForCausalLM": {"num_key_value_heads": 32, "eos_token_id": 0},
 }
-# What the config of a model that sees images says of its text half beside `text_config`.
-OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")
 # What older families call fields that all have.
 OTHER_NAMES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -219,14 +217,7 @@ def _count_layers(hf: HFConfig) -> int:
 def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the config of the text half of a model that sees images, too, and the model's name; else `values`."""
     name = HFConfig(values).architecture
-    text = values.get("text_config")
-    if name not in TEXT_HALVES:
-        return values, ""
-    if not isinstance(text, Mapping):
-        raise CheckpointError(f"config.json: text_config of {name} must be an object, not {text!r}")
-    said = {field: values[field] for field in OUTER if values.get(field) is not None}
-    found = {field: value for field, value in text.items() if value is not None}
-    return {**said, **found, "architectures": [TEXT_HALVES[name]]}, name
+    return (text_half(values, name), name) if name in WHOLES else (values, "")
 
 
 def known_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:

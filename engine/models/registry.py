@@ -48,15 +48,6 @@ FAMILIES: Mapping[str, str] = {
     "StableLmForCausalLM": "engine.models.stablelm.StableLm",
 }
 
-
-# Of models that see images, too: the architecture that their text half is, which is what is served of them.
-TEXT_HALVES: Mapping[str, str] = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
-    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
-}
 TRANSFORMERS = "engine.models.transformers.model.TransformersModel"
 
 

@@ -226,6 +226,12 @@ class Oracle:
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Return a config of a type with small sizes, two layers, or one of each kind, and its other fields' defaults."""
     default = AutoConfig.for_model(model_type).get_text_config()
+    config: PreTrainedConfig = type(default)(**shrunk(default) | MORE.get(model_type, {}))
+    return config
+
+
+def shrunk(default: PreTrainedConfig) -> dict[str, Any]:
+    """Return the fields that make a config small."""
     said = default.to_dict()
     small = {name: value for name, value in SMALL.items() if name in said}
     small = {name: value for name, value in small.items() if said[name] is not None or name in OPTIONAL}
@@ -238,8 +244,7 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
         small["layer_types"] = (kinds * 2)[: small["num_hidden_layers"]]
     if kinds := list(dict.fromkeys(said.get("mlp_layer_types") or ())):
         small["mlp_layer_types"] = (kinds * 4)[: small.get("num_hidden_layers", 2)]
-    config: PreTrainedConfig = type(default)(**small | MORE.get(model_type, {}))
-    return config
+    return small
 
 
 def why_no_tiny_model(model_type: str) -> str | None:
