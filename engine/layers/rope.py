@@ -139,18 +139,18 @@ class Rotary(Layer):
 
 
 class QueryScale(Layer):
-    """What queries of layers without a rotation are multiplied by, growing with their positions (Llama 4).
+    """What queries are multiplied by, growing with their positions (Llama 4, Ministral 3).
 
-    1 + scale * log(1 + floor((position + 1) / every)); source: Nakanishi, "Scalable-Softmax", arXiv 2501.19399.
-    table: [max_positions] fp32.
+    1 + scale * log(1 + floor((position + first) / every)); source: Nakanishi, "Scalable-Softmax", arXiv 2501.19399.
+    first: the number of the first position. table: [max_positions] fp32.
     """
 
-    def __init__(self, scale: float, every: float, build: Build) -> None:
+    def __init__(self, scale: float, every: float, build: Build, first: int = 1) -> None:
         super().__init__()
         if build.group.device.type == "meta":
             self.table = torch.empty(build.max_positions, dtype=torch.float32, device="meta")
             return
-        steps = torch.floor((torch.arange(build.max_positions, dtype=torch.float32) + 1.0) / every)
+        steps = torch.floor((torch.arange(build.max_positions, dtype=torch.float32) + first) / every)
         self.table = (torch.log1p(steps) * scale + 1.0).to(build.group.device)
 
     def forward(self, positions: Tensor, context: AttentionContext) -> Tensor:

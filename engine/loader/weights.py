@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import CheckpointError
-from engine.layers.attention import CachedAttention
 from engine.layers.base import Build, Stored, WeightRule
 from engine.layers.moe import Experts
 from engine.loader.checkpoint import ModelFolder
@@ -42,9 +41,7 @@ def read_kv_scales(folder: Path, model: CausalLM) -> tuple[Tensor | None, ...]:
     None for a layer of no attention, 1.0 where the checkpoint has none. A tensor holds one number for all KV heads of
     a layer or one for each. Raises `CheckpointError` for another shape and for a scale that is no positive number.
     """
-    layers = {
-        path.rpartition(".")[0]: part for path, part in model.named_modules() if isinstance(part, CachedAttention)
-    }
+    layers = dict(model.attention_paths())
     scales = {path: torch.ones(2, part.all_kv_heads) for path, part in layers.items()}
     checkpoint = Checkpoint(folder)
     try:
@@ -63,7 +60,8 @@ def read_kv_scales(folder: Path, model: CausalLM) -> tuple[Tensor | None, ...]:
             "keys and values beyond +-448 are cut off"
         )
     group = model.group
-    of_layer = {layers[path].cache_index: _own(scale, group).to(group.device) for path, scale in scales.items()}
+    own = {path: _own(scale, group).to(group.device) for path, scale in scales.items()}
+    of_layer = {part.cache_index: own[path] for path, part in model.attention_paths()}
     return tuple(of_layer.get(index) for index in range(len(model.cached)))
 
 

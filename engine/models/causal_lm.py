@@ -107,6 +107,12 @@ class CausalLM(nn.Module, ABC):
         """The layers that attend."""
         return tuple(part for part in self.cached if isinstance(part, CachedAttention))
 
+    def attention_paths(self) -> Iterator[tuple[str, CachedAttention]]:
+        """Yield the layers that attend, each with the name of the layer that it is part of, such as layers.3."""
+        for path, part in self.named_modules():
+            if isinstance(part, CachedAttention):
+                yield path.rpartition(".")[0], part
+
     @property
     def heads(self) -> str:
         """This rank's heads in words, those of all layers that are unlike."""

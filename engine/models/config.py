@@ -29,7 +29,12 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 50257,
         "eos_token_id": 50256,
     },
-    "Gemma2ForCausalLM": {"num_key_value_heads": 4, "hidden_activation": "gelu_pytorch_tanh"},
+    "Gemma2ForCausalLM": {
+        "num_key_value_heads": 4,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
     "Gemma3ForCausalLM": {
         "vocab_size": 262208,
         "max_position_embeddings": 131072,
@@ -54,6 +59,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Lfm2MoeForCausalLM": {"num_key_value_heads": 8},
     "Llama4ForCausalLM": {"num_key_value_heads": 8},
     "MiniMaxM2ForCausalLM": {"num_key_value_heads": 8},
+    "MinistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "Ministral3ForCausalLM": {"num_key_value_heads": 8},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
     "MixtralForCausalLM": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     "NemotronHForCausalLM": {"num_key_value_heads": 8},
@@ -79,10 +86,11 @@ class HFConfig:
 
     What the family does not implement is an `UnsupportedFieldError`.
 
-    values: without those that are null.
+    values: without those that are null. nulls: the names of these.
     """
 
     values: Mapping[str, Any]
+    nulls: frozenset[str] = frozenset()
 
     @property
     def architecture(self) -> str:
@@ -119,9 +127,11 @@ class HFConfig:
         """Return a number above zero."""
         return positive(self.values, name, default, "config.json")
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        """Return a true/false field."""
-        value = self.get(name, default)
+    def flag(self, name: str, default: bool = False, *, or_number: bool = False) -> bool:
+        """Return a true/false field; null is false. or_number: whether it may be a number, of which 0 is false."""
+        value = self.get(name, default and name not in self.nulls)
+        if or_number and isinstance(value, int):
+            return bool(value)
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: {name} must be true or false, not {value!r}")
         return value
@@ -149,12 +159,11 @@ class HFConfig:
                 )
         return tuple(types)
 
-    def refuse(self, name: str, allowed: Any) -> None:
-        """Refuse the field when it is set to anything but `allowed`."""
+    def refuse(self, name: str, allowed: Any, *, ignored: bool = False) -> None:
+        """Refuse the field when it is set to anything but `allowed`. ignored: whether transformers ignores it."""
         if self.get(name, allowed) != allowed:
-            raise UnsupportedFieldError(
-                f"config.json: {name} = {self.get(name)!r} is not supported, only {allowed!r}"
-            )
+            kind = CheckpointError if ignored else UnsupportedFieldError
+            raise kind(f"config.json: {name} = {self.get(name)!r} is not supported, only {allowed!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +197,8 @@ class ModelConfig:
         """Read a parsed config.json. Raises `CheckpointError` naming the field that is wrong."""
         values, text_half_of = _text_half(values)
         assumed = {**DEFAULTS.get(HFConfig(values).architecture, {}), **values}
-        hf = HFConfig({name: value for name, value in assumed.items() if value is not None})
+        nulls = frozenset(name for name, value in values.items() if value is None)
+        hf = HFConfig({name: value for name, value in assumed.items() if value is not None}, nulls)
         vocab = hf.integer("vocab_size")
         # A checkpoint of 4 bits, gpt-oss say, need not name what it was trained in.
         dtype = "bfloat16" if is_mxfp4(values) else "float32"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from engine.attention.base import AttentionContext
+from engine.errors import CheckpointError
 from engine.kernels.base import Kernels
 from engine.layers.attention import Attention
 from engine.layers.base import Build, Layer, WeightRule, stacked_where_stored, weight_rules
@@ -159,6 +160,10 @@ class DecoderLM(CausalLM):
             dict.fromkeys(part for part in self.modules() if isinstance(part, Rotary | QueryScale))
         )
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
+        if not self.attention:
+            raise CheckpointError(
+                "config.json: no layer attends to other tokens; one at least must, to be served here"
+            )
         for index, layer in enumerate(self.cached):
             layer.cache_index = index
 

@@ -89,7 +89,7 @@ class DeepseekV2(DeepseekV3):
     def stack(cls, config: ModelConfig, build: Build) -> Stack:
         hf = config.hf
         method = hf.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-        hf.refuse("norm_topk_prob", False)
+        hf.refuse("norm_topk_prob", False, ignored=True)
         routing = read_routing(hf, cls.defaults, grouped=method != "greedy")
         return latent_stack(config, build, routing, cls.defaults)
 

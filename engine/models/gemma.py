@@ -35,7 +35,7 @@ class Gemma2(DecoderLM):
         types = layer_types(config, every=2)
         rotary = Rotary(read_rope(config.hf, head_dim(config.hf), build.max_positions), head_dim(config.hf), build)
         rotaries = dict.fromkeys(LAYER_TYPES, rotary)
-        return gemma_stack(config, build, types, rotaries, softcap=50.0, final_softcap=30.0, head_norms=False)
+        return gemma_stack(config, build, types, rotaries, head_norms=False)
 
 
 class Gemma3(DecoderLM):
@@ -52,7 +52,7 @@ class Gemma3(DecoderLM):
         hf, size = config.hf, head_dim(config.hf)
         types = layer_types(config, every=hf.integer("sliding_window_pattern", 6))
         rotaries = {kind: Rotary(gemma3_rope(hf, size, build, kind), size, build) for kind in LAYER_TYPES}
-        return gemma_stack(config, build, types, rotaries, softcap=0.0, final_softcap=0.0, head_norms=True)
+        return gemma_stack(config, build, types, rotaries, head_norms=True)
 
 
 def gemma_stack(
@@ -61,15 +61,13 @@ def gemma_stack(
     types: tuple[str, ...],
     rotaries: Mapping[str, Rotary],
     *,
-    softcap: float,
-    final_softcap: float,
     head_norms: bool,
 ) -> Stack:
-    """Return the layers of Gemma. softcap, final_softcap: of scores and logits where config.json says nothing."""
+    """Return the layers of Gemma."""
     hf, hidden = config.hf, config.hidden_size
     hf.refuse("use_bidirectional_attention", False)
     eps, bias = hf.number("rms_norm_eps", 1e-6), hf.flag("attention_bias")
-    softcap = capped(hf, "attn_logit_softcapping", softcap)
+    softcap = cap_of(hf, "attn_logit_softcapping")
     window = hf.integer("sliding_window", 4096)
 
     def norm() -> RMSNorm:
@@ -100,7 +98,7 @@ def gemma_stack(
         layers,
         norm(),
         tied=hf.flag("tie_word_embeddings", True),
-        softcap=capped(hf, "final_logit_softcapping", final_softcap),
+        softcap=cap_of(hf, "final_logit_softcapping"),
         # As the embeddings themselves it is of the model's dtype.
         embedding_scale=torch.tensor(hidden**0.5, dtype=build.dtype, device="cpu").item(),
     )
@@ -125,6 +123,6 @@ def gemma3_rope(hf: HFConfig, size: int, build: Build, kind: str) -> RopeSpec:
     return RopeSpec(hf.number("rope_local_base_freq", 1e4))
 
 
-def capped(hf: HFConfig, name: str, default: float) -> float:
-    """Return a cap of config.json: `default` where it says nothing, 0 where it says null."""
-    return hf.number(name) if hf.get(name) is not None else default
+def cap_of(hf: HFConfig, name: str) -> float:
+    """Return a cap of scores or logits, 0 where there is none."""
+    return hf.number(name) if hf.get(name) is not None else 0.0

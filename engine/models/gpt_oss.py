@@ -22,6 +22,8 @@ from engine.quantization.mxfp4 import Mxfp4Experts
 
 EXPERTS = "model.layers.*.mlp.experts"
 BLOCKS, SCALES = "_blocks", "_scales"
+# What transformers assumes where config.json has no settings of the rotation.
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
 class ClampedGate(Layer):
@@ -52,7 +54,7 @@ class GptOss(DecoderLM):
     def stack(config: ModelConfig, build: Build) -> Stack:
         hf, hidden = config.hf, config.hidden_size
         eps, bias, size = hf.number("rms_norm_eps", 1e-5), hf.flag("attention_bias", True), hf.integer("head_dim", 64)
-        rotary = Rotary(read_rope(hf, size, build.max_positions, theta=150000.0), size, build)
+        rotary = Rotary(read_rope(hf, size, build.max_positions, theta=150000.0, default=YARN), size, build)
         window, inner = hf.integer("sliding_window", 128), hf.integer("intermediate_size")
         gate = ClampedGate(hf.number("swiglu_alpha", 1.702), hf.number("swiglu_limit", 7.0))
         count, top_k = hf.integer("num_local_experts", 128), hf.integer("num_experts_per_tok", 4)

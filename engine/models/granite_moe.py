@@ -89,7 +89,7 @@ def granite_stack(
     hf, hidden, size = config.hf, config.hidden_size, read_head_dim(config)
     eps, bias = hf.number("rms_norm_eps", 1e-6), hf.flag("attention_bias")
     rotary = Rotary(read_rope(hf, size, build.max_positions), size, build) if rotated else None
-    scale = hf.number("attention_multiplier", 1.0)
+    scale = None if "attention_multiplier" in hf.nulls else hf.number("attention_multiplier", 1.0)
     activation = hf.choice("hidden_act", ACTIVATIONS, "silu")
     count = hf.integer("num_local_experts", 8, low=0)
 

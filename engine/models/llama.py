@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -11,7 +11,7 @@ from engine.layers.attention import Attention
 from engine.layers.base import Build, Layer
 from engine.layers.mlp import ACTIVATIONS, GatedMLP
 from engine.layers.norm import RMSNorm
-from engine.layers.rope import Rotary
+from engine.layers.rope import QueryScale, Rotary
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 from engine.models.rope_config import read_rope
@@ -53,17 +53,22 @@ def llama_stack(
     mlp_bias: bool = False,
     head_norms: bool = False,
     theta: float = 10000.0,
+    eps: float = 1e-6,
+    rope_default: Mapping[str, Any] | None = None,
+    query_scale: QueryScale | None = None,
 ) -> Stack:
     """Return the layers of Llama and of those that vary it.
 
     head_dim: where config.json names none, None = hidden size / heads. windows: tokens that each layer sees, 0 = all;
     None = 0 for each. mlp: makes the feed-forward of the layer of a number, None = a dense one for each. head_norms:
-    queries and keys of each head are normed. theta: of the rotation, where config.json names none.
+    queries and keys of each head are normed. theta, eps, rope_default: the base of the rotation, the epsilon of norms
+    and all of the rotation, where config.json says nothing of them. query_scale: as of `Attention`.
     """
     hidden = config.hidden_size
-    eps = config.hf.number("rms_norm_eps", 1e-6)
+    eps = config.hf.number("rms_norm_eps", eps)
     size = read_head_dim(config, head_dim)
-    rotary = Rotary(read_rope(config.hf, size, build.max_positions, theta=theta), size, build)
+    rope = read_rope(config.hf, size, build.max_positions, theta=theta, default=rope_default)
+    rotary = Rotary(rope, size, build)
 
     def dense(layer: int) -> Layer:
         return gated_mlp(config, build, bias=mlp_bias)
@@ -80,6 +85,7 @@ def llama_stack(
                 qkv_bias=qkv_bias,
                 output_bias=output_bias,
                 head_norm_eps=eps if head_norms else None,
+                query_scale=query_scale,
             ),
             RMSNorm(hidden, eps, build),
             (mlp or dense)(layer),

@@ -45,7 +45,7 @@ class Llama4(DecoderLM):
         rope = replace(read_rope(hf, size, build.max_positions, theta=5e5), interleaved=True)
         rotary = Rotary(rope, size, build)
         scale = None
-        if hf.flag("attn_temperature_tuning", True):
+        if hf.flag("attn_temperature_tuning", True, or_number=True):  # 4 in the first files
             scale = QueryScale(hf.number("attn_scale", 0.1), hf.number("floor_scale", 8192), build)
         normed = hf.flag("use_qk_norm", True)
         kinds = hf.layer_types((CHUNKED, FULL), config.num_layers)

@@ -38,11 +38,21 @@ class Qwen3(DecoderLM):
         return llama_stack(config, build, 128, windows, qkv_bias=bias, output_bias=bias, head_norms=True)
 
 
-def layer_windows(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's window, 0 = none: of `use_sliding_window`, `layer_types` and `max_window_layers`."""
-    window = hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else 0
+def layer_windows(hf: HFConfig, num_layers: int, *, alternating: bool = False) -> tuple[int, ...]:
+    """Return each layer's window, 0 = none: of `use_sliding_window`, `layer_types` and `max_window_layers`.
+
+    alternating: whether without `layer_types` every second layer before `max_window_layers` has it (Qwen2-MoE), not
+    those from there on.
+    """
+    window = read_window(hf)
     types = hf.layer_types(LAYER_TYPES, num_layers)
     if types is None:
         first = hf.integer("max_window_layers", 28, low=0)
-        return tuple(window if layer >= first else 0 for layer in range(num_layers))
+        has_it = [layer < first and not layer % 2 if alternating else layer >= first for layer in range(num_layers)]
+        return tuple(window * has for has in has_it)
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+
+
+def read_window(hf: HFConfig) -> int:
+    """Return the window of the layers that have one, 0 = none has."""
+    return hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else 0

@@ -13,7 +13,7 @@ from engine.layers.moe import MoE, Routing
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLM, Stack
 from engine.models.llama import LLAMA_NAMES, gated_mlp, llama_stack
-from engine.models.qwen import Qwen3, layer_windows
+from engine.models.qwen import Qwen3, layer_windows, read_window
 
 EXPERTS = "model.layers.*.mlp.experts.*"
 MOE_NAMES: dict[str, str | tuple[str, ...]] = {
@@ -40,7 +40,7 @@ class Qwen2Moe(DecoderLM):
     @staticmethod
     @override
     def stack(config: ModelConfig, build: Build) -> Stack:
-        windows = layer_windows(config.hf, config.num_layers)
+        windows = layer_windows(config.hf, config.num_layers, alternating=True)
         mlp = qwen_mlp(config, build, shared_inner=config.hf.integer("shared_expert_intermediate_size", 5632))
         return llama_stack(config, build, windows=windows, mlp=mlp, qkv_bias=config.hf.flag("qkv_bias", True))
 
@@ -53,7 +53,7 @@ class Qwen3Moe(DecoderLM):
     @staticmethod
     @override
     def stack(config: ModelConfig, build: Build) -> Stack:
-        bias, windows = config.hf.flag("attention_bias"), layer_windows(config.hf, config.num_layers)
+        bias, windows = config.hf.flag("attention_bias"), [read_window(config.hf)] * config.num_layers
         mlp = qwen_mlp(config, build)
         return llama_stack(config, build, None, windows, mlp, qkv_bias=bias, output_bias=bias, head_norms=True)
 

@@ -32,6 +32,8 @@ FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "engine.models.llama.Llama",
     "Llama4ForCausalLM": "engine.models.llama4.Llama4",
     "MiniMaxM2ForCausalLM": "engine.models.minimax.MiniMaxM2",
+    "MinistralForCausalLM": "engine.models.mistral.Mistral",
+    "Ministral3ForCausalLM": "engine.models.mistral.Ministral3",
     "MistralForCausalLM": "engine.models.mistral.Mistral",
     "MixtralForCausalLM": "engine.models.mixtral.Mixtral",
     "NemotronHForCausalLM": "engine.models.nemotron_h.NemotronH",

@@ -27,14 +27,16 @@ def read_rope(
     *,
     theta: float = 10000.0,
     fraction: float = 1.0,
+    default: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """Return the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
     max_positions: tokens of the longest sequence that will be run; ropes whose angles change with the length of a
     sequence are held to what it allows. layer_type: whose settings are read where there are some for each type of
     layer. theta, fraction: the base, and the part of a head that is rotated, where the file says nothing.
+    default: all settings, where it has none.
     """
-    scaling = rope_settings(hf, layer_type)
+    scaling = rope_settings(hf, layer_type, default)
     scaling.setdefault("rope_theta", hf.get("rope_theta", theta))
     scaling.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor", fraction))
     fraction = positive(scaling, "partial_rotary_factor", 1.0, WHERE)
@@ -53,10 +55,15 @@ def is_nested(hf: HFConfig) -> bool:
     return isinstance(given, Mapping) and any(isinstance(value, Mapping) for value in given.values())
 
 
-def rope_settings(hf: HFConfig, layer_type: str | None = None) -> dict[str, Any]:
-    """Return `rope_parameters` or `rope_scaling` as they are, those of `layer_type` where they differ by it."""
+def rope_settings(
+    hf: HFConfig, layer_type: str | None = None, default: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return `rope_parameters` or `rope_scaling` as they are, those of `layer_type` where they differ by it.
+
+    default: where the file has neither.
+    """
     name = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    given = hf.get(name) or {}
+    given = hf.get(name) or default or {}
     if not isinstance(given, Mapping):
         raise CheckpointError(f"config.json: {name} must be an object, not {given!r}")
     if is_nested(hf):

@@ -30,6 +30,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 9}
 DEEPSEEK = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
@@ -175,11 +176,24 @@ CONFIGS = {
         **SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=32),
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SMALL, **EXPERTS, shared_expert_intermediate_size=48),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **SMALL, **EXPERTS, **WINDOWED, max_window_layers=2, shared_expert_intermediate_size=48
+    ),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SMALL, **EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]
+        **SMALL, **EXPERTS, **WINDOWED, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1]
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, sliding_window=11),
+    "ministral": lambda: transformers.MinistralConfig(
+        **SMALL,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "ministral3": lambda: transformers.Ministral3Config(
+        **SMALL,
+        head_dim=32,
+        rope_parameters=YARN | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.3},
+    ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, sliding_window=11),
     "stablelm": lambda: transformers.StableLmConfig(
         **SMALL, use_qkv_bias=True, layer_norm_eps=1e-3, partial_rotary_factor=0.5

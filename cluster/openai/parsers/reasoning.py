@@ -6,7 +6,9 @@ SGLang on reasoning outputs.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, ClassVar
 
 from cluster.openai.parsers.reader import CallDelta, Parsed
@@ -136,28 +138,103 @@ class Glm45ReasoningParser(ReasoningParser):
     """GLM-4.5 to 4.7 write both tags, or none where they are asked not to think."""
 
 
-class GptOssParser(ReasoningParser):
-    """gpt-oss thinks in the channel `analysis` and answers in `final` (OpenAI's harmony format).
+class _Harmony(Enum):
+    """What is read: the head of a message, its body, or a text without any."""
 
-    What introduces the answer belongs to neither. Calls of tools, in the channel `commentary`, are left as they are.
+    HEAD = auto()
+    BODY = auto()
+    PLAIN = auto()
+
+
+class GptOssParser(ReasoningParser):
+    """gpt-oss writes messages with a channel each, in OpenAI's harmony format: `analysis` is its thinking.
+
+    `final`, and `commentary` to nobody, is the answer. A message to somebody, by the role or by the channel, stays in
+    the answer as `<|channel|>commentary to=NAME<|message|>...<|call|>`, for `GptOssToolParser`. Several messages of a
+    kind are joined by line breaks. A text that begins with no head is the answer.
     """
 
     opening = "<|channel|>analysis<|message|>"
     closing = "<|end|>"
+    head: ClassVar[re.Pattern[str]] = re.compile(
+        r"(?:<\|start\|>assistant)?(?:\s*to=(?P<role>[^\s<]+))?\s*<\|channel\|>\s*(?P<channel>\w+)"
+        r"(?:\s*to=(?P<to>[^\s<]+))?\s*(?:<\|constrain\|>)?\s*\w*\s*<\|message\|>"
+    )
+    longest_head: ClassVar[int] = 400
+    begins: ClassVar[tuple[str, ...]] = ("<|start|>assistant", "<|channel|>")
+    ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>")
 
     def __init__(self, thinking: bool | None = None) -> None:
         super().__init__(thinking)
-        self._heads = ["<|start|>assistant", "<|channel|>final<|message|>"]
+        self._state = _Harmony.BODY if self._within else _Harmony.HEAD
+        self._call = False  # whether the message is to somebody
+        self._break = ""  # what joins the message to the one before it of its kind
+        self._shown: set[bool] = set()  # whether anything was shown of the answer (False), of the thinking (True)
 
-    def _read_answer(self) -> str:
+    def feed(self, text: str) -> Thought:
+        """See `ReasoningParser.feed`."""
+        self._held += text
+        shown = {True: "", False: ""}  # by whether it is thinking
+        more = True
+        while more:
+            within = self._within
+            if self._state is _Harmony.HEAD:
+                piece, more = self._read_head()
+            elif self._state is _Harmony.BODY:
+                piece, more = self._read_body()
+            else:
+                piece, more, self._held = self._held, False, ""
+            shown[within] += piece
+        return Thought(shown[True], shown[False])
+
+    def finish(self) -> Thought:
+        """See `ReasoningParser.finish`; half a head between messages is nobody's."""
+        if self._state is _Harmony.HEAD and self._shown:
+            self._held = ""
+        rest, self._held = self._joined(self._held), ""
+        return Thought(rest.rstrip()) if self._within else Thought(content=rest)
+
+    def _read_head(self) -> tuple[str, bool]:
+        """Read the head of a message; returns what of it is shown, and whether there may be more to read."""
+        text = self._held.lstrip()
+        if not text:
+            return "", False
+        found = self.head.match(text)
+        if found is None:
+            may_be = any(text.startswith(begin) or begin.startswith(text) for begin in self.begins)
+            if may_be and len(text) < self.longest_head and "<|message|>" not in text:
+                return "", False
+            self._state = _Harmony.PLAIN
+            return "", True
+        self._held, self._state = text[found.end() :], _Harmony.BODY
+        receiver = found["role"] or found["to"]
+        self._call = receiver is not None
+        self._within = not self._call and found["channel"] == "analysis"
+        self._trim = not self._call
+        self._break = "\n" if self._within in self._shown and not self._call else ""
+        return (f"<|channel|>commentary to={receiver}<|message|>" if self._call else ""), True
+
+    def _read_body(self) -> tuple[str, bool]:
+        """Read a message up to its end; keeps back the space before it, and what may be the beginning of it."""
         self._drop_space()
-        while self._heads:
-            head = self._heads[0]
-            if head != self._held and head.startswith(self._held):
-                return ""  # it may be
-            self._held = self._held.removeprefix(head)
-            del self._heads[0]
-        return super()._read_answer()
+        ends = [(place, end) for end in self.ends if (place := self._held.find(end)) >= 0]
+        if not ends:
+            text = self._held[: min(_tag_start(self._held, end) for end in self.ends)]
+            text = text.rstrip() if self._within else text
+            self._held = self._held[len(text) :]
+            return self._joined(text), False
+        place, end = min(ends)
+        text, self._held = self._held[:place], self._held[place + len(end) :]
+        text = self._joined(text.rstrip() if self._within else text + end * self._call)
+        self._state, self._within = _Harmony.HEAD, False
+        return text, True
+
+    def _joined(self, text: str) -> str:
+        if not text:
+            return ""
+        joined, self._break = self._break + text, ""
+        self._shown.add(self._within)
+        return joined
 
 
 def _tag_start(text: str, tag: str) -> int:

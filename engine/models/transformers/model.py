@@ -7,6 +7,7 @@ What it needs of a model is what transformers asks of one for flash attention: i
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -36,6 +37,8 @@ from engine.models.transformers.recognised import KernelMLP
 from engine.models.transformers.rotations import replace_rotations
 from parallel.parameter import ShardedParameter
 
+LAYER = re.compile(r"layers\.\d+")
+
 
 class TransformersModel(CausalLM):
     """Any `...ForCausalLM` of transformers that attends through its `AttentionInterface` and keeps no other state.
@@ -52,7 +55,7 @@ class TransformersModel(CausalLM):
         self.hf = outline(config, build.dtype)
         self.body_name = _body_name(self.hf)
         embedding, head, replaced = parallelise(self.hf, build)
-        self.step = Step()
+        self.calls, self.step = calls, Step()
         paged = [PagedAttention(call, build) for call in calls]
         self.paged = nn.ModuleList(paged)
         connect(self.hf, calls, paged, self.step)
@@ -75,6 +78,12 @@ class TransformersModel(CausalLM):
     @override
     def table(self) -> Tensor:
         return self.embedding.weight
+
+    @override
+    def attention_paths(self) -> Iterator[tuple[str, CachedAttention]]:
+        for call, part in zip(self.calls, self.attention, strict=True):
+            found = LAYER.search(call.path)
+            yield call.path if found is None else found[0], part
 
     @property
     @override

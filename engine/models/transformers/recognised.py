@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 GATES = ("silu", "gelu_pytorch_tanh")  # that our kernels compute
 WIDTH = 8  # of the numbers that stubs return
+LARGE = 100.0
 TOLERANCE = 1e-5
 
 
@@ -147,8 +148,8 @@ def norm_of(module: nn.Module) -> tuple[float, float] | None:
     weight, x = (torch.randn(rows, size, generator=generator, device="cpu") for rows in (1, 3))
     twin = copy.copy(module)
     twin._parameters = {"weight": nn.Parameter(weight[0], requires_grad=False)}
-    # With small inputs epsilon counts.
-    inputs = (x, x * 1e-3)
+    # With small inputs epsilon counts, with large ones whatever holds them within bounds.
+    inputs = (x, x * 1e-3, x * LARGE)
     try:
         with torch.no_grad(), torch.device("cpu"):
             outputs = [twin(one.unsqueeze(0))[0] for one in inputs]
@@ -196,7 +197,8 @@ def _shape_of(module: nn.Module) -> tuple[object, ...]:
     ):
         return ()
     sizes = tuple((name, part.in_features, part.out_features, part.bias is None) for name, part in linears.items())
-    return type(module), sizes, *map(type, others)
+    numbers = tuple(value for value in vars(module).values() if isinstance(value, float))
+    return type(module), sizes, numbers, *map(type, others)
 
 
 class _Stub(nn.Module):
@@ -214,7 +216,7 @@ class _Stub(nn.Module):
 
 def _computes(module: nn.Module, form: GatedForm) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
-    x, gate, up, result = torch.randn(4, 1, 3, WIDTH, generator=generator, device="cpu")
+    x, gate, up, result = torch.randn(4, 1, 3, WIDTH, generator=generator, device="cpu") * _scales()
     given = [torch.cat((gate, up), dim=-1)] if len(form.up) == 1 else [gate, up]
     stubs = {name: _Stub(out) for name, out in zip((*form.up, form.down), (*given, result), strict=True)}
     twin = copy.copy(module)
@@ -231,7 +233,7 @@ def _computes(module: nn.Module, form: GatedForm) -> bool:
 
 def is_silu_gate(compute: Callable[[Tensor], Tensor]) -> bool:
     """Whether a function of gate and up side by side is silu(gate) * up."""
-    x = torch.randn(3, 2 * WIDTH, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x = torch.randn(3, 2 * WIDTH, generator=torch.Generator("cpu").manual_seed(0), device="cpu") * _scales()
     gate, up = x.chunk(2, dim=-1)
     try:
         with torch.no_grad(), torch.device("cpu"):
@@ -239,6 +241,11 @@ def is_silu_gate(compute: Callable[[Tensor], Tensor]) -> bool:
     except Exception:  # it needs what is not there
         return False
     return _same(found, F.silu(gate) * up)
+
+
+def _scales() -> Tensor:
+    """Return what makes the last of three rows large: some activations are clamped."""
+    return torch.tensor([[1.0], [1.0], [LARGE]], device="cpu")
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

@@ -52,6 +52,31 @@ HARMONY = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant<|cha
             "<|channel|>commentary to=functions.f<|message|>{}",
             ("hm", "<|channel|>commentary to=functions.f<|message|>{}"),
         ),
+        # As OpenAI's chat template writes calls of earlier turns, which models imitate.
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.f<|channel|>commentary json"
+            "<|message|>{}<|call|>",
+            ("hm", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+        ),
+        (
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+            ("", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+        ),
+        (
+            "<|channel|>commentary to=functions.f json<|message|>{}<|call|>",
+            ("", "<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+        ),
+        # A preamble, which users are shown, thinking in two parts, and an answer of a type.
+        (
+            "<|channel|>analysis<|message|>a <|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{}<|return|>",
+            ("a\nb", "I look.\n{}"),
+        ),
+        ("<|channel|>final<|message|>a <|end|><|start|>assi", ("", "a ")),
+        ("<|channel|>final<|message|>1 <| 2", ("", "1 <| 2")),
+        ("<|channel|>no head", ("", "<|channel|>no head")),
+        ("<|channel|>final<|message|>", ("", "")),
     ],
 )
 def test_gpt_oss_thinks_and_answers_in_channels_however_the_text_is_cut(text, found):
