@@ -14,13 +14,14 @@ from engine.device.machine import cores
 from engine.errors import ConfigError
 from engine.kv.cache_size import fit_given_blocks
 from engine.layers.attention import attention_specs
+from engine.layers.norm import GroupsNorm, HeadsNorm
 from engine.models.blueprint import outlined
+from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.quantization.select import check_capability, check_device, quantization_of, quantize
 
 FOR_GPUS = ("flash", "triton", "torch_varlen")  # attention backends
 HALF = ("bfloat16", "float16")
-NO_STATES = "no kernel for GPUs updates the recurrent state that this model keeps"
 
 
 def resolve(config: EngineConfig, model: ModelConfig) -> EngineConfig:
@@ -68,12 +69,21 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
     """
     found = outlined(config, model)
     quantize(found.layers, "layers", found.names, quantization_of(config, model.quantization))
-    if found.keeps_states and (config.device or "").startswith("cuda"):
-        raise ConfigError(f"device={config.device}: {NO_STATES}; use device=cpu", "device")
+    if config.batch_invariant and (config.device or "").startswith("cuda"):
+        _check_norms(found)
     varies = config.batch_invariant and config.attention_backend == "reference"
     if config.device == "cpu" and (config.attention_backend in FOR_GPUS or config.fp8_cache or varies):
         specs, kinds = attention_specs(found.cached, config, torch.device("cpu"))
         select_for_layers(config.attention_backend, specs, kinds)
+
+
+def _check_norms(model: CausalLM) -> None:
+    if any(isinstance(part, HeadsNorm | GroupsNorm) and part.spans_ranks for part in model.modules()):
+        raise ConfigError(
+            f"batch_invariant: on a GPU the sums of {type(model).__name__}'s norms over several ranks depend on the "
+            "batch; set tensor_parallel_size=1",
+            "batch_invariant",
+        )
 
 
 def _auto_dtype(model: ModelConfig, device: str) -> str:

@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from typing_extensions import override
 
+from engine.kernels import triton_recurrent
 from engine.kernels.base import GroupedProduct, TorchKernels
+from engine.kernels.recurrent import StateRows
 from engine.kernels.triton_experts import TritonGroupedProduct
 from engine.kernels.triton_launch import ceil_div, kept, next_power_of_2
 from engine.kernels.triton_linear import TritonInt8Linear, quantise_rows_in_one_pass
@@ -30,7 +32,9 @@ HEADS = 8  # normed and rotated by one program
 
 
 class TritonKernels(TorchKernels):
-    """Norms, rotation and gating in one launch each; LayerNorm and products but with few rows in int8 are torch's.
+    """Norms, rotation, gating and recurrent states in one launch each.
+
+    LayerNorm and products are torch's, but for those of experts and those with few rows in int8.
 
     Torch's operations serve what these are not made for: other dtypes, rows with gaps, rows beyond `WIDEST`.
     """
@@ -89,6 +93,30 @@ class TritonKernels(TorchKernels):
             grid = (rows, ceil_div(size, GATE_BLOCK))
             _silu_gate_kernel[grid](x, out, size, BLOCK=GATE_BLOCK, num_warps=_warps(GATE_BLOCK))
         return out
+
+    @override
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: StateRows, silu: bool
+    ) -> Tensor:
+        return triton_recurrent.short_conv(x, weight, bias, state, rows, silu)
+
+    @override
+    def unit_heads(self, x: Tensor, eps: float, scale: float) -> Tensor:
+        return triton_recurrent.unit_heads(x, eps, scale)
+
+    @override
+    def outer_product_state(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        gain: Tensor,
+        state: Tensor,
+        rows: StateRows,
+        delta: bool,
+    ) -> Tensor:
+        return triton_recurrent.outer_product_state(query, key, value, decay, gain, state, rows, delta)
 
 
 def _serves(*tensors: Tensor) -> bool:

@@ -67,9 +67,14 @@ class HeadsNorm(Layer):
         pieces = (Piece("", self.size, first, own, 0),)
         self.weight = ShardedParameter.of((own,), build.dtype, build.group.device, 0, pieces)
 
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether its sums are over features of several ranks."""
+        return self.group.size > 1
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x normed: [num_tokens, features of this rank's heads], rows may be strided."""
-        if self.group.size == 1:
+        if not self.spans_ranks:
             return self.kernels.rms_norm(x.contiguous(), self.weight, self.eps)
         wide = x.float()
         squares = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) / (self.size * self.copies)
@@ -93,9 +98,14 @@ class GroupsNorm(Layer):
         self.weight = ShardedParameter.of((pieces[0].size,), build.dtype, group.device, 0, pieces)
         self.ones = torch.ones(self.width, dtype=build.dtype, device=group.device)
 
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether its sums are over features of several ranks."""
+        return bool(self.groups % self.group.size)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return x normed: [num_tokens, features of this rank]."""
-        if self.groups % self.group.size == 0:
+        if not self.spans_ranks:
             rows = self.kernels.rms_norm(x.reshape(-1, self.width), self.ones, self.eps)
             return rows.view(x.shape) * self.weight
         wide = x.float()

@@ -178,7 +178,7 @@ class DecoderLM(CausalLM):
     @property
     @override
     def supports_graphs(self) -> bool:
-        """No kernel of a GPU updates recurrent states yet."""
+        """Not of models with a recurrent state: where that lies in a step is not recorded yet."""
         waits = any(isinstance(part, Experts) and part.counts_on_host for part in self.modules())
         return not waits and not self.keeps_states
 

@@ -43,7 +43,6 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLM
 from engine.quantization.method import QuantizedLinear
 from engine.quantization.select import quantization_of, quantize
-from engine.resolve import NO_STATES
 from engine.sampling.sampler import score
 from engine.sampling_params import MAX_LOGPROBS
 from engine.worker.forward import logit_rows
@@ -136,8 +135,6 @@ def footprint_of(config: EngineConfig, model: ModelConfig) -> Footprint:
     weights = sum(weight.nbytes for weight in built.parameters())
     inside = [part.weight for part in built.layers.modules() if isinstance(part, ParallelLinear | HeadProducts)]
     no_attention = next((why for spec in specs if (why := _why_no_attention(spec))), None)
-    if built.keeps_states:
-        no_attention = NO_STATES
     lookup = 0 if built.head.weight is built.table else built.table.nbytes
     dtype = specs[0].cache_dtype
     attention = [

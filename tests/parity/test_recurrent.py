@@ -12,9 +12,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.llm import LLM
-from engine.loader.checkpoint import open_model
 from engine.request import Request
-from engine.resolve import check_model
 from engine.sampling_params import SamplingParams
 from engine.worker.executor_start import build_executor
 from engine.worker.footprint import footprint_of
@@ -264,8 +262,16 @@ def test_an_engine_that_slept_starts_from_nothing(checkpoint):
         assert [result.outputs[0].token_ids for result in llm.generate(ragged, GREEDY)] == before
 
 
-def test_a_gpu_is_refused_before_weights_are_read(checkpoint):
-    config = open_model(str(checkpoint[1])).config
-    given = EngineConfig(str(checkpoint[1]), device="cuda", dtype="float32", max_model_len=80)
-    with pytest.raises(ConfigError, match=r"no kernel for GPUs updates the recurrent state .* use device=cpu"):
-        check_model(given, config)
+@pytest.mark.parametrize("kind", ["lfm2", "nemotron_h", "qwen3_next"])
+def test_kernels_for_gpus_give_the_tokens_of_transformers(kind, tmp_path, monkeypatch):
+    """Through Triton's interpreter: prompts in chunks, a prefix that is found again, two choices."""
+    triton_kernels = pytest.importorskip("engine.kernels.triton_kernels")
+    monkeypatch.setattr("engine.worker.runner.select_kernels", lambda *_: triton_kernels.TritonKernels())
+    model = make(kind, tmp_path)
+    tiny_tokenizer.save(tiny_tokenizer.byte_level(), tmp_path)
+    ragged = [list(range(5, 19)), [*range(5, 13), 60, 61]]
+    asked = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, n=2)
+    with opened(tmp_path, max_num_batched_tokens=9, state_snapshot_blocks=1, num_state_snapshots=8) as llm:
+        for _ in range(2):
+            check_tokens(model, ragged, llm.generate(ragged, asked))
+        assert llm.stats().prefix_hit_tokens > 0

@@ -17,6 +17,7 @@ from engine.layers.base import Build
 from engine.loader.checkpoint import open_model
 from engine.loader.weights import load_model, read_kv_scales
 from engine.models.registry import family_of
+from engine.resolve import check_model
 from engine.worker.footprint import footprint_of
 from engine.worker.invariance import check_invariance, fix_products
 from engine.worker.runner import ModelRunner
@@ -229,6 +230,22 @@ def test_quantised_weights_are_refused_before_they_are_read(gpu, quantization):
     assert refused.value.flag == "batch_invariant"
     check_invariance(replace(config, quantization=None), group)
     check_invariance(config, FakeGroup(0, 1))  # a CPU's have the same bits in any company
+
+
+@pytest.mark.parametrize(("kind", "ranks", "refused"), [("olmo2", 2, True), ("olmo2", 1, False), ("qwen3", 2, False)])
+def test_norms_over_heads_of_several_ranks_are_refused(kind, ranks, refused, tmp_path):
+    make(kind, tmp_path)
+    config = EngineConfig(
+        str(tmp_path),
+        device="cuda",
+        dtype="bfloat16",
+        tensor_parallel_size=ranks,
+        batch_invariant=True,
+        max_model_len=64,
+    )
+    said = pytest.raises(ConfigError, match=r"Olmo2's norms over several ranks .* set tensor_parallel_size=1")
+    with said if refused else nullcontext():
+        check_model(config, open_model(str(tmp_path)).config)
 
 
 def test_it_is_refused_where_triton_cannot_run(gpu):
