@@ -1,4 +1,4 @@
-"""Recurrent states on a GPU, at the sizes of real models, against torch's operations there; whole sequences and parts."""
+"""Recurrent states on a GPU, at the sizes of real models, whole and in parts, against torch's operations."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from cluster.openai.parsers.reader import MalformedCallError, Reader, Step
 from cluster.openai.parsers.tool_formats import read_word
@@ -20,7 +20,7 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}  # as they, o
 class TaggedParser(MarkedParser):
     """Calls behind `<tool_call>` whose arguments are tagged. A call is sent once its end is read."""
 
-    markers = ("<tool_call>",)
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
 
     def typed(self, name: str, key: str, text: str) -> Any:
         """Return what an argument's text stands for, by the parameters of the function `name`."""
@@ -59,12 +59,18 @@ class Glm45Parser(TaggedParser):
 
 
 class Qwen3CoderParser(TaggedParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`: Qwen3-Coder."""
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`: Qwen3-Coder.
+
+    The model leaves `<tool_call>` out at times.
+    """
+
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "<function=")
 
     def read_calls(self, reader: Reader) -> Step:
         """See `MarkedParser.read_calls`."""
-        yield from reader.space()
-        yield from reader.literal("<function=")
+        if self.marker == "<tool_call>":
+            yield from reader.space()
+            yield from reader.literal("<function=")
         name = yield from read_word(reader)
         if name not in self.names:
             raise MalformedCallError
@@ -92,12 +98,14 @@ class Qwen3CoderParser(TaggedParser):
 class MiniMaxM2Parser(TaggedParser):
     """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>...`: MiniMax M2."""
 
-    markers = ("<minimax:tool_call>",)
+    markers: ClassVar[tuple[str, ...]] = ("<minimax:tool_call>",)
 
     def read_calls(self, reader: Reader) -> Step:
         """See `MarkedParser.read_calls`."""
         yield from reader.space()
         yield from reader.literal("<")
+        if (yield from reader.peek()) == "/":
+            raise MalformedCallError
         while (yield from reader.peek()) != "/":
             yield from self._read_call(reader)
             if not self.one_more():

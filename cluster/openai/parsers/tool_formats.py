@@ -151,6 +151,8 @@ class KimiK2Parser(MarkedParser):
         """See `MarkedParser.read_calls`."""
         yield from reader.space()
         yield from reader.literal("<|tool_call")
+        if (yield from reader.peek()) != "_":
+            raise MalformedCallError
         while (yield from reader.peek()) == "_":
             yield from reader.literal("_begin|>")
             yield from self._read_call(reader)

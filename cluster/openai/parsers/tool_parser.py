@@ -138,7 +138,12 @@ class ToolParser(ABC):
 
 
 class MarkedParser(ToolParser):
-    """A text in which every call, or every list of calls, stands behind a marker."""
+    """A text in which every call, or every list of calls, stands behind a marker.
+
+    marker: the one that was read last.
+    """
+
+    marker: str = ""
 
     @cached_property
     def _plain(self) -> re.Pattern[str]:
@@ -185,12 +190,15 @@ class MarkedParser(ToolParser):
         reader.release()
 
     def _marker(self, reader: Reader) -> Step:
-        first = yield from reader.peek()
-        for marker in self.markers:
-            if marker[0] == first:
-                yield from reader.literal(marker)
-                return
-        raise MalformedCallError
+        fitting, read = self.markers, ""
+        while read not in fitting:
+            character = yield from reader.peek()
+            read += character
+            fitting = tuple(marker for marker in fitting if marker.startswith(read))
+            if not fitting or not character:
+                raise MalformedCallError
+            reader.advance()
+        self.marker = read
 
     def _end_of_plain(self, text: str, start: int) -> int:
         found = self._plain.match(text, start)

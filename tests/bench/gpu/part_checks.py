@@ -20,7 +20,7 @@ from tests.bench.gpu.figures import Figure, Part
 from tests.gpu.outcomes import BEGAN, FAILED, PASSED, SKIPPED, Outcome, read
 
 FOLDER = Path(__file__).parents[2] / "gpu"
-KERNELS = ("attention", "small_kernels", "sampler", "quantised", "library_attention", "sharded_draw")
+KERNELS = ("attention", "small_kernels", "sampler", "quantised", "library_attention", "sharded_draw", "recurrent")
 ENGINE = ("graphs", "overlap", "sleep", "batch_invariance", "loading", "symmetric")
 FOOTPRINT = ("footprint",)  # takes nearly all memory
 SIDE_BY_SIDE = 6  # processes at most, with 2 cores each

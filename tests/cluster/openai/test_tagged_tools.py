@@ -134,3 +134,21 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, written, parallel, d
     assert parsed(kind, pieces, parallel) == parsed(kind, text, parallel) == expected
     if not expected[1]:
         assert expected[0] == text
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (MiniMaxM2Parser, "<minimax:tool_call></minimax:tool_call>"),
+        (KimiK2Parser, "<|tool_calls_section_begin|><|tool_calls_section_end|>"),
+        (Qwen3CoderParser, "a <function=unknown>\n</function>"),
+    ],
+)
+def test_what_holds_no_call_is_content(kind, text):
+    assert parsed(kind, text) == (text, [])
+
+
+def test_qwen3_coder_may_leave_the_opening_tag_out():
+    text = "Let me look.\n\n" + coder("weather", WRITTEN).replace("<tool_call>", "").lstrip()
+    assert parsed(Qwen3CoderParser, text) == parsed(Qwen3CoderParser, "Let me look.\n\n" + coder("weather", WRITTEN))
+    assert parsed(Qwen3CoderParser, text)[1]
