@@ -91,13 +91,15 @@ NO_WEIGHTS = re.compile(r"^mtp\.|rotary_emb\.inv_freq$|\.attn\.(bias|masked_bias
 # What quantised ones need not be read for: scales of activations, which get their own per token; shapes, which
 # config.json says; query scales.
 NO_NEED = re.compile(r"\.(input_scale|weight_shape|q_scale)$")
-# Where models that see images keep their text half, and what lies beside it.
+# Where models that see images or hear keep their text half, and what lies beside it.
 TEXT_HALF = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-OTHER_HALF = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector)\.")
+OTHER_HALF = re.compile(
+    r"(?:model\.)?(?:vision_\w+|visual|audio_\w+|embed_vision|embed_audio|multi_modal_projector)\."
+)
 HEAD = "lm_head.weight"  # saved by some though it is tied
 ROWS_COMPARED = 4096
 LAYER = re.compile(r"layers\.\d+")
@@ -136,13 +138,13 @@ def _load(model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, stored: 
     """Fill all parameters. stored: whether the checkpoint is a quantised one."""
     rules = list(model.weights(checkpoint.names))
     wanted = {rule.name for rule in rules}
-    if (held := model.stored(checkpoint.names, wanted)) is not None:
-        _load_converted(model, rules, held, checkpoint)
-        return
     found = {name: name for name in checkpoint.names}
     if config.text_half_of:
         found, apart = _text_names(checkpoint.names)
         logger.info("text half of %s: %d tensors of its other parts are not read", config.text_half_of, apart)
+    if (held := model.stored(found, wanted)) is not None:
+        _load_converted(model, rules, held, checkpoint, found)
+        return
     names = _names_on_disk(found, rules)
     unused = [NO_WEIGHTS, KV_SCALE, *([NO_NEED] if stored else [])]
     others = names.keys() - wanted - {HEAD}
@@ -207,19 +209,25 @@ def _check_tied_head(
         )
 
 
-def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
-    """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
-    _check_tied_head(model, rules, checkpoint, held.plain)
+def _load_converted(
+    model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint, on_disk: Mapping[str, str]
+) -> None:
+    """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes.
+
+    on_disk: in `held` -> name on disk.
+    """
+    plain = {name: on_disk[source] for name, source in held.plain.items()}
+    _check_tied_head(model, rules, checkpoint, plain)
     extra = {name for name in held.unknown if name != HEAD and not NO_WEIGHTS.search(name)}
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     _refuse(checkpoint.folder, "missing", held.lacking)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)
     for rule in rules:
         by_name[rule.name].append(rule)
-    _fill(model, [rule for rule in rules if rule.name in held.plain], checkpoint, held.plain)
-    found = set(held.plain)
+    _fill(model, [rule for rule in rules if rule.name in plain], checkpoint, plain)
+    found = set(plain)
     for one in held.made:
-        for name, tensor in one.tensors(lambda source: checkpoint.source(source)[:]).items():
+        for name, tensor in one.tensors(lambda source: checkpoint.source(on_disk[source])[:]).items():
             found.add(name)
             for rule in by_name.get(name, ()):
                 _load_made(model, rule, tensor, checkpoint.folder)

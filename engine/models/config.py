@@ -71,6 +71,12 @@ OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "max_position_embeddings": ("n_positions",),
 }
+# What a few call them where they have none by those names; elsewhere it may mean something else.
+RARE_NAMES = {
+    "hidden_size": ("emb_dim",),
+    "num_hidden_layers": ("n_layers", "decoder_layers"),
+    "max_position_embeddings": ("max_seq_len", "max_target_positions", "model_max_length"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,10 @@ class HFConfig:
                     f"config.json: {name} is {self.values[name]!r} and {other} is {self.values[other]!r}; "
                     "they mean the same: leave one out"
                 )
-        return others[0] if others and name not in self.values else name
+        if name in self.values:
+            return name
+        rare = [other for other in RARE_NAMES[name] if other in self.values]
+        return next(iter(others + rare), name)
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
         """Return a whole number of at least `low` and at most `high`."""
@@ -224,7 +233,9 @@ def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
         raise CheckpointError(f"config.json: text_config of {name} must be an object, not {text!r}")
     said = {field: values[field] for field in OUTER if values.get(field) is not None}
     found = {field: value for field, value in text.items() if value is not None}
-    return {**said, **found, "architectures": [TEXT_HALVES[name]]}, name
+    # Of the head, which lies outside of the half.
+    tied = {field: said[field] for field in ("tie_word_embeddings",) if field in said}
+    return {**said, **found, **tied, "architectures": [TEXT_HALVES[name]]}, name
 
 
 def known_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:

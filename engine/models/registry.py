@@ -47,11 +47,16 @@ FAMILIES: Mapping[str, str] = {
 }
 
 
-# Of models that see images, too: the architecture that their text half is, which is what is served of them.
+# Of models that see images or hear, too: the architecture that their text half is, which is what is served of them.
 TEXT_HALVES: Mapping[str, str] = {
+    "FuyuForCausalLM": "PersimmonForCausalLM",
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
+    "GotOcr2ForConditionalGeneration": "Qwen2ForCausalLM",
     "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
