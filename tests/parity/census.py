@@ -33,6 +33,7 @@ from tests import tiny_tokenizer
 TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SERVED = "the same tokens"
 TOKENS = 24
+LONGEST = 2  # of the prompts
 MOST_PARAMETERS = 4_000_000
 BLOCKS = 9  # of 16 tokens, fewer than all sequences fill
 # Whatever of these a config has is made small.
@@ -292,11 +293,16 @@ OPTIONAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # made small where 
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """A checkpoint with prompts and the tokens that transformers generates greedily from them."""
+    """A checkpoint with prompts and the tokens that transformers generates greedily from them.
+
+    logprobs: of the tokens of the longest prompt after its first. Small models with a tied head tend to repeat one
+    token, whatever their layers do.
+    """
 
     folder: Path
     prompts: list[list[int]]
     tokens: list[list[int]]
+    logprobs: torch.Tensor
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
@@ -363,7 +369,14 @@ def save_oracle(model_type: str, folder: Path, **more: Any) -> Oracle:
     tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)
     random.seed(model_type)
     prompts = [[random.randrange(3, 250) for _ in range(length)] for length in (3, 17, 40, 9)]
-    return Oracle(folder, prompts, [_greedy(model, prompt) for prompt in prompts])
+    tokens = [_greedy(model, prompt) for prompt in prompts]
+    return Oracle(folder, prompts, tokens, _logprobs(model, prompts[LONGEST]))
+
+
+@torch.no_grad()
+def _logprobs(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
 
 
 def _random_model(kind: Any, config: PreTrainedConfig) -> PreTrainedModel:
@@ -413,12 +426,16 @@ def check(oracle: Oracle, tensor_parallel_size: int = 1, model_impl: str = "tran
         found = llm.generate(oracle.prompts, greedy, use_tqdm=False)
         assert [list(one.outputs[0].token_ids) for one in found] == oracle.tokens
         assert llm.stats().preemptions, "the cache has held all"
-        longest, expected = oracle.prompts[2], oracle.tokens[2]
+        longest, expected = oracle.prompts[LONGEST], oracle.tokens[LONGEST]
         hits = llm.stats().prefix_hit_tokens
         both = SamplingParams(max_tokens=TOKENS - 8, temperature=0.0, ignore_eos=True, n=2)
         (again,) = llm.generate([longest + expected[:8]], both, use_tqdm=False)
         assert [list(choice.token_ids) for choice in again.outputs] == [expected[8:]] * 2
         assert llm.stats().prefix_hit_tokens > hits, "nothing was found in the prefix cache"
+        scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        (one,) = llm.generate([longest], scored, use_tqdm=False)
+        told = torch.tensor([token.logprob for token in one.prompt_logprobs[1:] if token is not None])
+        torch.testing.assert_close(told, oracle.logprobs, rtol=1e-4, atol=1e-4)
 
 
 def _keeps_states(folder: Path, model_impl: str) -> bool:

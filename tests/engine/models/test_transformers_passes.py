@@ -1,4 +1,4 @@
-"""What a pass over the device meta finds out: attention that is written out, counted positions, contents asked for."""
+"""What passes over the device meta find out: attention written out, counted positions, contents asked for."""
 
 from __future__ import annotations
 
