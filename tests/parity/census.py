@@ -257,6 +257,7 @@ ONE_RANK = frozenset(
         "ernie",
         "falcon",
         "fuyu",
+        "gemma3n_text",
         "git",
         "gpt-sw3",
         "gpt2",

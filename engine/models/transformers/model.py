@@ -212,7 +212,7 @@ def found_out(config: ModelConfig, build: Build) -> Found:
             masks.clear()
             written_out = entered
             calls = record(model, lambda: run(ids, ids), written_out)
-        shapes.check([model.get_submodule(call.path) for call in calls])
+        shapes.check([model.get_submodule(call.path) for call in calls], build.group.size)
         check_calls(model, calls, masks, build.max_positions)
         places: list[Counted] = []
         token = (getattr(text, "pad_token_id", None) or 0) + 1
