@@ -78,6 +78,12 @@ OTHER_NAMES = {
     "num_hidden_layers": ("n_layer", "num_layers"),
     "max_position_embeddings": ("n_positions",),
 }
+# What a few call them where they have none by those names; elsewhere it may mean something else.
+RARE_NAMES = {
+    "hidden_size": ("emb_dim",),
+    "num_hidden_layers": ("n_layers", "decoder_layers"),
+    "max_position_embeddings": ("max_seq_len", "max_target_positions", "model_max_length"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,10 @@ class HFConfig:
                     f"config.json: {name} is {self.values[name]!r} and {other} is {self.values[other]!r}; "
                     "they mean the same: leave one out"
                 )
-        return others[0] if others and name not in self.values else name
+        if name in self.values:
+            return name
+        rare = [other for other in RARE_NAMES[name] if other in self.values]
+        return next(iter(others + rare), name)
 
     def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_INTEGER) -> int:
         """Return a whole number of at least `low` and at most `high`."""

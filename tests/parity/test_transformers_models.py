@@ -16,10 +16,12 @@ from engine.errors import CheckpointError, ConfigError
 from engine.llm import LLM
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
+from engine.models.registry import FAMILIES
 from engine.resolve import check_model, resolve
 from engine.sampling_params import SamplingParams
 from parallel.errors import ShardingError
 from tests.parity.census import (
+    NATIVE,
     NOT_SMALL,
     ONE_RANK,
     REFUSED,
@@ -35,19 +37,22 @@ from tests.parity.census import (
 # One of each kind: norms, windows, caps and scales (gemma3), fused products (phi3), a norm after each block (olmo2),
 # multipliers (granite), parallel blocks and LayerNorm (cohere2, gpt_neox), experts (mixtral, qwen3_moe), latent
 # attention with experts in groups (deepseek_v3), sinks with biased and interleaved experts (gpt_oss), partial
-# rotations (glm4_moe), learned positions (opt).
+# rotations (glm4_moe), learned positions (opt), positions that it counts itself (bart), attention that it writes out
+# (falcon) or asks for twice in a layer (diffllama), an indexer (deepseek_v32), a loop over experts (longcat_flash), a
+# model that sees images (gemma4).
 KINDS = (
-    *("gemma3_text", "phi3", "olmo2", "granite", "cohere2", "gpt_neox", "opt"),
-    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe"),
+    *("gemma3_text", "phi3", "olmo2", "granite", "cohere2", "gpt_neox", "opt", "bart", "falcon", "diffllama"),
+    *("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe", "deepseek_v32", "longcat_flash", "gemma4"),
 )
 SPLIT = ("deepseek_v3", "gpt_oss")
 REASONS = {
     "mamba": "max_position_embeddings|recurrent state",
     "qwen3_next": "layer_types has linear_attention",
-    "bert": "wants attention that is not causal",
-    "falcon": "makes no FalconForCausalLM over a paged cache",
-    "diffllama": "attends twice",
     "doge": "wants a mask of its own",
+    "big_bird": "attention_type is block_sparse",
+    "openai-gpt": "attention that the model writes out has a product with a tensor",
+    "roberta": "other positions than those it is told",
+    "musicgen": "has no embedding",
 }
 
 
@@ -68,14 +73,15 @@ def test_two_ranks_give_the_same_tokens(oracles: dict[str, Oracle], kind: str) -
 
 def test_each_type_is_served_or_on_a_list() -> None:
     served = {kind for kind in TYPES if kind not in NOT_SMALL and refusal(kind, 1) is None}
-    assert served == {*TYPES} - NOT_SMALL - REFUSED
-    assert len(served) >= 90
+    assert served == {*TYPES} - NOT_SMALL - REFUSED - NATIVE
+    assert len(served | NATIVE) >= 141
     assert {kind for kind in NOT_SMALL if why_no_tiny_model(kind) is None} == set()
+    assert {kind for kind in NATIVE | REFUSED if refusal(kind, 1, "native") is None} == NATIVE
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", sorted({*TYPES} - NOT_SMALL - REFUSED - {*KINDS}))
+@pytest.mark.parametrize("kind", sorted({*TYPES} - NOT_SMALL - REFUSED - NATIVE - {*KINDS}))
 def test_each_decoder_of_transformers_gives_its_tokens(kind: str, ranks: int, tmp_path: Path) -> None:
     if ranks > 1 and kind in ONE_RANK:
         assert refusal(kind, ranks) is not None
@@ -83,10 +89,13 @@ def test_each_decoder_of_transformers_gives_its_tokens(kind: str, ranks: int, tm
     check(save_oracle(kind, tmp_path), ranks)
 
 
-def refusal(kind: str, ranks: int) -> str | None:
+def refusal(kind: str, ranks: int, implementation: str = "transformers") -> str | None:
     """Return why a type is not served on so many ranks, None where it is."""
     try:
-        blueprint(model_config(kind), ranks)
+        config = replace(model_config(kind), implementation=implementation)
+        if config.architecture not in FAMILIES and implementation == "native":
+            return "no family"
+        blueprint(config, ranks)
     except (CheckpointError, ShardingError) as error:
         return str(error)
     return None
@@ -136,7 +145,15 @@ VARIANTS = {
         },
         "window of 8 tokens to a mask alone",
     ),
-    "an encoder as a decoder": ("roberta", {"is_decoder": True}, "encoder that is used as a decoder"),
+    "an encoder": ("bert", {"is_decoder": False}, "wants attention that is not causal"),
+    "an encoder that writes its attention out": ("rembert", {"is_decoder": False}, "not causal alone"),
+    "biases by distance": ("falcon", {"alibi": True}, "writes out has a mask or a bias"),
+    "a table of positions that no checkpoint holds": (
+        "trocr",
+        {"use_learned_position_embeddings": False},
+        "other positions than those it is told",
+    ),
+    "an indexer that leaves tokens out": ("deepseek_v32", {"index_topk": 64}, "set max_model_len to 64"),
 }
 
 
@@ -152,6 +169,8 @@ def test_what_changes_beyond_a_length_is_served_up_to_it() -> None:
     assert blueprint(model_config(kind, **changes), max_positions=64).cached
     kind, changes, _ = VARIANTS["a window of a mask alone"]
     assert blueprint(model_config(kind, **changes), max_positions=8).cached
+    kind, changes, _ = VARIANTS["an indexer that leaves tokens out"]
+    assert blueprint(model_config(kind, **changes), max_positions=64).cached
 
 
 @pytest.mark.parametrize("changed", ["another head", "a tensor too many", "a tensor too few"])

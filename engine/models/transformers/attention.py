@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from engine.errors import CheckpointError
 from engine.kernels.base import Kernels
 from engine.layers.attention import CachedAttention
 from engine.layers.base import Build
+from engine.models.transformers.entered import Entered
+from engine.models.transformers.written_out import WrittenOut
 
 NAME = "squadron_paged"
-_PLACE = "_squadron_paged"  # attribute of transformers' attention modules: their layer and the step
+_PLACE = "_squadron_paged"  # attribute of transformers' attention modules: their layers and the step
 REFUSED = ("position_bias", "attention_bias", "head_mask", "indices", "block_mask")
 
 
@@ -28,17 +31,32 @@ class Step:
 
     def __init__(self) -> None:
         self.context: AttentionContext | None = None
+        self._positions: Tensor | None = None
+        self._turns: Counter[nn.Module] = Counter()
         self._rotations: list[tuple[Tensor, Any]] = []
 
     @contextmanager
-    def runs(self, context: AttentionContext) -> Iterator[None]:
-        """Have the layers attend by `context` meanwhile."""
-        self.context = context
+    def runs(self, context: AttentionContext, positions: Tensor) -> Iterator[None]:
+        """Have the layers attend by `context` meanwhile. positions: of the tokens."""
+        self.context, self._positions = context, positions
+        self._turns.clear()
         try:
             yield
         finally:
-            self.context = None
+            self.context = self._positions = None
             self._rotations.clear()
+
+    def places(self) -> Tensor:
+        """Return the positions of the tokens."""
+        if self._positions is None:
+            raise RuntimeError("positions were asked for outside of a step")
+        return self._positions
+
+    def turn(self, module: nn.Module) -> int:
+        """Return how often a module has attended in this step, and count it."""
+        turn = self._turns[module]
+        self._turns[module] = turn + 1
+        return turn
 
     def rotation(self, cos: Tensor, sin: Tensor, kernels: Kernels) -> Any:
         """Return what `kernels.norm_rotate` takes of cosines and sines [1, num_tokens, head_dim], None if it cannot.
@@ -91,9 +109,14 @@ class PagedAttention(CachedAttention):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of attention; heads of one rank. path: of the module that calls. window: 0 = all tokens."""
+    """One call of attention; heads of one rank. window: 0 = all tokens.
+
+    path: of the module that calls. turn: how often it has called before, in one step. written_out: whether it calls
+    no function for it, but writes it out.
+    """
 
     path: str
+    turn: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -102,6 +125,7 @@ class Call:
     window: int
     softcap: float
     sinks: bool
+    written_out: bool
 
 
 def attend(
@@ -117,9 +141,10 @@ def attend(
     recorder = _Recorder.current
     if recorder is not None:
         return recorder.record(module, query, key, value, attention_mask, scaling, others), None
-    layer, step = getattr(module, _PLACE)
+    layers, step = getattr(module, _PLACE)
     if step.context is None:
         raise RuntimeError("attention was called outside of a step")
+    layer = layers[step.turn(module)]
     return layer(query, key, value, others.get("s_aux"), step.context), None
 
 
@@ -128,7 +153,8 @@ class _Recorder:
 
     current: _Recorder | None = None
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, written_out: bool) -> None:
+        self._written_out = written_out
         self.calls: list[Call] = []
         self._paths = {module: path for path, module in model.named_modules()}
 
@@ -147,8 +173,6 @@ class _Recorder:
         head_dim, value_dim = query.shape[-1], value.shape[-1]
         others.setdefault("is_causal", getattr(module, "is_causal", True))
         self._refuse(path, mask, others)
-        if any(call.path == path for call in self.calls):
-            raise CheckpointError(f"config.json: {path} attends twice in a step, which is not supported")
         if key.shape[2] != query.shape[2] or value_dim > head_dim:
             raise CheckpointError(f"config.json: {path} attends to other keys than those of its own tokens")
         scale = head_dim**-0.5 if scaling is None else float(scaling)
@@ -156,6 +180,7 @@ class _Recorder:
         self.calls.append(
             Call(
                 path,
+                sum(call.path == path for call in self.calls),
                 query.shape[1],
                 key.shape[1],
                 head_dim,
@@ -164,13 +189,14 @@ class _Recorder:
                 window,
                 softcap,
                 others.get("s_aux") is not None,
+                self._written_out,
             )
         )
         return query.new_empty(1, query.shape[2], query.shape[1], value_dim)
 
     def _refuse(self, path: str, mask: Tensor | None, others: dict[str, Any]) -> None:
-        asked = [name for name in REFUSED if others.get(name) is not None]
-        if mask is not None:
+        asked = [name for name in REFUSED if (given := others.get(name)) is not None and not _is_empty(given)]
+        if mask is not None and mask.numel() > 1:  # one number hides nothing
             asked.append("a mask of its own")
         if others.get("is_causal") is False:
             asked.append("attention that is not causal")
@@ -180,17 +206,20 @@ class _Recorder:
             )
 
 
-def record(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], tokens: int = 4) -> list[Call]:
-    """Run a model that is on the device meta over a few tokens and return its calls of attention, in order.
+def _is_empty(given: object) -> bool:
+    return isinstance(given, Tensor) and not given.numel()
 
-    run: ids, positions [num_tokens] -> [num_tokens, hidden]. Raises `CheckpointError` for what a paged cache cannot
-    give, and where the model asks for the contents of a tensor.
+
+def record(model: nn.Module, run: Callable[[], object], written_out: Entered | None = None) -> list[Call]:
+    """Run a model over the device meta and return its calls of attention, in order.
+
+    written_out: follows the model, where it writes its attention out. Raises `CheckpointError` for what a paged cache
+    cannot give, and where the model asks for the contents of a tensor.
     """
-    recorder = _Recorder.current = _Recorder(model)
-    ids = torch.zeros(tokens, dtype=torch.int32, device="meta")
+    recorder = _Recorder.current = _Recorder(model, written_out is not None)
     try:
-        with torch.no_grad():
-            run(ids, ids)
+        with torch.no_grad(), nullcontext() if written_out is None else WrittenOut(written_out.current, _finish):
+            run()
     except CheckpointError:
         raise
     except Exception as error:
@@ -204,9 +233,29 @@ def record(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], tokens: in
 
 
 def connect(model: nn.Module, calls: Sequence[Call], layers: Iterable[nn.Module], step: Step) -> None:
-    """Have each module that calls attention find its layer and the step."""
+    """Have each module that calls attention find its layers, one for each call of a step, and the step."""
+    own: defaultdict[str, list[nn.Module]] = defaultdict(list)
     for call, layer in zip(calls, layers, strict=True):
-        object.__setattr__(model.get_submodule(call.path), _PLACE, (layer, step))
+        own[call.path].append(layer)
+    for path, found in own.items():
+        object.__setattr__(model.get_submodule(path), _PLACE, (found, step))
+    for path in {call.path for call in calls if call.written_out}:
+        _watch(model.get_submodule(path))
+
+
+def _watch(module: nn.Module) -> None:
+    """Have a module that writes its attention out attend to the cache."""
+    plain = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with WrittenOut(lambda: module, _finish):
+            return plain(*args, **kwargs)
+
+    module.forward = forward
+
+
+def _finish(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    return attend(module, query, key, value, None, scale)[0]
 
 
 AttentionInterface.register(NAME, attend)

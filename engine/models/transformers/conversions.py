@@ -65,6 +65,10 @@ def stored(model: PreTrainedModel, names: Iterable[str], wanted: Iterable[str]) 
         else:
             one = made.setdefault(target, Made(target, by_pattern[pattern], model))
             one.sources.append((name, pattern))
+    for name, other in model.all_tied_weights_keys.items():  # such as a head's bias, which is saved once
+        for lacking, held in ((name, other), (other, name)):
+            if lacking in known and lacking not in plain and held in plain:
+                plain[lacking] = plain[held]
     # What is made beside the first of a converter's targets is known when it was made.
     several = any(len(one.converter.target_patterns) > 1 for one in made.values())
     lacking = [] if several else sorted(known.keys() - plain.keys() - made.keys())

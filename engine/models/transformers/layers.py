@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -175,9 +175,12 @@ def _fix_rows(module: nn.Module) -> None:
     module.forward = forward
 
 
-def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding, Head, Replaced]:
+def parallelise(
+    model: PreTrainedModel, build: Build, uncalled: Collection[str] = ()
+) -> tuple[ParallelEmbedding, Head, Replaced]:
     """Put our layers in the place of `model`'s, which is on the device meta; return embedding, head and what else.
 
+    uncalled: paths of linear layers whose weights the model may read itself, which ours do not hold as they were.
     Raises `CheckpointError` where the model has no plan for so many ranks, `ShardingError` for sizes that cannot be
     split.
     """
@@ -188,6 +191,8 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
             "use tensor_parallel_size=1"
         )
     old_embedding, old_head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(old_embedding, nn.Embedding) or not isinstance(old_head, nn.Linear):
+        raise CheckpointError(f"config.json: {type(model).__name__} has no embedding or no head that is one matrix")
     tied = bool(model.config.get_text_config().tie_word_embeddings)
     wide = _wide_dtypes(model, build.dtype)
 
@@ -203,7 +208,7 @@ def parallelise(model: PreTrainedModel, build: Build) -> tuple[ParallelEmbedding
             put(model, path, embedding)
         elif module is old_head:
             put(model, path, head)
-        elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        elif isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and path not in uncalled:
             own = replace(build, dtype=wide.get(f"{path}.weight", build.dtype))
             put(model, path, _linear(module, path, plan, own))
         elif hasattr(module, "is_transposed") and hasattr(module, "has_gate"):

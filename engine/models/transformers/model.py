@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import torch
+import transformers
 from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import override
 
@@ -30,11 +34,21 @@ from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
 from engine.models.transformers.attention import NAME, Call, PagedAttention, Step, connect, record
-from engine.models.transformers.conditions import KINDS, check_calls, check_config, counted_window_masks
+from engine.models.transformers.conditions import (
+    KINDS,
+    check_calls,
+    check_config,
+    counted_masks,
+    num_layers,
+    picks_tokens,
+)
 from engine.models.transformers.conversions import stored
+from engine.models.transformers.entered import Entered
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
+from engine.models.transformers.positions import ORDER, Counted, counted, tell
 from engine.models.transformers.recognised import KernelMLP
 from engine.models.transformers.rotations import replace_rotations
+from engine.models.transformers.shapes import ShapesAlone
 from parallel.parameter import ShardedParameter
 
 LAYER = re.compile(r"layers\.\d+")
@@ -50,15 +64,16 @@ class TransformersModel(CausalLM):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        calls = attention_calls(config, build)
+        found = found_out(config, build)
         self.group = build.group
         self.hf = outline(config, build.dtype)
         self.body_name = _body_name(self.hf)
-        embedding, head, replaced = parallelise(self.hf, build)
-        self.calls, self.step = calls, Step()
-        paged = [PagedAttention(call, build) for call in calls]
+        embedding, head, replaced = parallelise(self.hf, build, found.uncalled)
+        self.calls, self.step = found.calls, Step()
+        paged = [PagedAttention(call, build) for call in found.calls]
         self.paged = nn.ModuleList(paged)
-        connect(self.hf, calls, paged, self.step)
+        connect(self.hf, found.calls, paged, self.step)
+        tell(self.hf, found.counted, self.step.places)
         self.hidden_size, self.vocab_size = head.weight.shape[1], config.vocab_size
         self.logits_dtype = build.dtype
         self.cached = tuple(part for part in self.parts() if part.cache_spec(build.dtype) is not None)
@@ -69,7 +84,7 @@ class TransformersModel(CausalLM):
         if build.group.device != META:
             _fill_buffers(self.hf, build.group.device)
             if build.group.device.type == "cpu":  # elsewhere to compare cosines would halt the host in every step
-                replaced.rotations, kept = replace_rotations(self.hf, calls, paged, self.step)
+                replaced.rotations, kept = replace_rotations(self.hf, found.calls, paged, self.step)
                 replaced.left.update({f"the rotation of {name}": count for name, count in kept.items()})
             if build.group.rank == 0:
                 replaced.log()
@@ -115,7 +130,7 @@ class TransformersModel(CausalLM):
     @override
     def forward(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
         """Return the hidden states after the final norm: ids, positions [num_tokens] -> [num_tokens, hidden]."""
-        with self.step.runs(context):
+        with self.step.runs(context, positions):
             return _run(self.layers, input_ids, positions)
 
     @override
@@ -173,19 +188,48 @@ class _States(nn.Module):
         return self._output
 
 
-def attention_calls(config: ModelConfig, build: Build) -> list[Call]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is found out about a model before it is built.
+
+    calls: of attention. counted: embeddings whose places it counts by itself. uncalled: paths of modules in its
+    layers that compute nothing, while it may read their weights.
+    """
+
+    calls: list[Call]
+    counted: list[Counted]
+    uncalled: frozenset[str]
+
+
+def found_out(config: ModelConfig, build: Build) -> Found:
     """Return what a model's layers ask of attention, heads of one rank, by running it over the device meta.
 
     Raises `CheckpointError` for a model that this backend cannot serve.
     """
     model = outline(config, build.dtype)
-    check_config(model.config.get_text_config(), build.max_positions)
-    body = model.get_submodule(_body_name(model))
-    with META, counted_window_masks(model) as window_masks:
+    text, name = model.config.get_text_config(), _body_name(model)
+    check_config(text, build.max_positions)
+    run = partial(_run, model.get_submodule(name))
+    ids = torch.zeros(len(ORDER), dtype=torch.int32, device=META)
+    written_out = None
+    with META, counted_masks(model) as masks:
         parallelise(model, replace(build, group=BlueprintGroup(build.group.size)))
-        calls = record(model, lambda ids, positions: _run(body, ids, positions))
-    check_calls(model, calls, window_masks[0], build.max_positions)
-    return calls
+        shapes, entered = ShapesAlone(model), Entered(model)
+        try:
+            calls = record(model, lambda: run(ids, ids))
+        except CheckpointError:
+            calls = []
+        if len(calls) < num_layers(text):
+            masks.clear()
+            written_out = entered
+            calls = record(model, lambda: run(ids, ids), written_out)
+        shapes.check([model.get_submodule(call.path) for call in calls], build.group.size)
+        check_calls(model, calls, masks, build.max_positions)
+        places: list[Counted] = []
+        token = (getattr(text, "pad_token_id", None) or 0) + 1
+        record(model, lambda: places.extend(counted(model, entered, run, token)), written_out)
+    inside = (path for path, _ in model.named_modules() if path.startswith(f"{name}."))
+    return Found(calls, places, frozenset(path for path in inside if model.get_submodule(path) not in shapes.called))
 
 
 def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -194,13 +238,17 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     Raises `CheckpointError` for an architecture that it does not know, or that is no decoder of text alone.
     """
     values = dict(config.raw)
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(values.get("model_type")))
-    if known != config.architecture:
-        raise CheckpointError(_unknown(config, known))
+    kind = _class_of(config)
+    _write_out_attention(sys.modules[kind.__module__])
     try:
         hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
+        wanted = kind.config_class
         with META:
-            model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=NAME)
+            model = kind._from_config(
+                hf_config if isinstance(hf_config, wanted) else hf_config.get_text_config(),
+                dtype=dtype,
+                attn_implementation=NAME,
+            )
         model.config.get_text_config()  # raises where there are several
     except Exception as error:
         # Each type checks its config in its own way.
@@ -209,9 +257,29 @@ def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
             f"{type(error).__name__}: {error}"
         ) from error
     for part in model.modules():
+        if picks_tokens(model.config) and isinstance(indexer := getattr(part, "indexer", None), nn.Module):
+            indexer.forward = _picked
         if isinstance(part, PreTrainedModel):
             vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None  # or each step looks for padding
     return model.requires_grad_(False).eval()
+
+
+def _class_of(config: ModelConfig) -> Any:
+    """Return the class of transformers that an architecture is; raises `CheckpointError` where it is none of text."""
+    model_type = str(config.raw.get("model_type"))
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if config.architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        kind = getattr(transformers, config.architecture)
+        if config.architecture == known or kind.config_class.model_type == model_type:
+            return kind
+    raise CheckpointError(_unknown(config, known))
+
+
+def _write_out_attention(module: ModuleType) -> None:
+    """Have models that choose a class of attention by name take the one that writes it out, for ours."""
+    for classes in vars(module).values():
+        if isinstance(classes, dict) and isinstance(classes.get("eager"), type):
+            classes.setdefault(NAME, classes["eager"])
 
 
 def _unknown(config: ModelConfig, known: str | None) -> str:
@@ -239,10 +307,17 @@ def _is_newer(written: str) -> bool:
         return False
 
 
-def _run(body: nn.Module, input_ids: Tensor, positions: Tensor) -> Tensor:
-    ids, places = input_ids.unsqueeze(0).long(), positions.unsqueeze(0).long()
-    states: Tensor = body(input_ids=ids, position_ids=places, use_cache=False)[0][0]
+def _run(body: nn.Module, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+    told = {} if positions is None else {"position_ids": positions.unsqueeze(0).long()}
+    if picks_tokens(body.config):
+        told["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)  # indexers take a slice of it
+    states: Tensor = body(input_ids=input_ids.unsqueeze(0).long(), use_cache=False, **told)[0][0]
     return states
+
+
+def _picked(states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in for an indexer where all tokens would be picked: attention sees all, whatever it gets."""
+    return states.new_empty(*states.shape[:-1], 0, dtype=torch.int32)
 
 
 def _body_name(model: PreTrainedModel) -> str:
@@ -266,12 +341,15 @@ def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         for name in missing:
             module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
         # What fills buffers would fill the parameters, too.
-        kept, module._parameters = module._parameters, _shadows(module)
+        kept = [(part, part._parameters) for part in module.modules()]
+        for part, _ in kept:
+            part._parameters = _shadows(part)
         try:
             with torch.no_grad():
                 owner._init_weights(module)
         finally:
-            module._parameters = kept
+            for part, parameters in kept:
+                part._parameters = parameters
 
 
 def _shadows(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -33,6 +33,8 @@ def replace_rotations(
     replaced: Counter[str] = Counter()
     left: Counter[str] = Counter()
     for call, layer in zip(calls, layers, strict=True):
+        if call.turn or call.written_out:  # its `forward` is ours already
+            continue
         module = model.get_submodule(call.path)
         forward, name = type(module).forward, type(module).__name__
         functions = _functions_of(forward)

@@ -120,7 +120,7 @@ def test_what_our_kernels_cannot_rotate_is_left_to_the_models_own_function() -> 
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     half = torch.randn(2, 1, 3, 4)
     cos, sin = torch.cat((half, half), dim=-1)
-    with step.runs(Mock()):
+    with step.runs(Mock(), torch.arange(3)):
         for angles, plain in (((cos, sin), Mock()), (tuple(torch.randn(2, 1, 3, 8)), Mock(return_value="its own"))):
             found = rotate(layer, step, plain, query, key, *angles)
             if plain.called:
