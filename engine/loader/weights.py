@@ -202,7 +202,8 @@ def _check_tied_head(
 def _load_converted(model: CausalLM, rules: list[WeightRule], held: Stored, checkpoint: Checkpoint) -> None:
     """Fill the parameters of a model whose tensors a checkpoint holds under other names, or in other shapes."""
     _check_tied_head(model, rules, checkpoint, held.plain)
-    extra = {name for name in held.unknown if name != HEAD and not NO_WEIGHTS.search(name)}
+    unused = (NO_WEIGHTS, KV_SCALE)
+    extra = {name for name in held.unknown if name != HEAD and not any(each.search(name) for each in unused)}
     _refuse(checkpoint.folder, "not part of this architecture", extra)
     _refuse(checkpoint.folder, "missing", held.lacking)
     by_name: dict[str, list[WeightRule]] = defaultdict(list)

@@ -14,12 +14,15 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.llm import LLM
+from engine.loader.checkpoint import open_model
+from engine.loader.weights import load_model, read_kv_scales
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
 from engine.resolve import check_model, resolve
 from engine.sampling_params import SamplingParams
 from parallel.errors import ShardingError
+from parallel.group import SoloGroup
 from tests.parity.census import (
     NATIVE,
     NOT_SMALL,
@@ -288,3 +291,26 @@ def test_layers_of_a_device_need_no_other(oracles: dict[str, Oracle]) -> None:
     found = blueprint(model_config("mixtral"), dtype=torch.bfloat16)
     assert {weight.device.type for weight in found.parameters()} == {"meta"}
     assert {weight.dtype for weight in found.parameters()} == {torch.bfloat16}
+
+
+def test_a_class_is_found_as_auto_model_finds_it() -> None:
+    """By the type, whatever the case of the architecture; Mistral whose layers have types is Ministral."""
+    phi = model_config("phimoe", architectures=["PhiMoEForCausalLM"])
+    assert type(blueprint(phi).hf).__name__ == "PhimoeForCausalLM"
+    types = ["full_attention", "sliding_attention"]
+    mistral = model_config("mistral", layer_types=types, sliding_window=16, head_dim=16)
+    for implementation in ("native", "transformers"):
+        made = blueprint(replace(mistral, implementation=implementation))
+        assert [layer.window for layer in made.attention] == [0, 16]
+    with pytest.raises(CheckpointError, match="architecture 'LlamaForSequenceClassification' is not supported"):
+        blueprint(model_config("llama", architectures=["LlamaForSequenceClassification"]))
+
+
+def test_scales_of_an_fp8_cache_are_found_for_every_layer(tmp_path: Path) -> None:
+    save_oracle("smollm3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    scale = torch.tensor(0.5)
+    save_file(load_file(file) | {"model.layers.1.self_attn.k_scale": scale}, file)
+    model = load_model(open_model(str(tmp_path), impl="transformers"), 64, SoloGroup(), torch.float32)
+    found = [None if scales is None else scales[:, 0].tolist() for scales in read_kv_scales(tmp_path, model)]
+    assert found == [[1.0, 1.0], [0.5, 1.0]]

@@ -6,22 +6,15 @@ What it needs of a model is what transformers asks of one for flash attention: i
 
 from __future__ import annotations
 
-import difflib
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
-from types import ModuleType
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import PreTrainedModel
 from typing_extensions import override
 
 from engine.attention.base import AttentionContext
@@ -32,19 +25,12 @@ from engine.layers.base import Build, Stored, WeightRule
 from engine.models.blueprint import META, BlueprintGroup
 from engine.models.causal_lm import CausalLM
 from engine.models.config import ModelConfig
-from engine.models.registry import FAMILIES
-from engine.models.transformers.attention import NAME, Call, PagedAttention, Step, connect, record
-from engine.models.transformers.conditions import (
-    KINDS,
-    check_calls,
-    check_config,
-    counted_masks,
-    num_layers,
-    picks_tokens,
-)
+from engine.models.transformers.attention import Call, PagedAttention, Step, connect, record
+from engine.models.transformers.conditions import check_calls, check_config, counted_masks, num_layers, picks_tokens
 from engine.models.transformers.conversions import stored
 from engine.models.transformers.entered import Entered
 from engine.models.transformers.layers import ParallelEmbedding, StackedExperts, parallelise
+from engine.models.transformers.outline import fill_buffers, outline
 from engine.models.transformers.positions import ORDER, Counted, counted, tell
 from engine.models.transformers.recognised import KernelMLP
 from engine.models.transformers.rotations import replace_rotations
@@ -82,7 +68,7 @@ class TransformersModel(CausalLM):
         # These are parts of `hf` already, where modules of torch look for them.
         vars(self).update(head=head, layers=self.hf.get_submodule(self.body_name), embedding=embedding)
         if build.group.device != META:
-            _fill_buffers(self.hf, build.group.device)
+            fill_buffers(self.hf, build.group.device)
             if build.group.device.type == "cpu":  # elsewhere to compare cosines would halt the host in every step
                 replaced.rotations, kept = replace_rotations(self.hf, found.calls, paged, self.step)
                 replaced.left.update({f"the rotation of {name}": count for name, count in kept.items()})
@@ -232,92 +218,12 @@ def found_out(config: ModelConfig, build: Build) -> Found:
     return Found(calls, places, frozenset(path for path in inside if model.get_submodule(path) not in shapes.called))
 
 
-def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model as transformers makes it of config.json, on the device meta.
-
-    Raises `CheckpointError` for an architecture that it does not know, or that is no decoder of text alone.
-    """
-    values = dict(config.raw)
-    kind = _class_of(config)
-    _write_out_attention(sys.modules[kind.__module__])
-    try:
-        hf_config = AutoConfig.for_model(values.pop("model_type"), **values)
-        wanted = kind.config_class
-        with META:
-            model = kind._from_config(
-                hf_config if isinstance(hf_config, wanted) else hf_config.get_text_config(),
-                dtype=dtype,
-                attn_implementation=NAME,
-            )
-        model.config.get_text_config()  # raises where there are several
-    except Exception as error:
-        # Each type checks its config in its own way.
-        raise CheckpointError(
-            f"config.json: transformers {version('transformers')} makes no {config.architecture} over a paged cache: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    for part in model.modules():
-        if picks_tokens(model.config) and isinstance(indexer := getattr(part, "indexer", None), nn.Module):
-            indexer.forward = _picked
-        if isinstance(part, PreTrainedModel):
-            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *_: None  # or each step looks for padding
-    return model.requires_grad_(False).eval()
-
-
-def _class_of(config: ModelConfig) -> Any:
-    """Return the class of transformers that an architecture is; raises `CheckpointError` where it is none of text."""
-    model_type = str(config.raw.get("model_type"))
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if config.architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        kind = getattr(transformers, config.architecture)
-        if config.architecture == known or kind.config_class.model_type == model_type:
-            return kind
-    raise CheckpointError(_unknown(config, known))
-
-
-def _write_out_attention(module: ModuleType) -> None:
-    """Have models that choose a class of attention by name take the one that writes it out, for ours."""
-    for classes in vars(module).values():
-        if isinstance(classes, dict) and isinstance(classes.get("eager"), type):
-            classes.setdefault(NAME, classes["eager"])
-
-
-def _unknown(config: ModelConfig, known: str | None) -> str:
-    """Return what is known of an architecture that nobody here builds: its neighbours, its age, what it asks for."""
-    architecture = config.architecture
-    near = difflib.get_close_matches(architecture, sorted({*FAMILIES, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}))
-    advice = f"; the nearest that are known: {', '.join(near)}" if near else ""
-    found = f"transformers {version('transformers')} has no such decoder of text for its model_type"
-    if known is not None:
-        found = f"of its model_type transformers makes {known}"
-    written = str(config.raw.get("transformers_version", ""))
-    if known is None and _is_newer(written):
-        advice += f"; its config.json is of transformers {written}: an upgrade of that library may know it"
-    kinds = set(config.raw.get("layer_types") or ()) - set(KINDS) - {"chunked_attention"}
-    if kinds:
-        advice += f"; its layers ask for {', '.join(sorted(map(str, kinds)))}"
-    return f"config.json: architecture {architecture!r} is not supported: {found}{advice}"
-
-
-def _is_newer(written: str) -> bool:
-    """Whether a version is later than that of the installed transformers."""
-    try:
-        return Version(written) > Version(version("transformers"))
-    except InvalidVersion:
-        return False
-
-
 def _run(body: nn.Module, input_ids: Tensor, positions: Tensor | None) -> Tensor:
     told = {} if positions is None else {"position_ids": positions.unsqueeze(0).long()}
     if picks_tokens(body.config):
         told["attention_mask"] = input_ids.new_zeros(1, 1, 1, 1)  # indexers take a slice of it
     states: Tensor = body(input_ids=input_ids.unsqueeze(0).long(), use_cache=False, **told)[0][0]
     return states
-
-
-def _picked(states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand in for an indexer where all tokens would be picked: attention sees all, whatever it gets."""
-    return states.new_empty(*states.shape[:-1], 0, dtype=torch.int32)
 
 
 def _body_name(model: PreTrainedModel) -> str:
@@ -327,33 +233,3 @@ def _body_name(model: PreTrainedModel) -> str:
         if any(inner is embedding for inner in part.modules()):
             return name
     raise CheckpointError(f"config.json: {type(model).__name__} has no layers that can be told from its head")
-
-
-def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give the buffers that no checkpoint holds, such as the frequencies of rotations, their values."""
-    owners = {
-        inner: part for part in model.modules() if isinstance(part, PreTrainedModel) for inner in part.modules()
-    }
-    for module, owner in owners.items():
-        missing = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not missing:
-            continue
-        for name in missing:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-        # What fills buffers would fill the parameters, too.
-        kept = [(part, part._parameters) for part in module.modules()]
-        for part, _ in kept:
-            part._parameters = _shadows(part)
-        try:
-            with torch.no_grad():
-                owner._init_weights(module)
-        finally:
-            for part, parameters in kept:
-                part._parameters = parameters
-
-
-def _shadows(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    return {
-        name: None if old is None else nn.Parameter(torch.empty_like(old, device=META), requires_grad=False)
-        for name, old in module._parameters.items()
-    }
