@@ -225,6 +225,7 @@ TOOL_PARSERS = ParserNames(
     {
         "deepseek_v3": "cluster.openai.parsers.tool_formats:DeepSeekV3Parser",
         "deepseek_v31": "cluster.openai.parsers.tool_formats:DeepSeekV31Parser",
+        "gemma4": "cluster.openai.parsers.gemma4:Gemma4ToolParser",
         "glm45": "cluster.openai.parsers.tagged_formats:Glm45Parser",
         "hermes": "cluster.openai.parsers.tool_formats:HermesParser",
         "kimi_k2": "cluster.openai.parsers.tool_formats:KimiK2Parser",
@@ -241,6 +242,7 @@ REASONING_PARSERS = ParserNames(
     "squadron.reasoning_parsers",
     {
         "deepseek_r1": "cluster.openai.parsers.reasoning:DeepSeekR1Parser",
+        "gemma4": "cluster.openai.parsers.gemma4:Gemma4ReasoningParser",
         "glm45": "cluster.openai.parsers.reasoning:Glm45ReasoningParser",
         "minimax_m2": "cluster.openai.parsers.reasoning:MiniMaxM2ReasoningParser",
         "openai_gptoss": "cluster.openai.parsers.reasoning:GptOssParser",

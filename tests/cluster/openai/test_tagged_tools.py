@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.openai.parsers.gemma4 import Gemma4ToolParser
 from cluster.openai.parsers.reader import joined
 from cluster.openai.parsers.tagged_formats import Glm45Parser, MiniMaxM2Parser, Qwen3CoderParser, value_of
 from cluster.openai.parsers.tool_choice import ToolUse
@@ -51,7 +52,29 @@ def kimi(name, arguments):
     )
 
 
-KINDS = [(Glm45Parser, glm), (Qwen3CoderParser, coder), (MiniMaxM2Parser, minimax), (KimiK2Parser, kimi)]
+def gemma(name, arguments):
+    """Not tagged, but sent when whole, too."""
+
+    def written(value):
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{written(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(written, value)) + "]"
+        return json.dumps(value)
+
+    values = {key: value_of(text, SCHEMA["properties"][key]) for key, text in arguments.items()}
+    return f"<|tool_call>call:{name}{written(values)}<tool_call|>"
+
+
+KINDS = [
+    (Glm45Parser, glm),
+    (Qwen3CoderParser, coder),
+    (MiniMaxM2Parser, minimax),
+    (KimiK2Parser, kimi),
+    (Gemma4ToolParser, gemma),
+]
 
 
 def parsed(kind, pieces, parallel=True):
@@ -116,6 +139,16 @@ PIECES = st.lists(
             *("<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>"),
             *("<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.now:0", "<|tool_call_argument_begin|>{}"),
             *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+            *(
+                "<|tool_call>call:now{",
+                "<|tool_call>",
+                "call:weather{place:",
+                '<|"|>',
+                "}<tool_call|>",
+                "{",
+                "[",
+                "a:1,",
+            ),
         ]
     ),
     max_size=12,
