@@ -9,7 +9,10 @@ from tokenizers import AddedToken
 
 from cluster.config_values import REASONING_PARSERS
 from cluster.openai.choices import Choice
+from cluster.openai.parsers.gemma4 import Gemma4ReasoningParser
 from cluster.openai.parsers.reasoning import AnswerParser, DeepSeekR1Parser, GptOssParser, Qwen3Parser
+from cluster.openai.parsers.tool_choice import ToolUse
+from cluster.openai.parsers.tool_formats import GptOssToolParser
 from cluster.token_source import TokenChunk
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
@@ -84,6 +87,33 @@ def test_gpt_oss_thinks_and_answers_in_channels_however_the_text_is_cut(text, fo
     assert parsed(GptOssParser(), text) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<|channel>thought\nhm<channel|>Two.", ("hm", "Two.")),
+        ("<|channel>thought\n<channel|>Two.", ("", "Two.")),
+        ("Two.", ("", "Two.")),
+    ],
+)
+def test_gemma_4_thinks_in_a_channel(text, found):
+    assert parsed(Gemma4ReasoningParser(), [text]) == found
+    assert parsed(Gemma4ReasoningParser(), text) == found
+
+
+def test_calls_of_gpt_oss_are_found_behind_heads_in_every_order():
+    heads = (
+        "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>",
+        "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+    )
+    text = HARMONY.partition("<|start|>")[0] + "".join(f"{head}{{}}<|call|>" for head in heads)
+    for pieces in ([text], text):
+        parser = AnswerParser(GptOssParser(), ToolUse("auto", {"now": None}, GptOssToolParser, True).new_parser())
+        deltas = [*[parser.feed(piece) for piece in pieces], parser.finish()]
+        assert "".join(delta.reasoning for delta in deltas) == "hm, 1 < 2"
+        assert "".join(delta.content for delta in deltas) == ""
+        assert [call.name for delta in deltas for call in delta.calls if call.name] == ["now", "now"]
+
+
 def test_an_answer_without_thinking_is_content_to_the_last_character():
     text = " \n Two <think> </think> three\n"
     assert parsed(Qwen3Parser(), [text]) == ("", text)
@@ -146,7 +176,7 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, thinking, pieces):
 
 
 def test_parsers_are_known_by_name():
-    assert REASONING_PARSERS.names() == ("deepseek_r1", "glm45", "minimax_m2", "openai_gptoss", "qwen3")
+    assert REASONING_PARSERS.names() == ("deepseek_r1", "gemma4", "glm45", "minimax_m2", "openai_gptoss", "qwen3")
     with pytest.raises(ConfigError, match="known: deepseek_r1, glm45, minimax_m2, openai_gptoss, qwen3"):
         REASONING_PARSERS.load("r1")
 

@@ -266,7 +266,17 @@ def test_nothing_of_a_text_without_calls_is_lost(kind, text):
 
 def test_parsers_are_known_by_name_and_an_unknown_one_is_told_which_there_are():
     names = (
-        *("deepseek_v3", "deepseek_v31", "glm45", "hermes", "kimi_k2", "llama3_json", "minimax_m2", "mistral"),
+        *(
+            "deepseek_v3",
+            "deepseek_v31",
+            "gemma4",
+            "glm45",
+            "hermes",
+            "kimi_k2",
+            "llama3_json",
+            "minimax_m2",
+            "mistral",
+        ),
         *("openai", "pythonic", "qwen3_coder"),
     )
     assert TOOL_PARSERS.names() == names
