@@ -177,7 +177,7 @@ def test_however_a_text_is_cut_its_parts_are_the_same(kind, thinking, pieces):
 
 def test_parsers_are_known_by_name():
     assert REASONING_PARSERS.names() == ("deepseek_r1", "gemma4", "glm45", "minimax_m2", "openai_gptoss", "qwen3")
-    with pytest.raises(ConfigError, match="known: deepseek_r1, glm45, minimax_m2, openai_gptoss, qwen3"):
+    with pytest.raises(ConfigError, match="known: deepseek_r1, gemma4, glm45, minimax_m2, openai_gptoss, qwen3"):
         REASONING_PARSERS.load("r1")
 
 
