@@ -285,12 +285,14 @@ def _reads(
         source = source.as_bytes()
     if rule.index is not None:
         source = source.entry(rule.index)
-    if source.shape != rule.shape:
+    # Some files hold experts as [experts, in, out], those of Qwen3-VL say. Where both fit, it is [experts, out, in].
+    turned = rule.index is not None and rule.shape != source.shape == rule.shape[::-1]
+    if source.shape != rule.shape and not turned:
         raise CheckpointError(
             f"{source.file.path}: tensor {name} has shape {list(source.shape)}, "
             f"config.json makes it {list(rule.shape)}"
         )
-    transfers = _sharded(parameter, rule).transfers(source, rule.part, rule.transposed)
+    transfers = _sharded(parameter, rule).transfers(source, rule.part, rule.transposed != turned)
     return [(source, transfer) for transfer in transfers]
 
 

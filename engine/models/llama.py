@@ -55,6 +55,7 @@ def llama_stack(
     theta: float = 10000.0,
     eps: float = 1e-6,
     rope_default: Mapping[str, Any] | None = None,
+    fraction: float | None = None,
     query_scale: QueryScale | None = None,
 ) -> Stack:
     """Return the layers of Llama and of those that vary it.
@@ -62,12 +63,13 @@ def llama_stack(
     head_dim: where config.json names none, None = hidden size / heads. windows: tokens that each layer sees, 0 = all;
     None = 0 for each. mlp: makes the feed-forward of the layer of a number, None = a dense one for each. head_norms:
     queries and keys of each head are normed. theta, eps, rope_default: the base of the rotation, the epsilon of norms
-    and all of the rotation, where config.json says nothing of them. query_scale: as of `Attention`.
+    and all of the rotation, where config.json says nothing of them. fraction: as of `read_rope`. query_scale: as of
+    `Attention`.
     """
     hidden = config.hidden_size
     eps = config.hf.number("rms_norm_eps", eps)
     size = read_head_dim(config, head_dim)
-    rope = read_rope(config.hf, size, build.max_positions, theta=theta, default=rope_default)
+    rope = read_rope(config.hf, size, build.max_positions, theta=theta, fraction=fraction, default=rope_default)
     rotary = Rotary(rope, size, build)
 
     def dense(layer: int) -> Layer:

@@ -22,4 +22,4 @@ class Phi3(DecoderLM):
     @override
     def stack(config: ModelConfig, build: Build) -> Stack:
         window = config.hf.integer("sliding_window", 0, low=0)
-        return llama_stack(config, build, windows=[window] * config.num_layers)
+        return llama_stack(config, build, windows=[window] * config.num_layers, fraction=1.0)

@@ -55,4 +55,6 @@ def layer_windows(hf: HFConfig, num_layers: int, *, alternating: bool = False) -
 
 def read_window(hf: HFConfig) -> int:
     """Return the window of the layers that have one, 0 = none has."""
-    return hf.integer("sliding_window", 4096) if hf.flag("use_sliding_window") else 0
+    if not hf.flag("use_sliding_window") or "sliding_window" in hf.nulls:
+        return 0
+    return hf.integer("sliding_window", 4096)

@@ -26,20 +26,26 @@ def read_rope(
     layer_type: str | None = None,
     *,
     theta: float = 10000.0,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     default: Mapping[str, Any] | None = None,
 ) -> RopeSpec:
     """Return the rotary settings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 
     max_positions: tokens of the longest sequence that will be run; ropes whose angles change with the length of a
     sequence are held to what it allows. layer_type: whose settings are read where there are some for each type of
-    layer. theta, fraction: the base, and the part of a head that is rotated, where the file says nothing.
+    layer. theta, fraction: the base, and the part of a head that is rotated, where the file says nothing. fraction:
+    None = transformers' class of the family rotates all of a head in the default rope, whatever the file says.
     default: all settings, where it has none.
     """
     scaling = rope_settings(hf, layer_type, default)
     scaling.setdefault("rope_theta", hf.get("rope_theta", theta))
     scaling.setdefault("partial_rotary_factor", hf.get("partial_rotary_factor", fraction))
+    whole = fraction is None and scaling.get("rope_type", scaling.get("type", "default")) == "default"
     fraction = positive(scaling, "partial_rotary_factor", 1.0, WHERE)
+    if whole and fraction != 1.0:
+        raise UnsupportedFieldError(
+            f"config.json: partial_rotary_factor = {fraction} is not supported here, only 1.0"
+        )
     rotated = int(head_dim * fraction)
     if rotated % 2 or head_dim % 2 or not 0 < rotated <= head_dim:
         raise CheckpointError(

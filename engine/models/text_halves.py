@@ -67,9 +67,12 @@ SAME_AS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4v_moe_text": ("glm4_moe", {}),
     "qwen2_vl_text": ("qwen2", {}),
     "qwen2_5_vl_text": ("qwen2", {}),
-    "qwen3_vl_text": ("qwen3", {}),
-    "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_vl_text": ("qwen3", {"use_sliding_window": False}),
+    "qwen3_vl_moe_text": ("qwen3_moe", {"use_sliding_window": False, "norm_topk_prob": True}),
+    "mistral": ("mistral", {"layer_types": None}),
 }
+# What the first files of Llama 4 say otherwise: 4 for true.
+READ_AS = {"attn_temperature_tuning": bool}
 # What the whole says for its half.
 OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
 # Where wholes keep their text half; versions of transformers differ.
@@ -97,6 +100,9 @@ def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     text = values.get("text_config", {})  # in files of Qwen2-VL its fields lie beside those of the whole
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config of {name} must be an object, not {text!r}")
+    if text:
+        coerced = {field: kind(text[field]) for field, kind in READ_AS.items() if field in text}
+        values = {**values, "text_config": {**text, **coerced}}
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise CheckpointError(
@@ -121,13 +127,19 @@ def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], int]:
-    """Return what the text half calls its tensors -> name on disk, and how many are of the whole's other parts."""
+    """Return what the text half calls its tensors -> name on disk, and how many are of the whole's other parts.
+
+    Raises `CheckpointError` for a tensor that is there under two names.
+    """
     found: dict[str, str] = {}
     apart = 0
     for name in names:
         prefix, plain = next((one for one in PREFIXES if name.startswith(one[0])), ("", ""))
         if not prefix and OTHERS.match(name):
             apart += 1
-        else:
-            found[plain + name.removeprefix(prefix)] = name
+            continue
+        new = plain + name.removeprefix(prefix)
+        if new in found:
+            raise CheckpointError(f"the checkpoint holds {new} twice: {found[new]} and {name}")
+        found[new] = name
     return found, apart

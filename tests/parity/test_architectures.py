@@ -6,6 +6,8 @@ from parallel.group import SoloGroup
 from tests.parity.stepping import Sequence, Stepper
 from tests.parity.tiny_models import CONFIGS, check_against, make, prompts
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def pair(request, tmp_path_factory):

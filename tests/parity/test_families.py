@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.models.registry import FAMILIES
 from tests.parity.census import check, save_oracle
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TYPES = [name for name, architecture in NAMES.items() if architecture in FAMILIES]
 # One of each kind of layer that is split over ranks in a way of its own.
 SPLIT = ("gpt_oss", "minimax_m2", "granitemoehybrid")

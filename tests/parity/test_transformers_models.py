@@ -37,6 +37,7 @@ from tests.parity.census import (
     why_no_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # One of each kind: norms, windows, caps and scales (gemma3), fused products (phi3), a norm after each block (olmo2),
 # multipliers (granite), parallel blocks and LayerNorm (cohere2, gpt_neox), experts (mixtral, qwen3_moe), latent
 # attention with experts in groups (deepseek_v3), sinks with biased and interleaved experts (gpt_oss), partial

@@ -33,6 +33,8 @@ EYES: dict[str, Any] = {
 }
 # Positions of a token in time, height and width turn so many pairs of features each.
 QWEN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+# Of sizes that tell the two ways apart in which experts are stored.
+SIZES: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"moe_intermediate_size": 24}}
 GLM: dict[str, Any] = QWEN | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 SECTIONS = {"qwen2_vl_text": QWEN, "qwen2_5_vl_text": QWEN, "glm4v_text": GLM, "glm4v_moe_text": GLM}
 
@@ -60,7 +62,8 @@ def tiny_whole(model_type: str) -> PreTrainedModel:
 
 def _small_text(text: PreTrainedConfig) -> dict[str, Any]:
     kind, _ = SAME_AS.get(text.model_type, (text.model_type, {}))
-    small = text.to_dict() | shrunk(text) | MORE.get(kind, {}) | {"model_type": text.model_type}
+    more = MORE.get(kind, {}) | SIZES.get(text.model_type, {}) | {"model_type": text.model_type}
+    small = text.to_dict() | shrunk(text) | more
     if text.model_type in SECTIONS:
         small["rope_parameters"] = SECTIONS[text.model_type]
     # Fields of layers and tokens that are not there any more.
@@ -76,3 +79,11 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, -1]
         text.append(int(logits.argmax()))
     return text[len(prompt) :]
+
+
+@torch.no_grad()
+def logprobs_of(model: PreTrainedModel, prompt: Sequence[int]) -> torch.Tensor:
+    """Return the log probabilities of a prompt's tokens after its first, [len(prompt) - 1]."""
+    ids = torch.tensor([prompt])
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator
+from math import isfinite
 from typing import Any, NoReturn
 
 from cluster.openai.parsers.reader import MalformedCallError, Reader, Step
@@ -67,9 +68,12 @@ def _read_value(reader: Reader, depth: int) -> Generator[None, None, Any]:
         return (yield from _read_list(reader, depth))
     text = yield from _read_bare(reader)
     try:
-        return json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_refuse)
     except ValueError as error:
         raise MalformedCallError from error
+    if isinstance(found, float) and not isfinite(found):
+        raise MalformedCallError
+    return found
 
 
 def _refuse(constant: str) -> NoReturn:

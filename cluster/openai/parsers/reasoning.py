@@ -162,7 +162,9 @@ class GptOssParser(ReasoningParser):
     )
     longest_head: ClassVar[int] = 400
     begins: ClassVar[tuple[str, ...]] = ("<|start|>assistant", "<|channel|>")
-    ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>")
+    start: ClassVar[str] = "<|start|>"  # ends a message whose end was left out, too
+    ends: ClassVar[tuple[str, ...]] = ("<|end|>", "<|return|>", "<|call|>", start)
+    half_head: ClassVar[re.Pattern[str]] = re.compile(r"(?:<\|start\|>assistant)?(?:<\|channel\|>\w*)?")
 
     def __init__(self, thinking: bool | None = None) -> None:
         super().__init__(thinking)
@@ -189,7 +191,7 @@ class GptOssParser(ReasoningParser):
 
     def finish(self) -> Thought:
         """See `ReasoningParser.finish`; half a head between messages is nobody's."""
-        if self._state is _Harmony.HEAD and self._shown:
+        if self._state is _Harmony.HEAD and (self._shown or self.half_head.fullmatch(self._held)):
             self._held = ""
         rest, self._held = self._joined(self._held), ""
         return Thought(rest.rstrip()) if self._within else Thought(content=rest)
@@ -224,8 +226,9 @@ class GptOssParser(ReasoningParser):
             self._held = self._held[len(text) :]
             return self._joined(text), False
         place, end = min(ends)
-        text, self._held = self._held[:place], self._held[place + len(end) :]
-        text = self._joined(text.rstrip() if self._within else text + end * self._call)
+        text, rest = self._held[:place], self._held[place:]
+        self._held = rest if end == self.start else rest.removeprefix(end)
+        text = self._joined(text.rstrip() if self._within else text + "<|call|>" * self._call)
         self._state, self._within = _Harmony.HEAD, False
         return text, True
 

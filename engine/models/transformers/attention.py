@@ -23,7 +23,19 @@ from engine.models.transformers.written_out import WrittenOut
 
 NAME = "squadron_paged"
 _PLACE = "_squadron_paged"  # attribute of transformers' attention modules: their layers and the step
-REFUSED = ("position_bias", "attention_bias", "head_mask", "indices", "block_mask")
+# What a call may hand over beside queries, keys and values: what is obeyed, and what changes no result.
+OBEYED = frozenset({"is_causal", "sliding_window", "softcap", "s_aux"})
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 class Step:
@@ -33,7 +45,7 @@ class Step:
         self.context: AttentionContext | None = None
         self._positions: Tensor | None = None
         self._turns: Counter[nn.Module] = Counter()
-        self._rotations: list[tuple[Tensor, Any]] = []
+        self._rotations: list[tuple[Tensor, Tensor, Any]] = []
 
     @contextmanager
     def runs(self, context: AttentionContext, positions: Tensor) -> Iterator[None]:
@@ -63,14 +75,14 @@ class Step:
 
         They are read once in a step: its layers are handed the same tensors.
         """
-        for known, rotation in self._rotations:
-            if known is cos:
+        for known_cos, known_sin, rotation in self._rotations:
+            if known_cos is cos and known_sin is sin:
                 return rotation
         angles = torch.stack((cos[0], sin[0]), dim=1)
         first, second = angles.chunk(2, dim=-1)
         # Our kernels turn both features of a pair by one angle. Some models have one for each.
         rotation = kernels.rotation(first.float().contiguous()) if torch.equal(first, second) else None
-        self._rotations.append((cos, rotation))
+        self._rotations.append((cos, sin, rotation))
         return rotation
 
 
@@ -175,6 +187,10 @@ class _Recorder:
         self._refuse(path, mask, others)
         if key.shape[2] != query.shape[2] or value_dim > head_dim:
             raise CheckpointError(f"config.json: {path} attends to other keys than those of its own tokens")
+        if key.shape[1] != value.shape[1]:
+            raise CheckpointError(
+                f"config.json: {path} has {value.shape[1]} heads of values for {key.shape[1]} of keys"
+            )
         scale = head_dim**-0.5 if scaling is None else float(scaling)
         window, softcap = int(others.get("sliding_window") or 0), float(others.get("softcap") or 0.0)
         self.calls.append(
@@ -195,7 +211,8 @@ class _Recorder:
         return query.new_empty(1, query.shape[2], query.shape[1], value_dim)
 
     def _refuse(self, path: str, mask: Tensor | None, others: dict[str, Any]) -> None:
-        asked = [name for name in REFUSED if (given := others.get(name)) is not None and not _is_empty(given)]
+        told = {name for name, given in others.items() if given is not None and not _is_empty(given)}
+        asked = sorted(told - OBEYED - HARMLESS)
         if mask is not None and mask.numel() > 1:  # one number hides nothing
             asked.append("a mask of its own")
         if others.get("is_causal") is False:

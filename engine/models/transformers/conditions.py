@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.errors import CheckpointError
 from engine.models.transformers.attention import Call
 
+LAYER = re.compile(r"(?P<list>.*?)\.(?P<layer>\d+)\.")
 KINDS = ("full_attention", "sliding_attention")
 BY_LENGTH = ("longrope", "dynamic")  # ropes that change with the longest sequence of a step
 WINDOW_MASK, CAUSAL_MASK = "create_sliding_window_causal_mask", "create_causal_mask"
@@ -65,9 +67,10 @@ def check_calls(model: PreTrainedModel, calls: Sequence[Call], masks: Counter[st
             f"config.json: {name} keeps a recurrent state, which is not served through transformers"
         )
     layers = num_layers(config)
-    if len(calls) < layers:
+    attending = len({call.path for call in calls})
+    if len(calls) < layers or (attending < layers and not _attends_in_each(model, calls)):
         raise CheckpointError(
-            f"config.json: {name} attends in {len(calls)} of {layers} layers in a way that is known; all must"
+            f"config.json: {name} attends in {attending} of {layers} layers in a way that is known; all must"
         )
     if any(call.written_out for call in calls) and {*masks} != {CAUSAL_MASK}:
         raise CheckpointError(f"config.json: {name} writes out attention that is not causal alone")
@@ -85,6 +88,15 @@ def check_calls(model: PreTrainedModel, calls: Sequence[Call], masks: Counter[st
             f"config.json: {name} tells its window of {window} tokens to a mask alone, not to attention; set "
             f"max_model_len to {window}"
         )
+
+
+def _attends_in_each(model: PreTrainedModel, calls: Sequence[Call]) -> bool:
+    """Whether of each list of layers that has one that attends all do, as those that are run in loops."""
+    lists: defaultdict[str, set[str]] = defaultdict(set)
+    for call in calls:
+        if found := LAYER.match(call.path):
+            lists[found["list"]].add(found["layer"])
+    return all(len(layers) == len(list(model.get_submodule(path).children())) for path, layers in lists.items())
 
 
 def picks_tokens(config: PreTrainedConfig) -> bool:

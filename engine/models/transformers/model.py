@@ -211,6 +211,10 @@ def found_out(config: ModelConfig, build: Build) -> Found:
             calls = record(model, lambda: run(ids, ids), written_out)
         shapes.check([model.get_submodule(call.path) for call in calls], build.group.size)
         check_calls(model, calls, masks, build.max_positions)
+        # As many tokens as a head has features: what is attention by its shapes is so in any step.
+        longer = torch.zeros(calls[0].head_dim, dtype=torch.int32, device=META)
+        if record(model, lambda: run(longer, longer), written_out) != calls:
+            raise CheckpointError(f"config.json: {type(model).__name__} asks for other attention in longer steps")
         places: list[Counted] = []
         token = (getattr(text, "pad_token_id", None) or 0) + 1
         record(model, lambda: places.extend(counted(model, entered, run, token)), written_out)

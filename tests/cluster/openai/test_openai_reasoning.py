@@ -79,6 +79,8 @@ HARMONY = "<|channel|>analysis<|message|>hm, 1 < 2<|end|><|start|>assistant<|cha
         ("<|channel|>final<|message|>a <|end|><|start|>assi", ("", "a ")),
         ("<|channel|>final<|message|>1 <| 2", ("", "1 <| 2")),
         ("<|channel|>no head", ("", "<|channel|>no head")),
+        ("<|channel|>analysis", ("", "")),
+        ("<|channel|>analysis<|message|>hm<|start|>assistant<|channel|>final<|message|>Two.", ("hm", "Two.")),
         ("<|channel|>final<|message|>", ("", "")),
     ],
 )

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -58,6 +60,26 @@ def test_what_config_json_leaves_out_is_what_transformers_assumes(architecture):
             assert getattr(part, name, None) == getattr(other, name, None), (type(part), name)
     for name in ("embedding_scale", "logit_divisor", "softcap"):
         assert getattr(made, name) == getattr(assumed, name)
+
+
+def test_a_part_of_a_head_is_rotated_where_transformers_class_rotates_it():
+    """That of Llama rotates all of it in the default rope, whatever the file says; others are served so by `auto`."""
+    llama, part = config_of(CONFIGS["llama"]()).raw, {"partial_rotary_factor": 0.5}
+    plain = replace(ModelConfig.of(llama | part), implementation="native")
+    with pytest.raises(CheckpointError, match=r"partial_rotary_factor = 0\.5 is not supported here, only 1\.0"):
+        blueprint(plain)
+    assert type(blueprint(replace(plain, falls_back=True))).__name__ == "TransformersModel"
+    stretched = {"rope_parameters": YARN | part}
+    assert blueprint(ModelConfig.of(llama | stretched)).of_positions[0].feature_order is not None
+    glm = config_of(CONFIGS["glm4_moe"]()).raw
+    assert blueprint(ModelConfig.of(glm)).of_positions[0].feature_order is not None
+
+
+def test_a_window_that_is_null_is_none_though_it_is_used():
+    for kind in ("qwen2", "qwen3", "qwen3_moe"):
+        said = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0, "layer_types": None}
+        model = blueprint(ModelConfig.of(config_of(CONFIGS[kind]()).raw | said | {"max_position_embeddings": 8192}))
+        assert {layer.window for layer in model.attention} == {0}
 
 
 def test_a_field_that_is_null_is_said():

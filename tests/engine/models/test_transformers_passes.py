@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from engine.errors import CheckpointError
+from engine.kernels.base import TorchKernels
+from engine.models.blueprint import blueprint
+from engine.models.transformers.attention import Step
 from engine.models.transformers.entered import Entered
 from engine.models.transformers.positions import Counted, counted, tell
 from engine.models.transformers.shapes import ShapesAlone
 from engine.models.transformers.written_out import WrittenOut
+from tests.parity.census import model_config
 
 HEADS, TOKENS, WIDTH = 2, 5, 8
 
@@ -151,3 +159,53 @@ def test_a_loop_over_contents_is_passed_by_and_refused_where_attention_is_inside
     shapes.check([model])
     with pytest.raises(CheckpointError, match="Loop asks for the contents of tensors"):
         shapes.check([nn.Linear(1, 1)])
+
+
+def more_keywords(attention: nn.Module, plain: Callable[..., object], given: dict[str, Any]) -> object:
+    return plain(attention, **given, alibi_slopes=torch.ones(4))
+
+
+def scale_by_length(attention: nn.Module, plain: Callable[..., object], given: dict[str, Any]) -> object:
+    attention.scaling = 1 / given["hidden_states"].shape[1]
+    return plain(attention, **given)
+
+
+def twice_in_every_second(attention: nn.Module, plain: Callable[..., object], given: dict[str, Any]) -> object:
+    if attention.layer_idx % 2:
+        return given["hidden_states"], None
+    plain(attention, **given)
+    return plain(attention, **given)
+
+
+def one_head_of_values(attention: nn.Module, plain: Callable[..., object], given: dict[str, Any]) -> object:
+    states = torch.zeros(1, 4, given["hidden_states"].shape[1], 16, device="meta")
+    attend = AttentionInterface()["squadron_paged"]
+    return attend(attention, states, states, states[:, :1], None, scaling=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (more_keywords, "wants alibi_slopes, which the paged attention does not have"),
+        (scale_by_length, "asks for other attention in longer steps"),
+        (twice_in_every_second, "attends in 1 of 2 layers"),
+        (one_head_of_values, "has 1 heads of values for 4 of keys"),
+    ],
+)
+def test_a_model_that_asks_for_what_the_cache_has_not_is_refused(
+    change: Callable[..., object], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda attention, **given: change(attention, plain, given))
+    with pytest.raises(CheckpointError, match=said):
+        blueprint(model_config("llama"))
+
+
+def test_rotations_of_one_step_are_told_apart_by_cosines_and_sines() -> None:
+    step, kernels = Step(), TorchKernels()
+    half = torch.randn(2, 1, 3, 4)
+    cos, sin = torch.cat((half, half), dim=-1)
+    with step.runs(Mock(), torch.arange(3)):
+        forth, back = step.rotation(cos, sin, kernels), step.rotation(cos, -sin, kernels)
+        assert step.rotation(cos, sin, kernels) is forth
+        torch.testing.assert_close(back[1], -forth[1])
