@@ -178,6 +178,23 @@ def test_llama_4s_first_files_are_read(tmp_path: Path) -> None:
     assert open_model(str(tmp_path)).config.hf.get("attn_temperature_tuning") is True
 
 
+def test_modules_that_are_not_quantised_are_named_as_the_half_names_them(tmp_path: Path) -> None:
+    saved("mistral3", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"type": "int", "num_bits": 8, "strategy": "channel", "symmetric": True}
+    values["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+        "ignore": ["model.language_model.layers.0.mlp.down_proj", "language_model.lm_head", "vision_tower.x", "re:y"],
+    }
+    config = ModelConfig.of(values)
+    assert config.raw["quantization_config"]["ignore"] == [
+        *("model.layers.0.mlp.down_proj", "lm_head", "vision_tower.x", "re:y")
+    ]
+    assert config.quantization is not None
+
+
 def test_a_tensor_under_two_names_is_refused(tmp_path: Path) -> None:
     saved("mistral3", tmp_path)
     file = tmp_path / "model.safetensors"
