@@ -113,9 +113,9 @@ class _LookUp(TorchFunctionMode):
 class _Known(TorchDispatchMode):
     """Knows the values of tensors on the device meta that come from what is known, and what they are used for."""
 
-    def __init__(self, use: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, use: Callable[[str, Tensor], None], slice_: Callable[[], None]) -> None:
         super().__init__()
-        self._use = use
+        self._use, self._slice = use, slice_
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # by id of a tensor, which is kept: the id stays its own
 
     def learn(self, tensor: Tensor, value: Tensor) -> Tensor:
@@ -129,22 +129,28 @@ class _Known(TorchDispatchMode):
     ) -> Any:
         given = kwargs or {}
         out = func(*args, **given)
-        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        tensors = _tensors((args, given))
         values = [self._known[id(one)][1] for one in tensors if id(one) in self._known]
-        if not isinstance(out, Tensor):
-            return out
+        results = _tensors(out)
+        if func is torch.ops.aten.slice.Tensor and _by_length(args[0], out):
+            self._slice()
         if len(values) < len(tensors):
-            for value in values:
+            for value in values if results else ():
                 self._use(str(func), value)
-        elif out.numel() <= MOST_VALUES and func not in UNKNOWN:
+        elif results and sum(one.numel() for one in results) <= MOST_VALUES and func not in UNKNOWN:
             own = tree_map(self._own, (args, given))
-            self.learn(out, func(*own[0], **own[1]))
+            for result, value in zip(results, _tensors(func(*own[0], **own[1])), strict=True):
+                self.learn(result, value)
         return out
 
     def _own(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return self._known[id(leaf)][1]
         return CPU if isinstance(leaf, torch.device) else leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _uses(
@@ -162,7 +168,11 @@ def _uses(
             turn = sum(one.module is module and one.function == function for one in found)
             found.append(Use(paths[module], module, function, turn, values))
 
-    with torch.no_grad(), _Known(use) as known:
+    def refuse() -> None:
+        path = paths[entered.current()]
+        raise CheckpointError(f"config.json: {path} takes as many rows of a tensor as a step has tokens")
+
+    with torch.no_grad(), _Known(use, refuse) as known:
 
         def meta(values: Sequence[int]) -> Tensor:
             held = torch.tensor(values, device=CPU)
@@ -170,6 +180,17 @@ def _uses(
 
         run(meta([token] * len(ORDER)), None if positions is None else meta(positions))
     return found
+
+
+def _by_length(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a part of a tensor has as many rows as there are tokens, and the tensor more.
+
+    Whole numbers are left: BERT takes the types of tokens so, which are zeros.
+    """
+    if not tensor.is_floating_point():
+        return False
+    pairs = zip(tensor.shape, part.shape, strict=True)
+    return any(size != rows == len(ORDER) for size, rows in pairs)
 
 
 def _differs(values: Tensor) -> bool:

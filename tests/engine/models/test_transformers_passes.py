@@ -140,6 +140,43 @@ def test_other_positions_than_a_model_is_told_are_refused(
         found(model)
 
 
+class Turned(nn.Module):
+    """Angles of positions, of which one part is used, as of a rotation."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.counts = counts
+
+    def forward(self, ids: Tensor, told: Tensor | None) -> Tensor:
+        places = counting(ids) if told is None or self.counts else told
+        first, _ = (places[:, None] * torch.arange(1.0, 5.0, device=ids.device)).chunk(2, dim=-1)
+        return self.weight * first.cos()
+
+
+def test_positions_are_followed_through_parts() -> None:
+    with torch.device("meta"):
+        assert found(Turned(counts=False)) == []
+        with pytest.raises(CheckpointError, match="other positions than those it is told"):
+            found(Turned(counts=True))
+
+
+class Sliced(nn.Module):
+    """A table of which as many rows are taken as there are tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(40, 4))
+
+    def forward(self, ids: Tensor, told: Tensor | None) -> Tensor:
+        return self.table[: len(ids)]
+
+
+def test_rows_by_the_length_of_a_step_are_refused() -> None:
+    with torch.device("meta"), pytest.raises(CheckpointError, match="as many rows of a tensor as a step has tokens"):
+        found(Sliced())
+
+
 class Loop(nn.Module):
     """Experts that are looped over by the contents of a tensor."""
 
