@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Self
 
 from engine.errors import CheckpointError, UnsupportedFieldError
@@ -208,6 +209,12 @@ class ModelConfig:
         assumed = {**DEFAULTS.get(HFConfig(values).architecture, {}), **values}
         nulls = frozenset(name for name, value in values.items() if value is None)
         hf = HFConfig({name: value for name, value in assumed.items() if value is not None}, nulls)
+        if "vocab_size" not in hf.values and isinstance(hf.get("text_config"), Mapping):
+            near = ", ".join(get_close_matches(hf.architecture, sorted(WHOLES), cutoff=0.0))
+            raise CheckpointError(
+                f"config.json: architecture {hf.architecture!r} is not supported: it has a text_config, and the text "
+                f"half of such models is served for known architectures alone; the nearest: {near}"
+            )
         vocab = hf.integer("vocab_size")
         # A checkpoint of 4 bits, gpt-oss say, need not name what it was trained in.
         dtype = "bfloat16" if is_mxfp4(values) else "float32"

@@ -57,8 +57,11 @@ class ModelInfo:
 
     @property
     def words(self) -> str:
-        """What serves, in a line: architecture, types, how attention is computed."""
-        parts = [self.model.architecture, self.config.dtype, f"attention {self.attention_backend}"]
+        """What serves, in a line: architecture, whose layers, types, how attention is computed."""
+        half = f" (text half of {self.model.text_half_of})" if self.model.text_half_of else ""
+        parts = [self.model.architecture + half, self.config.dtype, f"attention {self.attention_backend}"]
+        if self.arithmetic.get("layers") == "TransformersModel":
+            parts.insert(1, "transformers' layers")
         if self.config.quantization is not None:
             parts.append(f"quantization {self.config.quantization}")
         if self.config.fp8_cache:

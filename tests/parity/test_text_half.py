@@ -230,6 +230,14 @@ def test_a_config_without_its_text_half_is_refused(changes: dict[str, object], s
         open_model(str(tmp_path))
 
 
+def test_an_unknown_whole_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    saved("qwen2_5_vl", tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    said = "'Qwen9VLForConditionalGeneration' is not supported: it has a text_config.*nearest: Qwen3VL"
+    with pytest.raises(CheckpointError, match=said):
+        ModelConfig.of(values | {"architectures": ["Qwen9VLForConditionalGeneration"]})
+
+
 def test_a_model_whose_text_half_was_not_compared_is_refused_by_name(tmp_path: Path) -> None:
     values = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma", "vocab_size": 320}
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
