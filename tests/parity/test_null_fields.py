@@ -58,3 +58,14 @@ def test_null_is_what_transformers_makes_of_it(kind: str, tmp_path: Path) -> Non
         ragged = prompts(3)
         found = Stepper(ModelRunner(engine, SoloGroup())).generate(ragged, 5)
         check_against(model, found, ragged)
+
+
+def test_models_are_made_of_nulls() -> None:
+    """Or nothing above would be compared."""
+    made = [
+        (kind, name)
+        for kind in ("gemma2", "mistral")
+        for name in nullable(CONFIGS[kind]())
+        if with_null(CONFIGS[kind](), name)
+    ]
+    assert {("gemma2", "attn_logit_softcapping"), ("mistral", "sliding_window")} <= {*made}

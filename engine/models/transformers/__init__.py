@@ -1,1 +1,1 @@
-"""Decoders of transformers over the paged cache: any that attends through `AttentionInterface`."""
+"""Decoders of transformers over the paged cache: any whose attention is recognised."""

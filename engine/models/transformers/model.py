@@ -1,7 +1,7 @@
 """A decoder of transformers as one of our models: its own layers and head, our products, attention, cache and draws.
 
-What it needs of a model is what transformers asks of one for flash attention: it calls attention through
-`AttentionInterface`, takes explicit positions, and keeps nothing but keys and values of its tokens.
+What it needs of a model: that it calls attention through `AttentionInterface`, or writes it out in a way that is
+known, takes positions or counts them in an embedding, and keeps nothing but keys and values of its tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAYER = re.compile(r"layers\.\d+")
 
 
 class TransformersModel(CausalLM):
-    """Any `...ForCausalLM` of transformers that attends through its `AttentionInterface` and keeps no other state.
+    """Any decoder of transformers whose attention is recognised and that keeps no other state.
 
     Raises `CheckpointError` with the reason for one that cannot be served so.
     """
@@ -50,7 +50,7 @@ class TransformersModel(CausalLM):
 
     def __init__(self, config: ModelConfig, build: Build) -> None:
         super().__init__()
-        found = found_out(config, build)
+        found = inspect(config, build)
         self.group = build.group
         self.hf = outline(config, build.dtype)
         self.body_name = _body_name(self.hf)
@@ -175,7 +175,7 @@ class _States(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Inspection:
     """What is found out about a model before it is built.
 
     calls: of attention. counted: embeddings whose places it counts by itself. uncalled: paths of modules in its
@@ -187,7 +187,7 @@ class Found:
     uncalled: frozenset[str]
 
 
-def found_out(config: ModelConfig, build: Build) -> Found:
+def inspect(config: ModelConfig, build: Build) -> Inspection:
     """Return what a model's layers ask of attention, heads of one rank, by running it over the device meta.
 
     Raises `CheckpointError` for a model that this backend cannot serve.
@@ -219,7 +219,9 @@ def found_out(config: ModelConfig, build: Build) -> Found:
         token = (getattr(text, "pad_token_id", None) or 0) + 1
         record(model, lambda: places.extend(counted(model, entered, run, token)), written_out)
     inside = (path for path, _ in model.named_modules() if path.startswith(f"{name}."))
-    return Found(calls, places, frozenset(path for path in inside if model.get_submodule(path) not in shapes.called))
+    return Inspection(
+        calls, places, frozenset(path for path in inside if model.get_submodule(path) not in shapes.called)
+    )
 
 
 def _run(body: nn.Module, input_ids: Tensor, positions: Tensor | None) -> Tensor:

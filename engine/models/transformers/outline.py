@@ -20,7 +20,7 @@ from engine.models.blueprint import META
 from engine.models.config import ModelConfig
 from engine.models.registry import FAMILIES
 from engine.models.transformers.attention import NAME
-from engine.models.transformers.conditions import KINDS, picks_tokens
+from engine.models.transformers.conditions import KINDS, LIMITED, picks_tokens
 
 
 def outline(config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -91,7 +91,7 @@ def _unknown(config: ModelConfig, known: str | None) -> str:
     written = str(config.raw.get("transformers_version", ""))
     if known is None and _is_newer(written):
         advice += f"; its config.json is of transformers {written}: an upgrade of that library may know it"
-    kinds = set(config.raw.get("layer_types") or ()) - set(KINDS) - {"chunked_attention"}
+    kinds = set(config.raw.get("layer_types") or ()) - set(KINDS) - set(LIMITED)
     if kinds:
         advice += f"; its layers ask for {', '.join(sorted(map(str, kinds)))}"
     return f"config.json: architecture {architecture!r} is not supported: {found}{advice}"
