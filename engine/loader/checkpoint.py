@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import CheckpointError
 from engine.models.config import HFConfig, ModelConfig, known_token_ids
 from engine.models.registry import implementation
-from engine.models.text_halves import WHOLES
+from engine.models.text_halves import MULTIMODAL
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ def open_model(model: str, files: Sequence[str] = HUB_FILES, impl: str = "auto")
     values = read_json(path / "config.json")
     if values.get("auto_map"):
         logger.warning("%s brings its own code (auto_map), which is ignored", path)
-    if HFConfig(values).architecture in WHOLES and (head := _has_head(path)) is not None:
+    if HFConfig(values).architecture in MULTIMODAL and (head := _has_head(path)) is not None:
         # Their configs say this now of the whole, now of its text half, or not at all.
         values = {**values, "tie_word_embeddings": not head}
     config = ModelConfig.of(values)

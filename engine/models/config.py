@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import Any, Self
 
 from engine.errors import CheckpointError, UnsupportedFieldError
-from engine.models.text_halves import WHOLES, text_half
+from engine.models.text_halves import MULTIMODAL, text_half
 from engine.quantization.config import QuantizationSpec, is_mxfp4, read_quantization
 
 MAX_INTEGER = 2**31
@@ -210,7 +210,7 @@ class ModelConfig:
         nulls = frozenset(name for name, value in values.items() if value is None)
         hf = HFConfig({name: value for name, value in assumed.items() if value is not None}, nulls)
         if "vocab_size" not in hf.values and isinstance(hf.get("text_config"), Mapping):
-            near = ", ".join(get_close_matches(hf.architecture, sorted(WHOLES), cutoff=0.0))
+            near = ", ".join(get_close_matches(hf.architecture, sorted(MULTIMODAL), cutoff=0.0))
             raise CheckpointError(
                 f"config.json: architecture {hf.architecture!r} is not supported: it has a text_config, and the text "
                 f"half of such models is served for known architectures alone; the nearest: {near}"
@@ -243,7 +243,7 @@ def _count_layers(hf: HFConfig) -> int:
 def _text_half(values: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """Return the config of the text half of a model that sees images, too, and the model's name; else `values`."""
     name = HFConfig(values).architecture
-    return (text_half(values, name), name) if name in WHOLES else (values, "")
+    return (text_half(values, name), name) if name in MULTIMODAL else (values, "")
 
 
 def known_token_ids(value: Any, vocab_size: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from engine.layers.rope import Rotary
 from engine.models.config import ModelConfig
 from engine.models.decoder import DecoderLayer, DecoderLM, Stack
 from engine.models.llama import llama_attention
-from engine.models.mixtral import Mixtral
+from engine.models.mistral import Mixtral
 from engine.models.rope_config import read_rope
 
 HEAD_DIM = 128

@@ -35,7 +35,7 @@ FAMILIES: Mapping[str, str] = {
     "MinistralForCausalLM": "engine.models.mistral.Mistral",
     "Ministral3ForCausalLM": "engine.models.mistral.Ministral3",
     "MistralForCausalLM": "engine.models.mistral.Mistral",
-    "MixtralForCausalLM": "engine.models.mixtral.Mixtral",
+    "MixtralForCausalLM": "engine.models.mistral.Mixtral",
     "NemotronHForCausalLM": "engine.models.nemotron_h.NemotronH",
     "Olmo2ForCausalLM": "engine.models.olmo.Olmo2",
     "Olmo3ForCausalLM": "engine.models.olmo.Olmo3",

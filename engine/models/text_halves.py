@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import CheckpointError
 
 # Architectures whose text half gives a text the tokens of the whole: each is compared with transformers'.
-WHOLES = frozenset(
+MULTIMODAL = frozenset(
     [
         "AriaForConditionalGeneration",
         "AyaVisionForConditionalGeneration",

@@ -16,11 +16,11 @@ from engine.llm import LLM
 from engine.loader.checkpoint import open_model
 from engine.models.blueprint import blueprint
 from engine.models.config import ModelConfig
-from engine.models.text_halves import WHOLES
+from engine.models.text_halves import MULTIMODAL
 from engine.sampling_params import SamplingParams
 from tests import tiny_tokenizer
 from tests.parity.tiny_models import prompts
-from tests.parity.wholes import KINDS, greedy, logprobs_of, tiny_whole
+from tests.parity.tiny_multimodal import KINDS, greedy, logprobs_of, tiny_multimodal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = 8
@@ -47,7 +47,7 @@ def served(folder: Path, ragged: list[list[int]]) -> list[list[int]]:
 
 
 def saved(kind: str, folder: Path) -> transformers.PreTrainedModel:
-    model = tiny_whole(kind)
+    model = tiny_multimodal(kind)
     model.save_pretrained(folder)
     tiny_tokenizer.save(tiny_tokenizer.byte_level(), folder)
     return model
@@ -63,10 +63,10 @@ def edit_names(folder: Path, pattern: str, replacement: str) -> None:
 
 
 def test_every_architecture_of_the_list_is_compared() -> None:
-    assert KINDS.keys() == WHOLES
+    assert KINDS.keys() == MULTIMODAL
 
 
-@pytest.mark.parametrize("architecture", sorted(WHOLES))
+@pytest.mark.parametrize("architecture", sorted(MULTIMODAL))
 def test_a_text_half_gives_the_tokens_of_the_whole(architecture: str, tmp_path: Path) -> None:
     model = saved(KINDS[architecture], tmp_path)
     if architecture == "Kimi_K25ForConditionalGeneration":

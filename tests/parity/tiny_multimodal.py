@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from engine.models.text_halves import SAME_AS, WHOLES
+from engine.models.text_halves import MULTIMODAL, SAME_AS
 from tests.parity.census import MORE, shrunk
 
 # Of type names that share an architecture the first is built.
 KINDS: dict[str, str] = {}
 for _type, _architecture in sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()):
-    if _architecture in WHOLES:
+    if _architecture in MULTIMODAL:
         KINDS.setdefault(_architecture, _type)
 # Whatever of these the config of another part has is made small.
 EYES: dict[str, Any] = {
@@ -39,7 +39,7 @@ GLM: dict[str, Any] = QWEN | {"partial_rotary_factor": 0.5, "mrope_section": [1,
 SECTIONS = {"qwen2_vl_text": QWEN, "qwen2_5_vl_text": QWEN, "glm4v_text": GLM, "glm4v_moe_text": GLM}
 
 
-def tiny_whole(model_type: str) -> PreTrainedModel:
+def tiny_multimodal(model_type: str) -> PreTrainedModel:
     """Return a random model of a type."""
     default = AutoConfig.for_model(model_type)
     text = default.get_text_config(decoder=True)
