@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import CheckpointError
 
-# Architectures whose text half gives a text the tokens of the whole: each is compared with transformers'.
+# Architectures whose text half gives a text the tokens of the whole model: each is compared with transformers'.
 MULTIMODAL = frozenset(
     [
         "AriaForConditionalGeneration",
@@ -73,9 +73,9 @@ SAME_AS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 # What the first files of Llama 4 say otherwise: 4 for true.
 READ_AS = {"attn_temperature_tuning": bool}
-# What the whole says for its half.
+# What config.json may say of the text half outside of `text_config`.
 OUTER = ("eos_token_id", "dtype", "torch_dtype", "quantization_config")
-# Where wholes keep their text half; versions of transformers differ.
+# Where multimodal models keep their text half; versions of transformers differ.
 PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -91,7 +91,7 @@ OTHERS = re.compile(
 
 
 def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the config of the text half of a whole, as transformers reads it. name: of the whole's architecture.
+    """Return the config of the text half of a multimodal model, as transformers reads it. name: its architecture.
 
     Raises `CheckpointError`.
     """
@@ -99,7 +99,7 @@ def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    text = values.get("text_config", {})  # in files of Qwen2-VL its fields lie beside those of the whole
+    text = values.get("text_config", {})  # in files of Qwen2-VL its fields lie beside all others
     if not isinstance(text, Mapping):
         raise CheckpointError(f"config.json: text_config of {name} must be an object, not {text!r}")
     if text:
@@ -134,7 +134,7 @@ def text_half(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def text_name(module: str) -> str:
-    """Return what the text half calls a module of the whole; others keep their names."""
+    """Return what the text half calls a module of the multimodal model; others keep their names."""
     for prefix, plain in PREFIXES:
         if f"{module}.".startswith(prefix):
             return (plain + f"{module}.".removeprefix(prefix))[:-1]
@@ -142,7 +142,7 @@ def text_name(module: str) -> str:
 
 
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], int]:
-    """Return what the text half calls its tensors -> name on disk, and how many are of the whole's other parts.
+    """Return what the text half calls its tensors -> name on disk, and how many are of other parts.
 
     Raises `CheckpointError` for a tensor that is there under two names.
     """
