@@ -251,11 +251,6 @@ def resolve_config(values: Mapping[str, Any]) -> ClusterConfig:
     return replace(config, model=resolve_model(config.model), served_model_name=config.names)
 
 
-def flag(name: str) -> str:
-    """Spell a setting as it is written on the command line."""
-    return "--" + name.replace("_", "-")
-
-
 def _check_names(config: ClusterConfig) -> None:
     if config.tool_call_parser is not None:
         TOOL_PARSERS.load(config.tool_call_parser)

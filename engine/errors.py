@@ -138,3 +138,8 @@ def _of_its_kind(error: BaseException, known: dict[int, BaseException]) -> BaseE
     same_name = type(kind.__name__, (Exception,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
     bare: BaseException = same_name(*words)
     return bare
+
+
+def flag(name: str) -> str:
+    """Spell a setting as it is written on the command line."""
+    return "--" + name.replace("_", "-")

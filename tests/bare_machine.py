@@ -24,6 +24,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 INSTALLED = ("torch", "triton", "transformers", "safetensors", "tokenizers", "numpy", "pytest")
+ABSENT = {"pydantic"}  # transformers brings it along only in later versions than such a machine may have
 OURS = ("engine", "parallel", "cluster", "deploy", "tests")
 
 
@@ -47,7 +48,7 @@ def absent_modules(installed: set[str]) -> set[str]:
     """Return the top-level modules that other distributions brought along; this repository's are there."""
     owned = packages_distributions().items()
     theirs = {module for module, owners in owned if not any(_plain(owner) in installed for owner in owners)}
-    return theirs - set(OURS)
+    return (theirs | ABSENT) - set(OURS)
 
 
 def required(names: Sequence[str]) -> set[str]:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from cluster.config import flag
 from deploy.cli.flags import ServeCommand, merge_settings
 from deploy.serve.environment import Environment, prepare_ray
-from engine.errors import ConfigError
+from engine.errors import ConfigError, flag
 
 if TYPE_CHECKING:
     from cluster.app_config import AppConfig

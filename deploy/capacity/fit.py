@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.config import flag
 from deploy.capacity.gpus import GPUS, Gpu
 from deploy.cli.terminal import gib
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, flag
 from engine.kv.cache_size import LEAST_CONTEXT, fit_cache, fit_states, gpu_budget
 from engine.models.config import ModelConfig
 from engine.quantization.select import quantization_of

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cluster.config import flag
 from deploy.capacity.fit import GpuFit, product_dtype
-from engine.errors import ConfigError
+from engine.errors import ConfigError, flag
 from engine.kernels.base import FEW_ROWS
 from engine.quantization.select import quantization_of
 

@@ -19,7 +19,7 @@ import yaml
 from typer.core import TyperCommand
 
 from cluster.app_config import AppConfig, parse_app
-from cluster.config import ClusterConfig, flag
+from cluster.config import ClusterConfig
 from cluster.config_values import (
     FAILURE_ACTIONS,
     INGRESSES,
@@ -41,7 +41,7 @@ from engine.config import (
     QUANTIZATIONS,
     SCHEDULING_POLICIES,
 )
-from engine.errors import ConfigError
+from engine.errors import ConfigError, flag
 
 SIZES = "--cudagraph-capture-sizes"
 

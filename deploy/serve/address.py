@@ -6,8 +6,8 @@ import ipaddress
 import json
 import socket
 
-from cluster.config import ClusterConfig, flag
-from engine.errors import ConfigError
+from cluster.config import ClusterConfig
+from engine.errors import ConfigError, flag
 
 KNOCK_SECONDS = 5.0
 PROMPT = "What does os.path.join do?"

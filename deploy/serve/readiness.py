@@ -12,11 +12,10 @@ import httpx
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from cluster.config import flag
 from cluster.errors import StartFailure, find_start_failure
 from deploy.cli.client import client_for
 from deploy.serve.environment import Environment
-from engine.errors import SquadronError
+from engine.errors import SquadronError, flag
 
 POLL_SECONDS = 0.2
 NOTE_SECONDS = 30.0

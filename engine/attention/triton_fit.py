@@ -60,10 +60,19 @@ SHARED: Mapping[Capability, int] = MappingProxyType(
 )
 LEAST_SHARED = 99 << 10
 SMALLEST: Capability = (8, 6)
+HOPPER: Capability = (9, 0)
 OVERLAPPING = 3  # stages from which on keys and values are loaded beside the products of those before them
 
-# Nothing was measured yet.
-MEASURED: Mapping[Shape, Tuning] = MappingProxyType({})
+# By `tests.bench.gpu --only tuning` on 26 November 2026; torch 2.11, Triton 3.6.
+MEASURED: Mapping[Shape, Tuning] = MappingProxyType(
+    {
+        Shape(gpu="NVIDIA H100 80GB HBM3", head_dim=128, group=4, dtype="bfloat16", fp8_cache=False): Tuning(
+            decode=Tile(rows=16, keys=64, warps=4, stages=3),
+            prefill=Tile(rows=128, keys=64, warps=8, stages=3),
+            waves=1,
+        )
+    }
+)
 
 
 def tuning_of(spec: AttentionSpec, gpu: str, capability: Capability) -> Tuning:
@@ -77,13 +86,18 @@ def shape_of(spec: AttentionSpec, gpu: str) -> Shape:
 
 
 def unmeasured(spec: AttentionSpec, capability: Capability = SMALLEST) -> Tuning:
-    """Return sizes that fit registers and shared memory of a GPU from compute capability 8.0; not measured."""
+    """Return sizes that fit registers and shared memory of a GPU from compute capability 8.0; not measured.
+
+    Those of Hopper are like the measured ones: for heads of 128 features, prompts took 13 % less with 128 rows than
+    with 64, decodes 7 % less with one wave than with four.
+    """
+    hopper = capability == HOPPER
     if spec.latent:
         return _unmeasured_latent(spec, capability)
     width = padded(spec.head_dim) * spec.dtype.itemsize  # bytes of a key
     group = padded(spec.group)
     keys = 64 if width <= 256 else 32 if width <= 512 else 16
-    rows = 128 if width <= 128 else 64
+    rows = 128 if width <= (256 if hopper else 128) else 64
     if spec.dtype is torch.float32:  # whose products take three times the registers
         rows = 32 if width <= 512 else 16
     room = SHARED.get(capability, LEAST_SHARED)
@@ -92,7 +106,7 @@ def unmeasured(spec: AttentionSpec, capability: Capability = SMALLEST) -> Tuning
         wide = Tile(rows, keys, 8 if rows > 64 and width > 128 else 4, OVERLAPPING)
         return wide if shared_bytes(wide, spec, capability) <= room else replace(wide, stages=OVERLAPPING - 1)
 
-    return Tuning(tile(group), tile(max(rows, group)), waves=4)
+    return Tuning(tile(group), tile(max(rows, group)), waves=1 if hopper else 4)
 
 
 def _unmeasured_latent(spec: AttentionSpec, capability: Capability) -> Tuning:

@@ -112,12 +112,12 @@ class GraphPool:
         best = self.sizes.fit(rows)
         if best is None or best in self._graphs:
             return best
-        ready = least(self._ready, rows)
+        # A start's sizes need no patience: after a sleep, steps are padded, and so rounded, as they were before it.
+        ready = least(tuple(sorted({*self._ready, *self.sizes.at_start})), rows)
         self._missed[best] = missed = self._missed.get(best, 0) + 1
-        if ready is not None and missed < self._patience:
-            return ready
-        self._capture(best)
-        return best
+        chosen = best if ready is None or missed >= self._patience else ready
+        self._capture(chosen)
+        return chosen
 
     def run(self, size: int) -> None:
         """Compute a step whose inputs are filled in; `size` is from `choose`."""

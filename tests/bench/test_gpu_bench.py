@@ -354,3 +354,18 @@ def test_the_commands_of_the_first_45_minutes_are_what_they_say():
     wanted = [part.name for one in asked for part in chosen(parts, one.only.split(","))]
     assert wanted == [part.name for part in parts][: len(wanted)], "the order in which all run"
     assert wanted[-1] == "start-qwen3-8b"
+
+
+def test_a_table_tells_shares_of_rates_that_another_file_of_such_a_gpu_has(tmp_path):
+    step = Figure("p/step", "step", "s", lambda limits: 8.6e12 / limits.bandwidth, higher=False)
+    for name, gpu in (("limits", "H100"), ("same", "H100"), ("other", "L4")):
+        results = Results(tmp_path / name)
+        results.begin({"gpu": gpu})
+        if name == "limits":
+            results.take(COPY, [2.15])
+            results.take(PRODUCT, [395.0])
+        else:
+            results.take(step, [8.0])
+    same = Results.merged([tmp_path / "limits", tmp_path / "same"], "real")
+    assert same.share_here(step) == 0.5
+    assert Results.merged([tmp_path / "limits", tmp_path / "other"], "real").share_here(step) is None

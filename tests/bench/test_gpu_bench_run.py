@@ -31,7 +31,7 @@ def bare(*arguments):
 
 def test_a_bare_machine_has_none_of_what_only_this_one_needs():
     absent = absent_modules(required(INSTALLED))
-    assert {"ray", "fastapi", "grpc", "msgspec", "hypothesis", "pytest_timeout", "psutil"} <= absent
+    assert {"ray", "fastapi", "grpc", "msgspec", "hypothesis", "pytest_timeout", "psutil", "pydantic"} <= absent
     assert not absent & {"torch", "transformers", "safetensors", "tokenizers", "numpy", "pytest", "engine", "tests"}
 
 

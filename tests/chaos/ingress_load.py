@@ -74,7 +74,7 @@ def tokens_of(path: str, asked: dict, body: bytes) -> int:
     if not asked.get("stream"):
         return len(json.loads(body)["choices"][0]["token_ids"])
     if path == "/v1/responses":
-        last = json.loads(body.rstrip().rpartition(b"data: ")[2])
+        last = json.loads(body.rstrip().rpartition(b"\ndata: ")[2])
         return last["response"]["usage"]["output_tokens"] if last["type"] == "response.incomplete" else -1
     *frames, done = [frame.removeprefix(b"data: ") for frame in body.split(b"\n\n")[:-1]]
     choices = [json.loads(frame)["choices"][0] for frame in frames]

@@ -30,7 +30,7 @@ class Exchange:
     @property
     def error(self) -> dict[str, Any] | None:
         """The typed error: of a whole refusal, or of the last event."""
-        last = self.body.rstrip().rpartition(b"\n\n")[2].rpartition(b"data: ")[2]
+        last = self.body.rstrip().rpartition(b"\ndata: ")[2].removeprefix(b"data: ")  # a text may hold it, too
         try:
             error = json.loads(last)["error"]
         except (ValueError, KeyError, TypeError):
@@ -128,5 +128,5 @@ async def last_error(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
         some = await asyncio.wait_for(reader.read(READ_BYTES), 60)
         assert some, f"the connection was closed after {tail!r}"
         tail = (tail + some)[-4096:]
-    error: dict[str, Any] = json.loads(tail.rpartition(b"data: ")[2].partition(b"\n\n")[0])["error"]
+    error: dict[str, Any] = json.loads(tail.rpartition(b"\ndata: ")[2].partition(b"\n\n")[0])["error"]
     return error

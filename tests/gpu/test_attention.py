@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import PagedAttention
 from engine.kernels.base import TorchKernels
 from tests.engine.paged_lab import Lab, spec
 
@@ -111,7 +111,7 @@ def test_norms_rotation_and_store_in_one_kernel(backend_of, dtype, normed, shape
     backend, kernels = backend_of(s), TorchKernels()
     found = backend.forward_merged(fused, lab.cache, backend.prepare(lab.step), 0)
     plain = replace(fused, rotation=kernels.rotation(fused.rotation))
-    expected = AttentionBackend.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
+    expected = PagedAttention.forward_merged(backend, plain, other.cache, backend.prepare(other.step), 0)
     near = 3 * CLOSE[dtype]  # torch rounds in between, the kernel does not
     torch.testing.assert_close(found, expected, rtol=near, atol=near)
     torch.testing.assert_close(lab.cache.keys, other.cache.keys, rtol=near, atol=near, equal_nan=True)

@@ -47,7 +47,7 @@ class Sequence:
     tokens: list[int]
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)  # one row per sampled token
+    logits: list[torch.Tensor] = field(default_factory=list)  # one row per sampled token, of steps run eagerly
 
 
 class Stepper:
@@ -59,7 +59,7 @@ class Stepper:
         free = np.arange(1, runner.config.num_kv_blocks)
         self.free = np.random.default_rng(0).permutation(free).tolist()
         self.copies: list[tuple[int, int]] = []
-        self._logits = None
+        self._logits: torch.Tensor | None = None  # a graph computes them without a word
         plain = runner.model.logits
 
         def kept(hidden):
@@ -74,12 +74,14 @@ class Stepper:
         inputs = self.inputs(chosen, list(scheduled.values()))
         complete = [s for s, n in zip(chosen, scheduled.values(), strict=True) if s.computed + n == len(s.tokens)]
         positions = [len(s.tokens) for s in complete]
+        self._logits = None
         outputs = self.runner.execute(inputs, sampling(len(complete), positions=positions, **values))
         for sequence, count in zip(chosen, scheduled.values(), strict=True):
             sequence.computed += count
         for row, sequence in enumerate(complete):
             sequence.tokens.append(int(outputs.token_ids[row]))
-            sequence.logits.append(self._logits[row].float())
+            if self._logits is not None:
+                sequence.logits.append(self._logits[row].float())
         return outputs
 
     def inputs(self, chosen: list[Sequence], counts: list[int]) -> StepInputs:

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from cluster.batch.rows import MAX_TOLD
-from cluster.config import ServedModelConfig, flag
+from cluster.config import ServedModelConfig
+from engine.errors import flag
 from engine.loader.fingerprint import prompt_fingerprint
 from engine.report import TokenLogprob
 from engine.text.tokenizer import read_chat_template

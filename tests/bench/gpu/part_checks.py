@@ -101,7 +101,8 @@ def _known(file: Path, outcomes: Path) -> list[Outcome]:
 
 
 def _pytest(file: Path, outcomes: Path, without: Sequence[str], deadline: float) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--outcomes", str(outcomes), str(file)]
+    # With "=": else pytest takes the file for one of tests, and the settings beside it for those of the tests.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--outcomes={outcomes}", str(file)]
     command += [f"--deselect={test}" for test in without]
     left = deadline - time.monotonic()
     try:  # in this process's group, so that who ends that ends it too

@@ -109,6 +109,14 @@ class Results:
             return None
         return Limits(copy.value * 1e12, product.value * 1e12)
 
+    def share_here(self, figure: Figure) -> float | None:
+        """Return what was reached of the limit by measured rates, also where another file of such a GPU has those."""
+        row, measured, limits = self.rows[figure.name], self.measured(), self.rows.get("limits/copy")
+        if row.measured_share is not None or row.value is None or figure.limit is None or not (measured and limits):
+            return row.measured_share
+        gpus = [self.runs[each.run].get("gpu") for each in (row, limits) if each.run < len(self.runs)]
+        return _share(row.value, figure.limit(measured), figure.higher) if len(set(gpus)) == 1 else None
+
     def take(self, figure: Figure, samples: Sequence[float], note: str = "") -> Row:
         """Write a figure: the median of its samples beside what the hardware allows."""
         value = statistics.median(samples)

@@ -24,14 +24,14 @@ def _table(part: Part, results: Results) -> Iterator[str]:
     runs = sorted({row.run for row in rows.values() if row is not None and row.value is not None})
     where = f"; run {', '.join(map(str, runs))}" if runs else ""
     yield from (f"### {part.title}", "", f"`--only {part.name}`{where}", "", HEAD, RULE)
-    yield from (_line(figure, rows[figure.name]) for figure in part.figures)
+    yield from (_line(figure, rows[figure.name], results) for figure in part.figures)
     yield ""
     told = [(figure, rows[figure.name]) for figure in part.figures]
     reasons = [f"- {figure.what}: {_reason(row)}" for figure, row in told if row is not None and _reason(row)]
     yield from [*reasons, ""] if reasons else []
 
 
-def _line(figure: Figure, row: Row | None) -> str:
+def _line(figure: Figure, row: Row | None, results: Results) -> str:
     limit = figure.limit(GIVEN) if figure.limit else None
     measured = row is not None and row.value is not None
     cells = [
@@ -40,7 +40,7 @@ def _line(figure: Figure, row: Row | None) -> str:
         figure.unit,
         number(limit),
         percent(row.share) if measured else "",
-        percent(row.measured_share) if measured else "",
+        percent(results.share_here(figure)) if measured else "",
         figure.aim,
         percent(row.spread) if measured else "",
     ]

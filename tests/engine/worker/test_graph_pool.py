@@ -100,6 +100,15 @@ def test_graphs_that_were_dropped_are_captured_again():
     assert device.asked == 4
 
 
+def test_after_graphs_were_dropped_a_step_is_padded_as_it_was_after_the_start():
+    pool, memory, _ = pool_of(patience=3)
+    pool.capture_at_start()
+    steps = [1, 6, 2, 20, 6]
+    before = [run(pool, memory, [1] * rows)[0] for rows in steps]
+    pool.clear()
+    assert [run(pool, memory, [1] * rows)[0] for rows in steps] == before
+
+
 def test_a_size_that_cannot_be_captured_is_run_with_its_padding_and_said_once(caplog):
     pool, memory, device = pool_of(failing={1})
     pool.capture_at_start()
