@@ -143,6 +143,7 @@ class ClusterConfig(ServedModelConfig):
     link_host: address on which replicas listen for routers and rank 0 for its workers; None = loopback for peers on
         the same node, the node's own address for others.
     stall_timeout: seconds without a report or heartbeat after which a router leaves a replica.
+    router_wait: seconds that an answer waits for another router where its own is lost, then `router_lost`.
     drain_timeout: seconds that Serve waits for the streams of a stopping router or replica. A replica's go on
         elsewhere after 30 s if another replica has the same model.
     max_surge_percent: copies that an update may start beyond `replicas` before it stops old ones, as in Serve, which
@@ -176,6 +177,7 @@ class ClusterConfig(ServedModelConfig):
     strict_fields: bool = False
     link_host: str | None = None
     stall_timeout: Seconds = 3.0
+    router_wait: Seconds = 60.0
     drain_timeout: Seconds = 600.0
     max_surge_percent: Annotated[int, Field(ge=0, le=100)] | None = None
     update_failure_action: Annotated[str, one_of(FAILURE_ACTIONS)] = "rollback"

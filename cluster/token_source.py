@@ -23,6 +23,7 @@ class TokenChunk:
     prompt_logprobs: one for each of the next prompt tokens, from the second token on, where the request asked for
     them; all have come before the first output token. They come with choice 0, if that is still open.
     embedding: the pooled state of a request with `pooling`, [hidden]; its one chunk has no tokens.
+    fingerprint: of the model that the tokens are of, where it is known.
     """
 
     choice: int
@@ -32,6 +33,7 @@ class TokenChunk:
     num_cached_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     embedding: tuple[float, ...] | None = None
+    fingerprint: str | None = None
 
 
 def do_nothing() -> None:
@@ -45,7 +47,8 @@ class CallContext:
     session_id: what requests of one conversation share (`x-session-id`), "" without.
     waited: seconds that it has stood in line before it was handed on. patience: seconds that it may still wait where
     no replica is there; None = as long as any new request may. fingerprint: of the model that alone may run it, as
-    replicas report theirs; None = any that is there. trace: of the call, None where it is not traced.
+    replicas report theirs; None = any that is there. continues: whether it came already, by way of a router that is
+    lost: with a log of its tokens it waits in no line. trace: of the call, None where it is not traced.
     on_begin: called once a replica computes something for it, perhaps more than once.
     on_end: called once the request needs no replica any more, though what it brought may still wait to be taken;
     perhaps more than once.
@@ -55,6 +58,7 @@ class CallContext:
     waited: float = 0.0
     patience: float | None = None
     fingerprint: str | None = None
+    continues: bool = False
     trace: CallTrace | None = None
     on_begin: Callable[[], None] = do_nothing
     on_end: Callable[[], None] = do_nothing

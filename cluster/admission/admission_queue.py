@@ -174,6 +174,11 @@ class AdmissionQueue:
         self._let_in()
         await self._until_called(queued, queued.called)
 
+    def go_on(self, queued: QueuedRequest) -> None:
+        """Let in a request that was in already, by way of a router that is lost; it must `leave` afterwards."""
+        queued.work = queued.prompt + self._lengths.of(queued.request, queued.sequences)
+        self._inflight.enter(queued)
+
     def leave(self, queued: QueuedRequest) -> None:
         """Take note that a request has ended; once for each that went in."""
         if not queued.inside:
@@ -337,7 +342,10 @@ class QueuedStream:
             raise StopAsyncIteration
         queue, queued = self._queue, self._queued
         try:
-            await queue.enter(queued)
+            if self._context.continues and queued.request.resume is not None:
+                queue.go_on(queued)
+            else:
+                await queue.enter(queued)
         except BaseException as error:
             context = self._call_context()
             if context.waited:

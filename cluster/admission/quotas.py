@@ -71,13 +71,16 @@ class Quotas:
         """Requests of the tenant that run or wait."""
         return self._running.get(tenant.name, 0)
 
-    async def enter(self, tenant: Tenant) -> None:
-        """Count one request, which ends with `leave`.
+    async def enter(self, tenant: Tenant, continues: bool = False) -> None:
+        """Count one request, which ends with `leave`. continues: it was counted at a router that is lost.
 
         Raises `ApiError` (`rate_limit_exceeded`); nothing is counted then.
         """
         most = tenant.quota.max_concurrent
         running = self.running(tenant)
+        if continues:
+            self._running[tenant.name] = running + 1
+            return
         if most is not None and running >= most:
             raise _exceeded(f"at most {most} requests at a time are allowed; wait until one has ended", 1.0)
         item = _requests(tenant)

@@ -66,18 +66,25 @@ class Tenancy:
         if self._keys is not None:
             await self._keys.watch()
 
-    async def visit(self, tenant: Tenant, deadline: float | None = None, context: CallContext = NO_CONTEXT) -> Visit:
+    async def visit(
+        self,
+        tenant: Tenant,
+        deadline: float | None = None,
+        context: CallContext = NO_CONTEXT,
+        charged: bool = False,
+    ) -> Visit:
         """Let one request in, which must be closed; raises `ApiError` (`rate_limit_exceeded`).
 
         deadline: when it ends at the latest, on the event loop's clock; None = it takes as long as it takes.
-        context: goes with all that is taken from the visit's source.
+        context: goes with all that is taken from the visit's source. charged: its prompt was, at a router that is
+        lost.
         """
         try:
-            await self.quotas.enter(tenant)
+            await self.quotas.enter(tenant, context.continues)
         except ApiError as error:
             self.counts_of("", tenant).requests[error.code] += 1
             raise
-        return Visit(self, tenant, deadline, context)
+        return Visit(self, tenant, deadline, context, charged)
 
     def counts_of(self, model: str, tenant: Tenant) -> TenantCounts:
         """Return the tenant's metrics with a model, which may be added to."""
@@ -96,6 +103,7 @@ class Visit:
         tenant: Tenant,
         deadline: float | None = None,
         context: CallContext = NO_CONTEXT,
+        charged: bool = False,
     ) -> None:
         self.tenant = tenant
         self.deadline = deadline
@@ -103,6 +111,7 @@ class Visit:
         self._tenancy = tenancy
         self._model = ""
         self._admission: AdmissionQueue | None = None
+        self._charged = charged
         self._output_tokens = 0
         self._outcome = "admitted"
         self._closed = False
@@ -128,10 +137,12 @@ class Visit:
         return _TenantSource(self._asked, self.tenant, self.deadline, self.context)
 
     async def charge_prompt(self, tokens: int) -> None:
-        """Charge the tokens of all prompts, before anything is generated.
+        """Charge the tokens of all prompts, before anything is generated; once, also over several routers.
 
         Raises `ApiError`: `prompt_exceeds_quota` (400) when they can never fit, `rate_limit_exceeded` otherwise.
         """
+        if self._charged:
+            return
         try:
             await self._tenancy.quotas.use_prompt(self.tenant, tokens)
         except ApiError as error:

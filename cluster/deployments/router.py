@@ -163,7 +163,8 @@ class Router:
         )
         publisher = RayPublisher((Source.ROUTER,), {"router": self._router_id}, config.metrics_compat is not None)
         Publishing(on_loop(metrics.registry.collect), publisher, publish_period()).start()
-        self._ingress = IngressCheck(app if self._tracing is None else self._tracing.app(app))
+        whole = app if self._tracing is None else self._tracing.app(app)
+        self._ingress = IngressCheck(whole, config.router_wait)
         settle_heap()
         waiting = StartupWait(self._ingress, self._serving, self._others.count)
         if config.grpc_port is None:

@@ -11,12 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import Raw, json
 from starlette.types import Receive, Scope, Send
 
 from cluster.admission.tenants import Visit
+from cluster.answer_log import ANSWER_LOG, AnswerFacts, AnswerLog
 from cluster.errors import ApiError, as_api_error
 from cluster.http.asgi import READ_PATIENCE, Answer, ClientGone, ClientStalled, read_body, until_disconnect
 from cluster.openai.call import Call, Parse, PromptOptions, build_requests, chat_ids, conversation_of
@@ -53,13 +55,22 @@ class Services:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A request whose model is known. num_bytes: of its body. exchange: its ids and names, as of `Gate`."""
+    """A request whose model is known.
+
+    num_bytes: of its body. exchange: its ids and names, as of `Gate`. log: what is kept of its answer.
+    """
 
     front: ModelFront
     fields: Mapping[str, Any]
     num_bytes: int
     exchange: dict[str, str]
     visit: Visit
+    log: AnswerLog
+
+    def same(self, call: Call) -> Call:
+        """Return the call with what its answer shows: as it was begun, where an earlier router has begun it."""
+        facts = self.log.begin(AnswerFacts(call.request_id, call.created, call.seed))
+        return replace(call, request_id=facts.request_id, created=facts.created, seed=facts.seed)
 
     def report_ignored(self, names: Sequence[str]) -> None:
         """Have the answer name fields of the request that had no use."""
@@ -115,16 +126,19 @@ class Endpoint(Responder):
     async def _respond(self, scope: Scope, receive: Receive, answer: Answer) -> None:
         exchange, visit = scope["state"]["exchange"], scope["state"]["visit"]
         body = await read_body(scope, receive, self._services.max_body_bytes, visit.deadline)
-        await until_disconnect(receive, self._take(body, answer, exchange, visit), answer)
+        log = scope["state"][ANSWER_LOG]
+        await until_disconnect(receive, self._take(body, answer, exchange, visit, log), answer)
 
-    async def _take(self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit) -> None:
+    async def _take(
+        self, body: bytes, answer: Answer, exchange: dict[str, str], visit: Visit, log: AnswerLog
+    ) -> None:
         """Find out which model is asked, and answer."""
         services = self._services
         fields = await services.thread_pool.run(len(body), lambda: parse_json(body), visit.tenant.name)
         front = services.models.of(fields)
         exchange["model"] = front.model_id
         visit.ask(front.model_id, front.admission)
-        await self._answer(Incoming(front, fields, len(body), exchange, visit), answer)
+        await self._answer(Incoming(front, fields, len(body), exchange, visit, log), answer)
 
     async def _worked(self, incoming: Incoming, work: Callable[[Mapping[str, Any], ServedModel], T]) -> T:
         """Return what `work` makes of a request, which for long ones is done beside the event loop."""
@@ -147,7 +161,7 @@ class GenerationEndpoint(Endpoint):
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
         model = incoming.front.model
-        call, requests = await self._worked(incoming, self._built)
+        call, requests = await self._worked(incoming, partial(self._built, incoming))
         generation = await begun(incoming, call, requests)
         frames = self._frames(call, model.model_id, model.tokenizer, generation.prompts)
         try:
@@ -159,8 +173,8 @@ class GenerationEndpoint(Endpoint):
         except (ApiError, InvalidRequestError) as error:
             raise call.clients_error(error) from error
 
-    def _built(self, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
-        call = self._parse(fields, model)
+    def _built(self, incoming: Incoming, fields: Mapping[str, Any], model: ServedModel) -> tuple[Call, list[Request]]:
+        call = incoming.same(self._parse(fields, model))
         return call, build_requests(call, model)
 
 
@@ -172,23 +186,26 @@ async def begun(incoming: Incoming, call: Call, requests: Sequence[Request]) -> 
     incoming.report_ignored(call.ignored)
     await visit.charge_prompt(sum([len(request.prompt_token_ids) for request in requests]))
     track = front.metrics.track(requests, visit.charge_output)
-    return Generation(call, requests, front.model.tokenizer, visit.source, track)
+    return Generation(call, requests, front.model.tokenizer, visit.source, track, incoming.log)
 
 
 async def _stream(
     call: Call, generation: Generation, deltas: AsyncGenerator[Delta, None], frames: Frames, answer: Answer
 ) -> None:
     """Send frames as deltas come. Nothing is sent before the first: an early error still gets its status."""
-    before = generation.usage
+    before, held = generation.usage, b""
     async for delta in deltas:
         if call.continuous_usage:
             usage = generation.usage
             frames.report_usage(usage, replace(before, cached_tokens=usage.cached_tokens))
             before = usage
         if len(delta.logprobs) > MANY_LOGPROBS:
-            await answer.events(await asyncio.to_thread(frames.delta, delta))
+            held += await asyncio.to_thread(frames.delta, delta)
         else:
-            await answer.events(frames.delta(delta))
+            held += frames.delta(delta)
+        if not generation.catches_up:
+            await answer.events(held)
+            held = b""
     last = frames.usage(generation.usage) if call.include_usage else b""
     await answer.end(last + DONE)
 
@@ -198,7 +215,7 @@ class ResponsesEndpoint(Endpoint):
 
     async def _answer(self, incoming: Incoming, answer: Answer) -> None:
         model = incoming.front.model
-        asked, requests = await self._worked(incoming, _built_response)
+        asked, requests = await self._worked(incoming, partial(_built_response, incoming))
         call = asked.call
         generation = await begun(incoming, call, requests)
         writer = ResponseWriter(asked, model.model_id, model.tokenizer)
@@ -206,7 +223,7 @@ class ResponsesEndpoint(Endpoint):
             async with aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
                     writer.add(delta)
-                    if call.stream:
+                    if call.stream and not generation.catches_up:
                         await answer.events(writer.take())
         except (ApiError, InvalidRequestError) as error:
             typed = call.clients_error(error)
@@ -224,9 +241,12 @@ class ResponsesEndpoint(Endpoint):
             await answer.json(200, json.encode(body))
 
 
-def _built_response(fields: Mapping[str, Any], model: ServedModel) -> tuple[ResponseCall, list[Request]]:
+def _built_response(
+    incoming: Incoming, fields: Mapping[str, Any], model: ServedModel
+) -> tuple[ResponseCall, list[Request]]:
     try:
         asked = parse_response(fields, model)
+        asked = replace(asked, call=incoming.same(asked.call))
         return asked, build_requests(asked.call, model)
     except InvalidRequestError as error:
         raise renamed(error) from error

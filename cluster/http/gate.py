@@ -18,6 +18,7 @@ from cluster.admission.deadline import HEADER, before_the_proxy, timeout_of
 from cluster.admission.keys import OPEN, Tenant, as_bearer
 from cluster.admission.quotas import RateState, RateStates
 from cluster.admission.tenants import Tenancy, Visit
+from cluster.answer_log import ANSWER_LOG, AnswerLog, NoLog
 from cluster.client_id import SERVERS_NAME, SESSION_HEADER, checked_session, is_client_id
 from cluster.errors import ApiError
 from cluster.http.asgi import Answer
@@ -100,7 +101,8 @@ class Gate:
                 self._sites.check(scope, headers, page=raw_path(scope) in PAGES)
             tenant = state["tenant"] = self._tenant(scope, headers)
             exchange["tenant"] = tenant.name
-            visit = await self._visit(tenant, headers, trace) if scope["method"] == "POST" else None
+            log: AnswerLog = state.setdefault(ANSWER_LOG, NoLog())
+            visit = await self._visit(tenant, headers, trace, log) if scope["method"] == "POST" else None
         except ApiError as error:
             asks = error.code == "unauthorized" and raw_path(scope) in PAGES
             await _refuse(error, exchange, send_named, [_ASK_THE_USER] if asks else [])
@@ -118,11 +120,13 @@ class Gate:
             return SERVERS_NAME.encode(), exchange["id"].encode()
         return b"x-request-id", (exchange["client_id"] or exchange["id"]).encode()
 
-    async def _visit(self, tenant: Tenant, headers: Headers, trace: CallTrace | None) -> Visit:
+    async def _visit(self, tenant: Tenant, headers: Headers, trace: CallTrace | None, log: AnswerLog) -> Visit:
         seconds = timeout_of(headers.getlist(HEADER))
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + before_the_proxy(seconds)
-        context = CallContext(checked_session(headers.get(SESSION_HEADER, "")), trace=trace)
-        return await self._tenancy.visit(tenant, deadline, context)
+        left = None if seconds is None else before_the_proxy(seconds) - log.elapsed
+        deadline = None if left is None else asyncio.get_running_loop().time() + left
+        session = checked_session(headers.get(SESSION_HEADER, ""))
+        context = CallContext(session, fingerprint=log.fingerprint, continues=log.continues, trace=trace)
+        return await self._tenancy.visit(tenant, deadline, context, charged=log.facts is not None)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
         if raw_path(scope) in OPEN_PATHS:

@@ -1,8 +1,9 @@
-"""ASGI middleware around Ray Serve's proxy: it reports a router's death to clients, and slow clients to routers.
+"""ASGI middleware around Ray Serve's proxy: answers outlive their routers there, and routers hear of slow clients.
 
 Serve's proxy knows nothing of what it passes on. Where a router dies, a stream simply stops: a client of HTTP/1.1 may
 notice that the body lacks its last chunk, others (HTTP/1.0, and all behind a reverse proxy that speaks it) believe it
-whole; and who had no answer yet gets a bare 500. This sits in the proxy's process and says what happened.
+whole; and who had no answer yet gets a bare 500. This sits in the proxy's process, which holds the connection of the
+client, and asks another router for the rest.
 
 Serve's proxy answers two paths itself, without a key. `/-/healthz` says one word and stays, for KubeRay and balancers
 look there; `/-/routes`, the names of all apps and where they are, is answered here as a path that is not there.
@@ -18,30 +19,32 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import json
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.client_id import SERVERS_NAME, is_client_id
+from cluster.client_id import is_client_id
 from cluster.errors import ApiError
 from cluster.ingress.bounded_http import bound_http
+from cluster.ingress.exchange import Attempt, Budget, Exchange
 from cluster.telemetry.logs import about, log_to_serve
 
 # Ray Serve's variable for middleware around its proxy, and what it must say. Source: ray/serve/_private/constants.py.
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "cluster.ingress.guard:proxy_middlewares"
 MARK = b"x-squadron-guard"  # on requests that came through the guard; a client's own is taken off
-TELLS_TAKEN = b"2"  # its value: this guard reports what the client has taken, to a router that asks
-ASKS_TAKEN = "squadron.tell_taken"  # beside the status of an answer whose router does
-TAKEN = "squadron.taken"  # type of the message that reports it: `bytes` of the body, so far
+# Its values: this guard reports what the client has taken, to a router that asks; and keeps what it is told, too.
+TELLS_TAKEN, KEEPS = b"2", b"3"
 WINDOWED = "windowed"  # key of `scope["state"]` in a router that sends no more than a little beyond that
-TELL_BYTES = 1 << 18  # after so many it is reported, or
-TELL_LEAST, TELL_SECONDS = 1 << 15, 5.0  # after these, when the last report is so long ago
 CLOSED = "/-/routes"
-STALLED = 600.0  # seconds; a client that takes nothing for so long is taken for gone
+MOST_KEPT = 512 << 20  # bytes of all exchanges; what is beyond that is lost with its router
+ROUTER_WAIT_UNTOLD = 60.0  # seconds; before a router has said how long its answers may wait for another one
+# Routers that may die of a request without bringing anything, and those that may before they say that they have it.
+MOST_LOSSES, MOST_TRIES = 3, 12
 # Seconds in which a proxy that was just started may not know its apps yet, and says of any path that it is not there.
 LEARNING = 10.0
 _NUMBER = re.compile(rb'"sequence_number":(\d+)')  # the events of `/v1/responses` are numbered
@@ -56,16 +59,20 @@ def proxy_middlewares() -> list[Middleware]:
 
 
 class RouterLossGuard:
-    """Watches every HTTP answer that passes; one that its router did not complete is completed here.
+    """Watches every HTTP answer that passes; one that its router did not complete is completed by another router.
 
-    A stream of events gets a last event, the error `router_lost`; an exchange without an answer gets it as a 503.
-    Any other body that was begun is left as it is: its server closes the connection short of the announced length.
+    What has no effect but its answer is asked again, with all that the lost router told of the answer: the client
+    sees a pause. Where that cannot be, the answer is completed here: a stream of events gets a last event, the error
+    `router_lost`; an exchange without an answer gets it as a 503. Any other body that was begun is left as it is: its
+    server closes the connection short of the announced length.
     """
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._clock = clock
         self._learns_until = clock() + LEARNING
+        self._budget = Budget(MOST_KEPT)
+        self._wait = ROUTER_WAIT_UNTOLD
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one exchange on (ASGI)."""
@@ -76,132 +83,108 @@ class RouterLossGuard:
             await refuse(not_there(_request_id(scope) or f"req-{secrets.token_hex(16)}"), send)
             return
         named = _request_id(scope) is not None
-        scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, TELLS_TAKEN)]
-        exchange = _Exchange(receive, send, learning=self._clock() < self._learns_until, named=named)
+        scope["headers"] = [*(one for one in scope["headers"] if one[0] != MARK), (MARK, KEEPS)]
+        exchange = Exchange(scope, receive, send, self._budget, named)
         try:
-            await self._app(scope, exchange.receive, exchange.send)
-        except Exception:
-            log.exception("the proxy failed under a request")
+            await self._answered(exchange, send)
         finally:
             exchange.close()
-        if not exchange.over:
-            await exchange.lost(exchange.shown_id or _request_id(scope))
+
+    async def _answered(self, exchange: Exchange, send: Send) -> None:
+        """Have routers answer, one after the other, until the answer is complete."""
+        losses = Losses()
+        while True:
+            attempt = Attempt(exchange, learning=self._clock() < self._learns_until)
+            scope = exchange.scope_of(again=losses.any)
+            await attempt.run(self._app, scope, losses.until)
+            self._wait = self._wait if attempt.wait is None else attempt.wait
+            if exchange.over:
+                return
+            if attempt.unknown:
+                await refuse(no_router(exchange.shown_id or _request_id(scope)), send)
+                return
+            losses.add(exchange.progress, attempt.heard and attempt.refused is None, self._wait)
+            why = _why_final(attempt, losses)
+            if why is None and exchange.continuable:
+                await exchange.pause(losses.pause)
+            if exchange.over:
+                return
+            if why is not None or not exchange.continuable:
+                name = exchange.shown_id or _request_id(scope)
+                extra = about({"client_id": name or ""})
+                told = name, why or "it cannot be asked again"
+                log.warning("request %s: its router was lost before its answer was complete; %s", *told, extra=extra)
+                await _tell_loss(exchange, send, name, attempt.refused)
+                return
 
 
-class _Exchange:
-    """How far one answer got. learning: a 404 of the proxy itself is no answer, for its apps may be there already.
+class Losses:
+    """The routers that an exchange has lost since its answer last came on.
 
-    named: the client has a name of its own for the request. shown_id: the router's, where the answer shows that one.
+    until: when another one must have said something, on the event loop's clock; None before the first loss.
     """
 
-    def __init__(self, receive: Receive, send: Send, learning: bool, named: bool) -> None:
-        self.over = False  # answered to the end, or the client is gone
-        self.shown_id: str | None = None
-        self._named = named
-        self._receive = receive
-        self._send = send
-        self._learning = learning
-        self._unknown = False
-        self._started = False
-        self._streams_events = False
-        self._last = b""
-        self._loop = asyncio.get_running_loop()
-        self._arriving: asyncio.Future[Message] | None = None  # what the client sends next
-        self._news = self._loop.create_future()  # done when the router is to be notified
-        self._stalled = False
-        self._asked = False
-        self._taken = self._told = 0
-        self._told_at = self._loop.time()
+    def __init__(self) -> None:
+        self.until: float | None = None
+        self._progress: tuple[int, int] | None = None
+        self._with_it = 0  # routers that had the request and brought nothing
+        self._tries = 0
 
-    async def receive(self) -> Message:
-        """Return what the client sends next, or how much it has taken, whichever comes first."""
-        if self._arriving is None:
-            self._arriving = asyncio.ensure_future(self._receive())
-        await asyncio.wait((self._arriving, self._news), return_when=asyncio.FIRST_COMPLETED)
-        if self._stalled:
-            return {"type": "http.disconnect"}
-        if not self._arriving.done():
-            self._news = self._loop.create_future()
-            return {"type": TAKEN, "bytes": self._taken}
-        message, self._arriving = self._arriving.result(), None
-        self.over |= message["type"] == "http.disconnect"
-        return message
+    @property
+    def any(self) -> bool:
+        """Whether there were any."""
+        return self.until is not None
 
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._asked = message.pop(ASKS_TAKEN, False)
-            message["headers"] = self._with_one_id(message["headers"])
-            kind = Headers(raw=message["headers"]).get("content-type", "")
-            self._unknown = self._learning and message["status"] == 404 and kind.startswith("text/plain")
-            self._streams_events = kind.startswith("text/event-stream")
-        if self._unknown or self._stalled:
-            return
-        self._started = True
-        if message["type"] == "http.response.body":
-            self._last = message.get("body") or self._last
-            self.over |= not message.get("more_body", False)
-        await self._pass_on(message)
-        if self._asked:
-            self._note_taken(len(message.get("body", b"")))
+    @property
+    def too_many(self) -> str | None:
+        """Why to give up: nobody came in time, or all who had the request died of it, for all one can see."""
+        if self._with_it >= MOST_LOSSES or self._tries >= MOST_TRIES:
+            return f"{self._tries} routers died of it"
+        late = self.until is not None and asyncio.get_running_loop().time() >= self.until
+        return "no other router went on with it in time" if late else None
 
-    def _with_one_id(self, headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Return the headers with the id that errors have in their bodies, in place of one that Serve made up."""
-        given = [(name.lower(), value) for name, value in headers]
-        servers = next((value for name, value in given if name == SERVERS_NAME.encode()), None)
-        kept = [one for one in given if one[0] != SERVERS_NAME.encode()]
-        if servers is None or self._named:
-            return kept
-        self.shown_id = servers.decode("latin-1")
-        return [one for one in kept if one[0] != b"x-request-id"] + [(b"x-request-id", servers)]
+    @property
+    def pause(self) -> float:
+        """Seconds until it is asked again: Serve takes a moment to notice that a router is gone."""
+        return float(min(0.01 * 2**self._tries, 1.0))
 
-    def close(self) -> None:
-        """Wait for nothing more."""
-        if self._arriving is not None:
-            self._arriving.cancel()
+    def add(self, progress: tuple[int, int], heard: bool, wait: float) -> None:
+        """Take note of a loss. progress: of the answer, so far. heard: whether the router had the request."""
+        if progress != self._progress:
+            self._progress, self._with_it, self._tries = progress, 0, 0
+            self.until = asyncio.get_running_loop().time() + wait
+        self._with_it += heard
+        self._tries += 1
 
-    async def _pass_on(self, message: Message) -> None:
-        """Send to the client; one that stalls for too long has left, as far as the others can see."""
-        try:
-            async with asyncio.timeout(STALLED):
-                await self._send(message)
-        except TimeoutError:
-            self.over = self._stalled = True
-            self._wake()
 
-    def _note_taken(self, size: int) -> None:
-        """Take note of what is at the client, or in buffers of a fixed size on its way there."""
-        self._taken += size
-        untold, now = self._taken - self._told, self._loop.time()
-        if untold >= TELL_BYTES or (untold >= TELL_LEAST and now - self._told_at >= TELL_SECONDS):
-            self._told, self._told_at = self._taken, now
-            self._wake()
+def _why_final(attempt: Attempt, losses: Losses) -> str | None:
+    """Return why no further router is asked, None where one is."""
+    if attempt.differs:
+        return "another router made another answer"
+    if attempt.refused is not None and not attempt.refused.get("retryable"):
+        return f"another router refused it: {attempt.refused.get('code')}"
+    return losses.too_many
 
-    def _wake(self) -> None:
-        if not self._news.done():
-            self._news.set_result(None)
 
-    async def lost(self, request_id: str | None) -> None:
-        """Tell the client that its router is gone, or not there yet."""
-        if self._unknown:
-            await refuse(no_router(request_id), self._send)
-            return
-        extra = about({"client_id": request_id or ""})
-        log.warning("request %s: its router was lost before its answer was complete", request_id, extra=extra)
-        error = router_lost(request_id)
-        if not self._started:
-            await refuse(error, self._send)
-        elif self._streams_events:
-            await self._send({"type": "http.response.body", "body": self._last_event(error)})
+async def _tell_loss(
+    exchange: Exchange, send: Send, request_id: str | None, refused: Mapping[str, Any] | None
+) -> None:
+    """Tell the client that its router is gone, and no other one goes on. refused: the error of one that would not."""
+    if not exchange.started:
+        await refuse(router_lost(request_id), send)
+    elif exchange.streams_events:
+        told = refused or router_lost(request_id).body()["error"]
+        await send({"type": "http.response.body", "body": _last_event(exchange.last, told)})
 
-    def _last_event(self, error: ApiError) -> bytes:
-        """Return the event in the form that the stream's route gives its own errors."""
-        body = error.body()
-        numbers = _NUMBER.findall(self._last)
-        if not numbers:
-            return b"data: " + json.encode(body) + b"\n\n"
-        told = {"code": error.code, "message": error.message, "param": error.param}
-        event = {"type": "error", "sequence_number": int(numbers[-1]) + 1, **told, **body}
-        return b"event: error\ndata: " + json.encode(event) + b"\n\n"
+
+def _last_event(last: bytes, error: Mapping[str, Any]) -> bytes:
+    """Return the event in the form that the stream's route gives its own errors. last: the frames before it."""
+    numbers = _NUMBER.findall(last)
+    if not numbers:
+        return b"data: " + json.encode({"error": error}) + b"\n\n"
+    told = {name: error.get(name) for name in ("code", "message", "param")}
+    event = {"type": "error", "sequence_number": int(numbers[-1]) + 1, **told, "error": error}
+    return b"event: error\ndata: " + json.encode(event) + b"\n\n"
 
 
 async def refuse(error: ApiError, send: Send) -> None:

@@ -12,9 +12,13 @@ from ray.exceptions import RayError
 from ray.serve._private import constants
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.ingress.guard import ASKS_TAKEN, CALLBACK, CALLBACK_VARIABLE, MARK, TAKEN, TELLS_TAKEN, WINDOWED
+from cluster.answer_log import ANSWER_LOG, KEPT, NOTE, ROUTER_WAIT, AnswerLog
+from cluster.ingress.exchange import ASKS_TAKEN, TAKEN, TICK
+from cluster.ingress.guard import CALLBACK, CALLBACK_VARIABLE, KEEPS, MARK, TELLS_TAKEN, WINDOWED
 from engine.errors import ConfigError
 
+BEAT = TICK  # seconds without a word to the guard after which it is told that this router lives
+NOTE_AFTER = BEAT / 4  # seconds after which it is told what came of an answer that is not sent yet
 WINDOW = 1 << 20  # bytes of an answer that may be on their way to its client
 UNGUARDED = (
     "requests come through a proxy of Ray Serve that is not guarded: a client that trusts the end of a body may take "
@@ -25,11 +29,15 @@ log = logging.getLogger(__name__)
 
 
 class IngressCheck:
-    """ASGI middleware of a router. `guarded`: whether the last request came through the guard; None before any."""
+    """ASGI middleware of a router. `guarded`: whether the last request came through the guard; None before any.
 
-    def __init__(self, app: ASGIApp) -> None:
+    router_wait: seconds that an answer may wait for another router, when this one is lost.
+    """
+
+    def __init__(self, app: ASGIApp, router_wait: float = 60.0) -> None:
         self.guarded: bool | None = None
         self._app = app
+        self._router_wait = router_wait
         self._warned = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -41,11 +49,52 @@ class IngressCheck:
             if not self.guarded and not self._warned:
                 self._warned = True
                 log.warning(UNGUARDED)
-            if marks == [TELLS_TAKEN]:  # one of an earlier version reports nothing
+            if marks in ([TELLS_TAKEN], [KEEPS]):  # one of an earlier version reports nothing
                 scope.setdefault("state", {})[WINDOWED] = True
                 window = _SendWindow(receive, send)
                 receive, send = window.receive, window.send
+            if marks == [KEEPS]:
+                await self._told(scope, receive, send)
+                return
         await self._app(scope, receive, send)
+
+    async def _told(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the guard told what another router needs to go on with the answer."""
+        answer_log = scope["state"][ANSWER_LOG] = AnswerLog.of(scope)
+        teller = _Teller(answer_log, send, self._router_wait)
+        beating = asyncio.create_task(teller.beat())
+        try:
+            await self._app(scope, receive, teller.send)
+        finally:
+            beating.cancel()
+
+
+class _Teller:
+    """Puts what is to be kept of an answer beside its messages; says something now and then where there are none."""
+
+    def __init__(self, answer_log: AnswerLog, send: Send, router_wait: float) -> None:
+        self._log = answer_log
+        self._send = send
+        self._first = {ROUTER_WAIT: router_wait}
+        self._spoke = False
+
+    async def send(self, message: Message) -> None:
+        """Pass a message on, and what is to be kept with it."""
+        self._spoke = True
+        note, first, self._first = self._log.take(), self._first, {}
+        if note is not None or first:
+            message = {**message, **first} if note is None else {**message, **first, KEPT: note}
+        await self._send(message)
+
+    async def beat(self) -> None:
+        """Speak after each `BEAT` without a word, and soon where there is something to be kept; until cancelled."""
+        silent = 0.0
+        while True:
+            self._spoke = False
+            await asyncio.sleep(NOTE_AFTER)
+            silent = 0.0 if self._spoke else silent + NOTE_AFTER
+            if silent >= BEAT or (silent and self._log.has_news):
+                await self.send({"type": NOTE})
 
 
 class _SendWindow:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
+from cluster.answer_log import AnswerLog, NoLog
 from cluster.openai.call import Call
 from cluster.openai.choices import (
     Choice,
@@ -31,12 +32,22 @@ class Generation:
     """Runs the requests of one call at once. `deltas` may be walked once; closing it aborts what still runs.
 
     Choice `c` of request `r` is choice `r x n + c` of the call. prompts: what is known of each request's prompt;
-    complete before the first delta of its choices.
+    complete before the first delta of its choices. catches_up: whether more deltas that an earlier router has had come
+    at once behind the last one: what is sent of them can wait for each other.
     """
 
     def __init__(
-        self, call: Call, requests: Sequence[Request], tokenizer: Tokenizer, source: TokenSource, track: RequestTrack
+        self,
+        call: Call,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer,
+        source: TokenSource,
+        track: RequestTrack,
+        log: AnswerLog | None = None,
     ) -> None:
+        """log: of the answer; what an earlier router has had comes from there, and is not computed again."""
+        self.catches_up = False
+        self._log = log or NoLog()
         self._requests = requests
         self._source = source
         self._track = track
@@ -54,7 +65,7 @@ class Generation:
         self._open = len(self._choices)
         scored = call.echo and call.params.logprobs is not None
         self._long_echo = scored and max(len(one.prompt_token_ids) for one in requests) > MANY_LOGPROBS
-        self._cached = [0] * len(requests)
+        self._cached: dict[int, int] = {}  # by request, as its first chunk says
 
     @property
     def num_choices(self) -> int:
@@ -74,7 +85,7 @@ class Generation:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompts that were found in a prefix cache, whether reported to the client or not."""
-        return sum(self._cached)
+        return sum(self._cached.values())
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Yield deltas as they come until every choice is done; raises the `ApiError` that ended the call."""
@@ -106,7 +117,7 @@ class Generation:
             return None
         if choice.done:
             return None
-        self._cached[number] = chunk.num_cached_tokens
+        self._cached.setdefault(number, chunk.num_cached_tokens)
         delta = choice.take(chunk)
         if delta.token_ids:
             self._track.tokens(index, len(delta.token_ids))
@@ -118,14 +129,50 @@ class Generation:
         return delta
 
     async def _chunks(self) -> AsyncGenerator[tuple[int, TokenChunk], None]:
-        if len(self._requests) == 1:
-            async with aclosing(_closable(self._source.generate(self._requests[0]))) as chunks:
+        """Yield what an earlier router has had, then what comes."""
+        for i, (number, chunk) in enumerate(self._log.past, 1):
+            self.catches_up = i < len(self._log.past)
+            yield number, chunk
+        async with aclosing(self._new_chunks(self._unfinished())) as chunks:
+            async for number, chunk in chunks:
+                self._log.add(number, chunk)
+                yield number, chunk
+
+    async def _new_chunks(self, requests: dict[int, Request]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+        if len(requests) == 1:
+            ((number, request),) = requests.items()
+            async with aclosing(_closable(self._source.generate(request))) as chunks:
                 async for chunk in chunks:
-                    yield 0, chunk
+                    yield number, chunk
             return
-        async with aclosing(_merge([self._source.generate(request) for request in self._requests])) as merged:
+        running = {number: self._source.generate(request) for number, request in requests.items()}
+        async with aclosing(_merge(running)) as merged:
             async for item in merged:
                 yield item
+
+    def _unfinished(self) -> dict[int, Request]:
+        """Return what is left to run, by number: of a request that has run, the choices that are not done."""
+        if not self._log.past:
+            return dict(enumerate(self._requests))
+        logs: dict[int, dict[int, tuple[int, ...]]] = {number: {} for number in range(len(self._requests))}
+        for number, chunk in self._log.past:
+            logs[number][chunk.choice] = logs[number].get(chunk.choice, ()) + chunk.token_ids
+        left = {number: self._rest(number, log) for number, log in logs.items()}
+        return {number: request for number, request in left.items() if request is not None}
+
+    def _rest(self, number: int, log: Mapping[int, tuple[int, ...]]) -> Request | None:
+        """Return request `number` as it goes on behind the output tokens of its choices, None where all are done."""
+        first = number * self._n
+        open_ones = [c for c in range(self._n) if not self._choices[first + c].done]
+        if not open_ones:
+            return None
+        scored = len(self.prompts[number].logprobs)
+        return replace(
+            self._requests[number],
+            resume={c: log.get(c, ()) for c in open_ones} if any(log.values()) else None,
+            num_scored_tokens=scored + 1 if scored else 0,
+            retried=True,
+        )
 
 
 async def whole_body(call: Call, generation: Generation, deltas: AsyncIterator[Delta], frames: Frames) -> bytes:
@@ -155,10 +202,10 @@ class _End:
     error: BaseException | None
 
 
-async def _merge(sources: Sequence[AsyncIterator[TokenChunk]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+async def _merge(sources: Mapping[int, AsyncIterator[TokenChunk]]) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """Walk all iterators at once; the first error ends them all. The queue is short: a slow reader slows them."""
     queue: asyncio.Queue[tuple[int, TokenChunk | _End]] = asyncio.Queue(maxsize=2 * len(sources))
-    tasks = [asyncio.create_task(_pump(i, source, queue)) for i, source in enumerate(sources)]
+    tasks = [asyncio.create_task(_pump(i, source, queue)) for i, source in sources.items()]
     try:
         running = len(tasks)
         while running:

@@ -5,10 +5,11 @@ Source: OpenAI API reference, "streaming events" of responses and "the response 
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from msgspec import DecodeError, Raw, json
@@ -85,11 +86,14 @@ class ResponseWriter:
         frames, self._frames = b"".join(self._frames), []
         return frames
 
+    def _place(self) -> Place:
+        return Place(self._emit, len(self._items), self._body.response_id)
+
     def _reasoning(self) -> ReasoningItem:
         if isinstance(self._open, ReasoningItem):
             return self._open
         self._close()
-        item = ReasoningItem(self._emit, len(self._items))
+        item = ReasoningItem(self._place())
         self._open = item
         return item
 
@@ -97,7 +101,7 @@ class ResponseWriter:
         if isinstance(self._open, MessageItem):
             return self._open
         self._close()
-        item = MessageItem(self._emit, len(self._items), self._logprobs)
+        item = MessageItem(self._place(), self._logprobs)
         self._open = item
         return item
 
@@ -105,7 +109,7 @@ class ResponseWriter:
         item = self._open
         if not isinstance(item, CallItem) or item.number != call.index:
             self._close()
-            item = CallItem(self._emit, len(self._items), call)
+            item = CallItem(self._place(), call)
             self._open = item
         if call.arguments:
             item.add(call.arguments)
@@ -127,16 +131,30 @@ class ResponseWriter:
             self._sequence += 1
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an item stands: in which response, as the how manyth; emit: where its events go."""
+
+    emit: Emit
+    index: int
+    response_id: str
+
+    def item_id(self, prefix: str) -> str:
+        """Return an id that nobody guesses who does not know the response's, and that another router makes again."""
+        name = f"{self.response_id}/{self.index}".encode()
+        return f"{prefix}_{blake2b(name, digest_size=16).hexdigest()}"
+
+
 class OpenItem(ABC):
     """One item while it grows; `item` is its body so far. Every change is emitted as it is made."""
 
     prefix: str
 
-    def __init__(self, emit: Emit, index: int) -> None:
-        self.id = f"{self.prefix}_{secrets.token_hex(16)}"
+    def __init__(self, place: Place) -> None:
+        self.id = place.item_id(self.prefix)
         self.item: dict[str, Any] = {"id": self.id, "status": "in_progress"}
-        self._emit = emit
-        self._index = index
+        self._emit = place.emit
+        self._index = place.index
 
     def close(self, cut: bool) -> None:
         """Complete the item. cut: the output reached its limit in it."""
@@ -165,8 +183,8 @@ class TextItem(OpenItem):
     part: dict[str, Any]
     name: str
 
-    def __init__(self, emit: Emit, index: int) -> None:
-        super().__init__(emit, index)
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
         self._texts: list[str] = []
         self.item |= self._head()
         self._emit_event("response.output_item.added", item={**self.item, "content": []})
@@ -198,10 +216,10 @@ class MessageItem(TextItem):
     prefix = "msg"
     name = "output_text"
 
-    def __init__(self, emit: Emit, index: int, logprobs: Logprobs) -> None:
+    def __init__(self, place: Place, logprobs: Logprobs) -> None:
         self._entries: list[Raw] = []
         self._logprobs = logprobs
-        super().__init__(emit, index)
+        super().__init__(place)
 
     def add(self, text: str, placed: Sequence[PlacedLogprob]) -> None:
         """Add text, and the log-probabilities of its tokens where they are wanted."""
@@ -243,8 +261,8 @@ class CallItem(OpenItem):
 
     prefix = "fc"
 
-    def __init__(self, emit: Emit, index: int, call: CallDelta) -> None:
-        super().__init__(emit, index)
+    def __init__(self, place: Place, call: CallDelta) -> None:
+        super().__init__(place)
         self.number = call.index
         self._arguments: list[str] = []
         self.item |= {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": ""}
@@ -276,10 +294,11 @@ class ResponseBody:
 
     def __init__(self, asked: ResponseCall, model_id: str) -> None:
         self._asked = asked
+        self.response_id = asked.call.request_id
         self._head = {
-            "id": asked.call.request_id,
+            "id": self.response_id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": asked.call.created,
             "model": model_id,
         }
 

@@ -63,7 +63,10 @@ class ChoiceLog:
             logprobs = tuple(self.logprobs)
             self.logprobs.clear()
         self.finish_told = self.finish_reason is not None
-        return TokenChunk(self.choice, tokens, logprobs, self.finish_reason, self.log.num_cached_tokens)
+        log = self.log
+        return TokenChunk(
+            self.choice, tokens, logprobs, self.finish_reason, log.num_cached_tokens, fingerprint=log.fingerprint
+        )
 
 
 class TokenLog:

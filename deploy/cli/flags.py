@@ -169,6 +169,7 @@ OF_A_SERVICE = (
     "cold_start_timeout",
     "no_replica_timeout",
     "stream_migration",
+    "router_wait",
     "drain_timeout",
     "max_surge_percent",
     "update_failure_action",

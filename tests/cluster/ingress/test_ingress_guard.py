@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, TaskCancelledError
 
 from cluster.client_id import SERVERS_NAME
 from cluster.ingress.bounded_http import BoundedHttp
-from cluster.ingress.guard import CALLBACK, LEARNING, MARK, TELLS_TAKEN, RouterLossGuard, proxy_middlewares
+from cluster.ingress.guard import CALLBACK, KEEPS, LEARNING, MARK, RouterLossGuard, proxy_middlewares
 from cluster.ingress.router_side import IngressCheck
 from deploy.cli.client import is_guarded
 from tests.openai_app import serving
@@ -277,7 +277,7 @@ async def test_a_clients_own_mark_does_not_reach_the_router() -> None:
         await send(part(b"", more=False))
 
     await ask(app, [(MARK, b"forged")])
-    assert seen == [TELLS_TAKEN]
+    assert seen == [KEEPS]
 
 
 def test_serve_finds_the_middleware_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

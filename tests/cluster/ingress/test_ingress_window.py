@@ -9,18 +9,9 @@ import pytest
 
 from cluster.http.asgi import until_disconnect
 from cluster.http.endpoints import Responder
-from cluster.ingress import guard
-from cluster.ingress.guard import (
-    ASKS_TAKEN,
-    MARK,
-    TAKEN,
-    TELL_BYTES,
-    TELL_LEAST,
-    TELL_SECONDS,
-    TELLS_TAKEN,
-    WINDOWED,
-    RouterLossGuard,
-)
+from cluster.ingress import exchange
+from cluster.ingress.exchange import ASKS_TAKEN, TAKEN, TELL_BYTES, TELL_LEAST, TELL_SECONDS
+from cluster.ingress.guard import MARK, TELLS_TAKEN, WINDOWED, RouterLossGuard
 from cluster.ingress.router_side import WINDOW, IngressCheck
 from tests.simulator.virtual_time import run_virtually
 
@@ -115,7 +106,7 @@ def test_a_client_that_takes_nothing_for_very_long_has_left_as_far_as_the_router
         await RouterLossGuard(serve)({"type": "http", "path": "/", "headers": []}, client.receive, client.send)
         assert heard == [{"type": "http.disconnect"}]
         assert not client.sent, "nor is it told that its router was lost"
-        assert asyncio.get_running_loop().time() == pytest.approx(guard.STALLED)
+        assert asyncio.get_running_loop().time() == pytest.approx(exchange.STALLED)
         await asyncio.sleep(0)
         assert len(asyncio.all_tasks()) == 1
 

@@ -1,0 +1,138 @@
+"""How an answer outlives its router: what the router tells the ingress of it, and what the next router is given.
+
+All of it travels beside the messages of ASGI, between Serve's proxy and the routers; clients can put nothing there.
+Whoever holds the client's connection keeps it without reading it (`cluster.ingress.exchange`). The next router makes
+the answer again from the same facts and the same chunks, and so to the same bytes, and goes on behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct, msgpack
+
+from cluster.token_source import TokenChunk
+from engine.report import TokenLogprob
+
+NOTE = "squadron.note"  # type of a router's message that is for the ingress alone
+KEPT = "squadron.kept"  # key of any message of a router: what is to be kept of the answer, `bytes`
+ROUTER_WAIT = "squadron.router_wait"  # key of the first one: seconds that an answer may wait for another router
+CONTINUES = "squadron.continues"  # key of the scope of a request that is asked again: a `dict` of the next two
+NOTES = "notes"  # all that was kept, in order: a list of `bytes`
+ELAPSED = "elapsed"  # seconds since the client sent the request
+ANSWER_LOG = "answer_log"  # key of `scope["state"]` in a router: the exchange's `AnswerLog`
+
+
+class AnswerFacts(Struct, frozen=True, array_like=True):
+    """What an answer shows, or is drawn with, that its request does not say. created: seconds since 1970."""
+
+    request_id: str
+    created: int
+    seed: int
+
+
+class _Chunk(Struct, frozen=True, array_like=True):
+    """A `TokenChunk` as it is kept. number: of the request within the call."""
+
+    number: int
+    choice: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    num_cached_tokens: int
+    fingerprint: str | None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class _Note(Struct, frozen=True, array_like=True):
+    facts: AnswerFacts | None
+    chunks: list[_Chunk]
+
+
+_encode = msgpack.Encoder().encode
+_decode = msgpack.Decoder(_Note).decode
+
+
+class AnswerLog:
+    """What must be known of one answer to go on with it elsewhere. Used on one event loop.
+
+    continues: whether an earlier router had the request, and was lost. facts: of the answer, None until some router
+    knew them. past: number of the request and chunk, in order, as the earlier routers had them. elapsed: seconds
+    since the client sent the request to the first of them.
+    """
+
+    def __init__(self, notes: Sequence[bytes] | None = None, elapsed: float = 0.0) -> None:
+        self.continues = notes is not None
+        self.facts: AnswerFacts | None = None
+        self.past: list[tuple[int, TokenChunk]] = []
+        self.elapsed = elapsed
+        self._new: list[_Chunk] = []
+        self._untold: AnswerFacts | None = None
+        for note in map(_decode, notes or ()):
+            self.facts = self.facts or note.facts
+            self.past += [(chunk.number, _chunk(chunk)) for chunk in note.chunks]
+
+    @classmethod
+    def of(cls, scope: Mapping[str, Any]) -> AnswerLog:
+        """Return the log of a request as a router gets it."""
+        given: dict[str, Any] | None = scope.get(CONTINUES)
+        return cls() if given is None else cls(given[NOTES], given[ELAPSED])
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model whose tokens came so far, None before the first."""
+        return next((chunk.fingerprint for _, chunk in reversed(self.past) if chunk.fingerprint is not None), None)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` would return something."""
+        return bool(self._new) or self._untold is not None
+
+    def begin(self, facts: AnswerFacts) -> AnswerFacts:
+        """Return the facts of the answer: those that it was begun with, else `facts`."""
+        if self.facts is None:
+            self.facts = self._untold = facts
+        return self.facts
+
+    def add(self, number: int, chunk: TokenChunk) -> None:
+        """Take in what came for request `number` of the call; it is told with what the answer makes of it."""
+        self._new.append(
+            _Chunk(
+                number,
+                chunk.choice,
+                chunk.token_ids,
+                chunk.finish_reason,
+                chunk.num_cached_tokens,
+                chunk.fingerprint,
+                chunk.logprobs,
+                chunk.prompt_logprobs,
+            )
+        )
+
+    def take(self) -> bytes | None:
+        """Return what is to be kept beside all that was taken before, None for nothing."""
+        if not self.has_news:
+            return None
+        note = _Note(self._untold, self._new)
+        self._untold, self._new = None, []
+        return _encode(note)
+
+
+class NoLog(AnswerLog):
+    """The log of an answer that nobody keeps."""
+
+    def add(self, number: int, chunk: TokenChunk) -> None:
+        """Keep nothing."""
+
+
+def _chunk(kept: _Chunk) -> TokenChunk:
+    return TokenChunk(
+        kept.choice,
+        kept.token_ids,
+        kept.logprobs,
+        kept.finish_reason,
+        kept.num_cached_tokens,
+        kept.prompt_logprobs,
+        fingerprint=kept.fingerprint,
+    )

@@ -1,0 +1,179 @@
+"""Routers behind a guarded proxy, without Ray: each a whole front end with links of its own, which can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.ingress.guard import RouterLossGuard
+from cluster.ingress.router_side import IngressCheck
+from cluster.replica.core import ReplicaCore
+from cluster.replica.sessions import ReplicaFacts
+from cluster.router.dispatcher import Dispatcher
+from engine.config import EngineConfig
+from engine.core import EngineCore
+from tests.chaos.streams import client_of
+from tests.cluster.cluster_lab import until
+from tests.fake_executor import FakeExecutor
+from tests.openai_app import MODEL, app_for, served_model, serving
+from tests.simulator.links import connect_local
+
+BLOCK, CONTEXT, NUM_BLOCKS = 16, 4000, 2000
+
+
+class LabRouter:
+    """One router. dead: set once it was killed; stopped: set while it does and says nothing."""
+
+    def __init__(self, number: int, lab: RouterLab) -> None:
+        self.name = f"router-{number}"
+        self.dead = asyncio.Event()
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.asked = 0
+        self.said = 0
+        self._lab = lab
+
+    async def start(self) -> None:
+        self.dispatcher = Dispatcher()
+        for replica in self._lab.replicas:
+            self.dispatcher.add_link(await connect_local(replica.serve, self.name))
+        self._app = IngressCheck(app_for(self.dispatcher, self._lab.model), self._lab.router_wait)
+
+    async def kill(self) -> None:
+        """End it as a signal would: what it had on its way is gone."""
+        self.dead.set()
+        await self.dispatcher.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one exchange on as Serve does: through a queue each way, until the router is dead (ASGI)."""
+        answer: asyncio.Queue[Message] = asyncio.Queue()
+        asked: asyncio.Queue[Message] = asyncio.Queue()
+        self.asked += 1
+
+        async def say(message: Message) -> None:
+            await self.runs.wait()
+            if not self.dead.is_set():
+                answer.put_nowait(message)
+                self.said += 1
+                self._lab.on_message(self)
+
+        async def listen() -> None:
+            while (message := await receive())["type"] != "http.disconnect":
+                asked.put_nowait(message)
+            asked.put_nowait(message)
+
+        over = asyncio.create_task(self.dead.wait())
+        tasks = [over, asyncio.create_task(listen()), asyncio.create_task(self._app(scope, asked.get, say))]
+        try:
+            while True:
+                coming = asyncio.create_task(answer.get())
+                tasks.append(coming)
+                await asyncio.wait((coming, over, tasks[2]), return_when=asyncio.FIRST_COMPLETED)
+                if over.done():
+                    return
+                if not coming.done():
+                    if answer.empty():
+                        return
+                    continue
+                tasks.remove(coming)
+                await send(coming.result())
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RouterLab:
+    """Some routers over some replicas on the fake model, behind the guard. on_message: called as a router says one."""
+
+    def __init__(self, folder: Path, routers: int = 2, pace: float = 0.0005, router_wait: float = 20.0) -> None:
+        self.model = served_model(folder, max_model_len=CONTEXT)
+        self.router_wait = router_wait
+        self.on_message: Callable[[LabRouter], None] = lambda _: None
+        self.routers: list[LabRouter] = []
+        self.replicas: list[ReplicaCore] = []
+        self.killed = 0
+        self._wanted = routers
+        self._pace = pace
+        self._made = 0
+        self._came = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> RouterLab:
+        self.replicas = [self._replica(name) for name in "ab"]
+        for _ in range(self._wanted):
+            await self.add()
+        self.url = await self._stack.enter_async_context(serving(RouterLossGuard(self._proxy)))
+        self.client = await self._stack.enter_async_context(client_of(self.url))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                await until(lambda: not any(replica.num_requests for replica in self.replicas))
+        finally:
+            await self._stack.aclose()
+            for router in self.routers:
+                await router.kill()
+            await asyncio.gather(*self._tasks)
+            for replica in self.replicas:
+                await replica.close()
+
+    async def add(self) -> LabRouter:
+        """Start one more router."""
+        router = LabRouter(self._made, self)
+        self._made += 1
+        await router.start()
+        async with self._came:
+            self.routers.append(router)
+            self._came.notify_all()
+        return router
+
+    def kill(self, router: LabRouter, successor_after: float | None = 0.01) -> None:
+        """Kill a router now. successor_after: seconds until another one has started; None = none does."""
+        if router.dead.is_set():
+            return
+        self.killed += 1
+        router.dead.set()
+        self.routers.remove(router)
+        task = asyncio.create_task(self._succeed(router, successor_after))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _succeed(self, router: LabRouter, after: float | None) -> None:
+        await router.kill()
+        if after is not None:
+            await asyncio.sleep(after)
+            await self.add()
+
+    async def _proxy(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have the router answer that has the fewest exchanges; wait for one where there is none."""
+        if scope["type"] != "http":
+            await self._lifespan(receive, send)
+            return
+        async with self._came:
+            await self._came.wait_for(lambda: any(one.runs.is_set() for one in self.routers))
+        running = [one for one in self.routers if one.runs.is_set()]
+        await min(running, key=lambda one: one.asked)(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            await send({"type": f"{message['type']}.complete"})
+            if message["type"] == "lifespan.shutdown":
+                return
+
+    def _replica(self, name: str) -> ReplicaCore:
+        vocab = self.model.vocab_size
+        config = EngineConfig("fake", max_model_len=CONTEXT, max_num_seqs=64, block_size=BLOCK)
+        executor = FakeExecutor(NUM_BLOCKS, BLOCK, vocab, lambda _: self._pace)
+        engine = EngineCore(config, executor, (self.model.tokenizer.eos_token_id or 0,), vocab, NUM_BLOCKS)
+        return ReplicaCore(engine, ReplicaFacts(name, MODEL, CONTEXT, vocab, BLOCK, NUM_BLOCKS - 1, (), "fake"))

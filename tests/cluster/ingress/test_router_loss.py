@@ -1,0 +1,177 @@
+"""Answers whose routers die under them: clients get what they would have got, once, whatever kind of answer it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from random import Random
+from typing import Any
+
+import pytest
+
+from cluster.ingress.guard import MOST_TRIES
+from tests.cluster.ingress.router_lab import LabRouter, RouterLab
+from tests.openai_app import MODEL
+
+TOKENS = 300
+COMPLETION = {"model": MODEL, "prompt": "once", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+CHAT = {
+    "model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": TOKENS, "ignore_eos": True,
+    "stream": True,
+}  # fmt: skip
+RESPONSE = {"model": MODEL, "input": "hi", "max_output_tokens": TOKENS, "ignore_eos": True, "stream": True}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy": ("/v1/completions", COMPLETION | {"temperature": 0, "return_token_ids": True}),
+    "drawn": ("/v1/completions", COMPLETION | {"seed": 5, "stream_options": {"include_usage": True}}),
+    "several": ("/v1/completions", COMPLETION | {"prompt": ["a", "bc"], "n": 2, "seed": 3, "return_token_ids": True}),
+    "scored": ("/v1/completions", COMPLETION | {"seed": 1, "logprobs": 3, "echo": True}),
+    "stopped": ("/v1/completions", COMPLETION | {"seed": 1, "n": 3, "stop": ["e", "a"], "min_tokens": 200}),
+    "chat": ("/v1/chat/completions", CHAT | {"seed": 2, "logprobs": True, "top_logprobs": 2}),
+    "usage": (
+        "/v1/chat/completions",
+        CHAT | {"seed": 2, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "response": ("/v1/responses", RESPONSE | {"temperature": 0, "include": ["message.output_text.logprobs"]}),
+    "whole": ("/v1/completions", COMPLETION | {"stream": False, "seed": 4, "n": 2}),
+    "whole response": ("/v1/responses", RESPONSE | {"stream": False, "temperature": 0}),
+}
+UNSEEDED = COMPLETION | {"temperature": 1.0, "return_token_ids": True}
+
+
+async def said(lab: RouterLab, path: str, asked: dict[str, Any]) -> Any:
+    """What an answer says, without what differs from one answer to the next, and however it was cut into frames."""
+    response = await lab.client.post(path, json=asked, timeout=60)
+    assert response.status_code == 200, response.text
+    if not asked["stream"]:
+        return _plain(response.json())
+    blocks = response.text.split("\n\n")
+    assert blocks.pop() == "", "the last event is cut"
+    frames = [block.rpartition("\ndata: ")[2].removeprefix("data: ") for block in blocks if not block.startswith(":")]
+    if path != "/v1/responses":
+        assert frames.pop() == "[DONE]"
+    found = [json.loads(frame) for frame in frames]
+    assert not any("error" in one for one in found), found[-1]
+    if path == "/v1/responses":
+        assert [one["sequence_number"] for one in found] == list(range(len(found)))
+        assert len({one["item_id"] for one in found if "item_id" in one}) == 1
+        kinds = [one["type"] for one in found if not one["type"].endswith(".delta")]
+        return kinds, "".join(one["delta"] for one in found if "delta" in one), _plain(found[-1]["response"])
+    assert len({(one["id"], one["created"]) for one in found}) == 1
+    return _joined(found)
+
+
+def _joined(frames: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Put the frames of each choice together; every list and text goes on where it was."""
+    whole: dict[int, dict[str, Any]] = {}
+    for frame in frames:
+        if not frame["choices"]:
+            whole[-1] = frame["usage"]
+        for choice in frame["choices"]:
+            own = whole.setdefault(choice["index"], {"roles": 0, "ends": [], "text": "", "ids": [], "scores": []})
+            delta = choice.get("delta", {})
+            own["roles"] += "role" in delta
+            own["text"] += choice.get("text") or delta.get("content") or ""
+            own["ids"] += choice.get("token_ids") or []
+            own["scores"] += _scores(choice.get("logprobs"))
+            own["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return whole
+
+
+def _scores(logprobs: dict[str, Any] | None) -> list[Any]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"])
+    names = ("tokens", "token_logprobs", "text_offset")
+    return list(zip(*(logprobs[name] for name in names), strict=True))
+
+
+def _plain(body: dict[str, Any]) -> str:
+    text = re.sub(r'"(id|item_id)": "[a-z]+[_-][0-9a-f]+"', '"id": "x"', json.dumps(body))
+    return re.sub(r'"(created|created_at|completed_at)": \d+', '"at": 0', text)
+
+
+@pytest.mark.parametrize("kind", ASKED)
+async def test_an_answer_is_what_it_would_have_been(tmp_path, kind):
+    path, asked = ASKED[kind]
+    rng = Random(kind)
+    async with RouterLab(tmp_path, pace=0.003) as lab:
+        undisturbed = await said(lab, path, asked)
+
+        async def strike() -> None:
+            while True:
+                await asyncio.sleep(rng.uniform(0.3, 0.5))
+                lab.kill(rng.choice(lab.routers))
+
+        striking = asyncio.create_task(strike())
+        found = await asyncio.gather(*(said(lab, path, asked) for _ in range(8)))
+        striking.cancel()
+        assert lab.killed > 1
+    assert all(one == undisturbed for one in found)
+
+
+async def test_what_was_drawn_without_a_seed_goes_on_with_the_same_draws(tmp_path):
+    """The tokens that come after a loss are those that the first router's seed would have given."""
+    async with RouterLab(tmp_path) as lab:
+        lab.on_message = lambda router: lab.kill(router) if router.said == 20 else None
+        (answer,) = [await lab.client.post("/v1/completions", json=UNSEEDED, timeout=60)]
+        assert lab.killed
+        frames = [json.loads(block[6:]) for block in answer.text.split("\n\n")[:-2] if block.startswith("data: ")]
+        assert len(_joined(frames)[0]["ids"]) == TOKENS
+        assert len({frame["id"] for frame in frames}) == 1
+
+
+async def test_the_only_router_is_waited_for_and_the_stream_shows_that_it_lives(tmp_path):
+    async with RouterLab(tmp_path, routers=1) as lab:
+        undisturbed = await said(lab, "/v1/completions", ASKED["greedy"][1])
+        last = lab.routers[0].said + 20
+        lab.on_message = lambda router: lab.kill(router, 0.5) if router.said == last else None
+        assert await said(lab, "/v1/completions", ASKED["greedy"][1]) == undisturbed
+        assert lab.killed == 1
+
+
+async def test_where_no_router_comes_in_time_the_error_says_so(tmp_path):
+    async with RouterLab(tmp_path, routers=1, router_wait=0.3) as lab:
+        lab.on_message = lambda router: lab.kill(router, None) if router.said == 20 else None
+        answer = await lab.client.post("/v1/completions", json=COMPLETION, timeout=60)
+        error = json.loads(answer.text.split("\n\n")[-2].removeprefix("data: "))["error"]
+        assert (error["code"], error["retryable"]) == ("router_lost", True)
+        await lab.add()
+
+
+async def test_a_stopped_router_is_left_and_nothing_that_it_says_later_is_believed(tmp_path, monkeypatch):
+    monkeypatch.setattr("cluster.ingress.exchange.TICK", 0.1)
+    async with RouterLab(tmp_path) as lab:
+        path, asked = ASKED["greedy"]
+        undisturbed = await said(lab, path, asked)
+        stopped = []
+
+        def stop(router: LabRouter) -> None:
+            if router.said == 40 and not stopped:
+                router.runs.clear()
+                stopped.append(router)
+
+        lab.on_message = stop
+        assert await asyncio.gather(*(said(lab, path, asked) for _ in range(4))) == [undisturbed] * 4
+        assert stopped
+        stopped[0].runs.set()
+        assert await said(lab, path, asked) == undisturbed
+
+
+async def test_a_request_of_which_every_router_dies_is_given_up(tmp_path):
+    async with RouterLab(tmp_path, routers=3) as lab:
+        lab.on_message = lambda router: lab.kill(router)
+        answer = await lab.client.post("/v1/completions", json=COMPLETION | {"stream": False}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")
+        assert lab.killed <= MOST_TRIES
+        lab.on_message = lambda _: None
+
+
+async def test_uploads_are_not_asked_twice(tmp_path):
+    async with RouterLab(tmp_path) as lab:
+        lab.on_message = lambda router: lab.kill(router)
+        answer = await lab.client.post("/v1/batches", json={"input_file_id": "x"}, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "router_lost")
+        assert lab.killed == 1
+        lab.on_message = lambda _: None
