@@ -32,8 +32,8 @@ class Generation:
     """Runs the requests of one call at once. `deltas` may be walked once; closing it aborts what still runs.
 
     Choice `c` of request `r` is choice `r x n + c` of the call. prompts: what is known of each request's prompt;
-    complete before the first delta of its choices. catches_up: whether more deltas that an earlier router has had come
-    at once behind the last one: what is sent of them can wait for each other.
+    complete before the first delta of its choices. catches_up: whether more deltas that an earlier router has had
+    come at once behind the last one: what is sent of them can wait for each other.
     """
 
     def __init__(

@@ -76,7 +76,8 @@ def tokens_of(path: str, asked: dict, body: bytes) -> int:
     if path == "/v1/responses":
         last = json.loads(body.rstrip().rpartition(b"\ndata: ")[2])
         return last["response"]["usage"]["output_tokens"] if last["type"] == "response.incomplete" else -1
-    *frames, done = [frame.removeprefix(b"data: ") for frame in body.split(b"\n\n")[:-1]]
+    shown = [frame for frame in body.split(b"\n\n")[:-1] if not frame.startswith(b":")]  # that is a comment
+    *frames, done = [frame.removeprefix(b"data: ") for frame in shown]
     choices = [json.loads(frame)["choices"][0] for frame in frames]
     if done != b"[DONE]" or choices[-1]["finish_reason"] != "length":
         return -1

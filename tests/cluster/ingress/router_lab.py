@@ -89,7 +89,7 @@ class LabRouter:
 
 
 class RouterLab:
-    """Some routers over some replicas on the fake model, behind the guard. on_message: called as a router says one."""
+    """Some routers over two replicas on the fake model, behind the guard. on_message: called as a router says one."""
 
     def __init__(self, folder: Path, routers: int = 2, pace: float = 0.0005, router_wait: float = 20.0) -> None:
         self.model = served_model(folder, max_model_len=CONTEXT)
